@@ -15,8 +15,9 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from multiprocessing.connection import Connection, wait
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Generic, Self, TypeVar, cast
 
 import threadpoolctl
@@ -137,9 +138,8 @@ class TaskPool(Generic[K]):
     >>> from functools import partial
     >>> from fedstrata.base.errors import SpecError
     >>> with TaskPool[str](jobs=1, fork=True) as pool:
-    ...     pool.begin("a", partial(print, end=""))
-    ...     pool.free, list(pool.finished(timeout=60))
-    (False, [('a', '')])
+    ...     list(pool.run({"a": partial(print, end="")}.items()))
+    [('a', '')]
     """
 
     def __init__(self, jobs: int, *, fork: bool = False) -> None:
@@ -147,17 +147,29 @@ class TaskPool(Generic[K]):
         self._idle: list[Worker] = []
         self._busy: dict[Connection, tuple[Worker, K]] = {}
 
-    @property
-    def free(self) -> bool:
-        """Whether another task can begin."""
-        return len(self._busy) < self.jobs
+    def run(self, tasks: Iterable[tuple[K, Task]], watch: Callable[[], None] = lambda: None) -> Iterator[tuple[K, str]]:
+        """Do tasks and yield them as they end.
 
-    @property
-    def busy(self) -> bool:
-        """Whether any task is running."""
-        return bool(self._busy)
+        Args:
+            tasks: Tasks with their keys; the next one is taken when a worker is free for it.
+            watch: A function to call repeatedly while tasks run.
 
-    def begin(self, key: K, task: Task) -> None:
+        Yields:
+            The key of each task with an empty text, or with the way in which its process ended early.
+
+        Raises:
+            Exception: A task raised it.
+        """
+        waiting = iter(tasks)
+        while True:
+            for key, task in islice(waiting, self.jobs - len(self._busy)):
+                self._begin(key, task)
+            if not self._busy:
+                return
+            yield from self._finished()
+            watch()
+
+    def _begin(self, key: K, task: Task) -> None:
         """Give a task to a worker, pickled unless it is a fork."""
         if self.fork:
             worker = Worker(partial(_do, task), fork=True)
@@ -166,19 +178,9 @@ class TaskPool(Generic[K]):
             worker.send(task)
         self._busy[worker.connection] = worker, key
 
-    def finished(self, timeout: float) -> Iterator[tuple[K, str]]:
-        """Yield the tasks that have ended, after waiting for the first one.
-
-        Args:
-            timeout: The longest time to wait, in seconds.
-
-        Yields:
-            The key of each task with an empty text, or with the way in which its process ended early.
-
-        Raises:
-            Exception: A task raised it.
-        """
-        for ready in wait(list(self._busy), timeout=timeout):
+    def _finished(self) -> Iterator[tuple[K, str]]:
+        """Yield the tasks that have ended, after waiting briefly for the first one."""
+        for ready in wait(list(self._busy), timeout=0.5):
             worker, key = self._busy[cast(Connection, ready)]
             lost = ""
             try:
@@ -197,9 +199,7 @@ class TaskPool(Generic[K]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Runs can be resumed, and waiting for their end could take hours.
         workers = [*self._idle, *(worker for worker, _ in self._busy.values())]
         for worker in workers:

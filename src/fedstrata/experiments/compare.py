@@ -200,16 +200,14 @@ def _run_all(
             tasks[key] = partial(run_to_end, spec, folders[key], data=data, model=model)
         else:
             tasks[key] = partial(run_text, spec.to_toml(), folders[key])
-    waiting, failures = list(tasks), dict[Path, str]()
+
+    def watch_all() -> None:
+        if watch is not None:
+            for key in unfinished:
+                watch(*key, rounds_done(folders[key]))
+
     with TaskPool[Key](jobs, fork=fork) as pool:
-        while waiting or pool.busy:
-            while waiting and pool.free:
-                key = waiting.pop(0)
-                pool.begin(key, tasks[key])
-            failures |= {folders[key]: reason for key, reason in pool.finished(timeout=0.5) if reason}
-            if watch is not None:
-                for key in unfinished:
-                    watch(*key, rounds_done(folders[key]))
+        failures = {folders[key]: reason for key, reason in pool.run(tasks.items(), watch_all) if reason}
     raise_for_lost(failures, len(unfinished))
 
 

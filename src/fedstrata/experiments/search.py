@@ -314,35 +314,30 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
     fork = forks([Experiment.from_table(setup.table)], in_memory=False) if jobs > 1 else None
     failures, busy = dict[Path, str](), dict[int, Cell]()
 
-    def next_trial() -> tuple[int, Cell] | None:
+    def tasks() -> Iterator[tuple[int, partial[None]]]:
         while waiting or len(study.get_trials(deepcopy=False)) < trials:
             number = waiting.pop(0) if waiting else begin_trial(setup, study)
             if (cell := propose(setup, study, number)) is not None:
-                return number, cell
-        return None
+                busy[number] = cell
+                yield number, partial(run_trial, setup, number, cell.spec.to_toml())
+
+    def watch_all() -> None:
+        for number in busy:
+            for seed in setup.seeds:
+                watch(called(number), seed, rounds_done(setup.folder(number, seed)))
 
     if jobs == 1 or fork is None:
-        while (trial := next_trial()) is not None:
-            number, cell = trial
-            run_trial(setup, number, cell.spec.to_toml(), watch)
-            tell(setup, study, number, watch, cell)
+        for number, task in tasks():
+            task(watch)
+            tell(setup, study, number, watch, busy[number])
         return
     with TaskPool[int](jobs, fork=fork) as pool:
-        while True:
-            while pool.free and (trial := next_trial()) is not None:
-                number, busy[number] = trial
-                pool.begin(number, partial(run_trial, setup, number, busy[number].spec.to_toml()))
-            if not busy:
-                break
-            for number, reason in pool.finished(timeout=0.5):
-                cell = busy.pop(number)
-                if reason:
-                    failures[setup.out / called(number)] = reason
-                else:
-                    tell(setup, study, number, watch, cell)
-            for number in busy:
-                for seed in setup.seeds:
-                    watch(called(number), seed, rounds_done(setup.folder(number, seed)))
+        for number, reason in pool.run(tasks(), watch_all):
+            cell = busy.pop(number)
+            if reason:
+                failures[setup.out / called(number)] = reason
+            else:
+                tell(setup, study, number, watch, cell)
     raise_for_lost(failures, len(study.get_trials(deepcopy=False)))
 
 
