@@ -200,7 +200,7 @@ def test_usage_errors_have_code_2(capsys):
             ["sweep", "--set", "evaluation.validation=0.1", "--set", "training.lr=0.1,0.2"],
             f"; {WITH_OUT}",
         ),
-        ("fedstrata.data.partitions.draw_partition", ["partition", "--set", "data=digits"], "\n"),
+        ("fedstrata.data.partitions.picture.draw_partition", ["partition", "--set", "data=digits"], "\n"),
     ],
 )
 def test_an_interrupted_command_says_how_it_goes_on(work, arguments, after, capsys, monkeypatch):

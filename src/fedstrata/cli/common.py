@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import jsonable
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from fedstrata.evaluation.history import History
     from fedstrata.spec.experiment import Experiment
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
     """The object to which a command adds its parser."""
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 R = TypeVar("R")
 
 
@@ -71,6 +71,14 @@ def add_output(parser: argparse.ArgumentParser, progress: bool = True) -> None:
 def print_json(result: object) -> None:
     """Print a result for programs, as JSON; NaN and infinity become null."""
     print(json.dumps(jsonable(result), indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def print_result(options: argparse.Namespace, result: object, *lines: str) -> None:
+    """Print the result of a command: as JSON with ``--json``, otherwise as lines of text."""
+    if options.json:
+        print_json(result)
+    else:
+        print(*lines, sep="\n")
 
 
 SPEC_HELP = "a TOML file; all defaults without one"

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import SpecError
-from fedstrata.cli.common import add_command, add_output, add_spec, add_trust, experiment, located, print_json
-
-if TYPE_CHECKING:
-    from fedstrata.cli.common import Commands
+from fedstrata.cli import common
+from fedstrata.cli.common import Commands, add_command, add_output, print_json, print_result
 
 
 def add_methods(commands: Commands) -> None:
@@ -24,14 +21,13 @@ def add_methods(commands: Commands) -> None:
     add_output(parser, progress=False)
 
 
-def _methods(options: argparse.Namespace) -> int:
+def _methods(options: argparse.Namespace) -> None:
     from fedstrata.cli.known import known
 
     if options.json:
         print_json([dict(zip(("method", "about", "paper"), row, strict=True)) for row in known()["methods"]])
-        return 0
-    _columns(("method", "what it does", "paper"), known()["methods"])
-    return 0
+    else:
+        _columns(("method", "what it does", "paper"), known()["methods"])
 
 
 def add_datasets(commands: Commands) -> None:
@@ -44,16 +40,15 @@ def add_datasets(commands: Commands) -> None:
     add_output(add_command(commands, "datasets", help, examples, work=_datasets), progress=False)
 
 
-def _datasets(options: argparse.Namespace) -> int:
+def _datasets(options: argparse.Namespace) -> None:
     from fedstrata.data.catalog import available, folders
 
     if options.json:
         print_json([dict(zip(("data", "about", "found"), row, strict=True)) for row in available()])
-        return 0
+        return
     rows = [(name, about, "yes" if present else "no") for name, about, present in available()]
     _columns(("data set", "what it is", "found"), rows)
     print(f"NAME.npz is looked for in {', '.join(map(str, folders()))}; a path and hub:owner/name work too")
-    return 0
 
 
 def add_settings(commands: Commands) -> None:
@@ -73,7 +68,7 @@ def add_settings(commands: Commands) -> None:
     add_output(parser, progress=False)
 
 
-def _settings(options: argparse.Namespace) -> int:
+def _settings(options: argparse.Namespace) -> None:
     from fedstrata.cli.known import find_kind, find_section, known
 
     if options.json:
@@ -97,7 +92,6 @@ def _settings(options: argparse.Namespace) -> int:
         for name, kind in section["kinds"].items():
             rows = [row for row in kind["keys"] if row not in common]
             _keys(f"{options.section} {name}".strip(), kind["about"], rows)
-    return 0
 
 
 def _keys(title: str, about: str, rows: Sequence[Sequence[str]]) -> None:
@@ -131,33 +125,32 @@ def add_partition(commands: Commands) -> None:
     """
     help = "show which client gets which labels: a table and a picture"
     parser = add_command(commands, "partition", help, examples, work=_partition)
-    add_spec(parser)
+    common.add_spec(parser)
     parser.add_argument("--out", type=Path, default=Path("partition.png"), help="the picture (default: partition.png)")
-    add_trust(parser)
+    common.add_trust(parser)
     add_output(parser, progress=False)
 
 
-def _partition(options: argparse.Namespace) -> int:
+def _partition(options: argparse.Namespace) -> None:
     import rich
 
     from fedstrata.base.config import under
     from fedstrata.data.partitions.picture import draw_partition, render_table
 
-    spec = experiment(options)
+    spec = common.experiment(options)
     if options.out.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise SpecError("--out", "expected a picture: .png, .pdf or .svg", str(options.out))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     data = spec.data.load(spec.seed)
-    assignment = located(options, lambda: under("partition", lambda: spec.partition.split(data, spec.seed)))
+    assignment = common.located(options, lambda: under("partition", lambda: spec.partition.split(data, spec.seed)))
     draw_partition(assignment, data, options.out)
     if options.json:
         table = assignment.counts(data.y_train.cpu().numpy(), data.classes)
         classes = [*map(str, data.class_names or range(data.classes))]
         print_json({"picture": str(options.out), "classes": classes, "samples": table.tolist()})
-        return 0
-    rich.print(render_table(assignment, data))
-    print(f"picture: {options.out}")
-    return 0
+    else:
+        rich.print(render_table(assignment, data))
+        print(f"picture: {options.out}")
 
 
 def add_strata(commands: Commands) -> None:
@@ -169,14 +162,14 @@ def add_strata(commands: Commands) -> None:
     """
     help = "plot the strata (client groups) that a sampler found"
     parser = add_command(commands, "strata", help, examples, work=_strata)
-    add_spec(parser, "a TOML file, or the folder of a run; all defaults without one")
+    common.add_spec(parser, "a TOML file, or the folder of a run; all defaults without one")
     parser.add_argument("--rounds", type=int, default=1, help="rounds to run before looking, for a spec (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("strata.png"), help="the picture (default: strata.png)")
-    add_trust(parser)
+    common.add_trust(parser)
     add_output(parser, progress=False)
 
 
-def _strata(options: argparse.Namespace) -> int:
+def _strata(options: argparse.Namespace) -> None:
     from fedstrata.reporting.replayed_strata import draw, strata_after, strata_of_folder
     from fedstrata.runs.preparation import prepare
 
@@ -187,17 +180,14 @@ def _strata(options: argparse.Namespace) -> int:
             raise SpecError("--set", "a run's settings cannot change; give the spec instead of the folder")
         prepared, view = strata_of_folder(Path(options.spec))
     else:
-        spec = experiment(options)
-        prepared = located(options, lambda: prepare(spec))
+        spec = common.experiment(options)
+        prepared = common.located(options, lambda: prepare(spec))
         view = strata_after(prepared, options.rounds)
     draw(prepared, view, options.out)
     sizes = view.sizes()
-    if options.json:
-        print_json({"picture": str(options.out), "round": view.round, "sizes": sizes, "purity": view.purity()})
-        return 0
-    print(f"round {view.round}: {len(sizes)} strata of {sizes} clients; {view.purity():.0%} of the samples bear their")
-    print(f"stratum's most frequent label; picture: {options.out}")
-    return 0
+    result = {"picture": str(options.out), "round": view.round, "sizes": sizes, "purity": view.purity()}
+    text = f"round {view.round}: {len(sizes)} strata of {sizes} clients; {view.purity():.0%} of the samples bear their"
+    print_result(options, result, text, f"stratum's most frequent label; picture: {options.out}")
 
 
 def add_report(commands: Commands) -> None:
@@ -213,15 +203,11 @@ def add_report(commands: Commands) -> None:
     add_output(parser, progress=False)
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     from fedstrata.reporting.html import write_report
 
-    page = write_report(options.folders, options.out or options.folders[0] / "report.html")
-    if options.json:
-        print_json({"page": str(page)})
-    else:
-        print(page)
-    return 0
+    page = str(write_report(options.folders, options.out or options.folders[0] / "report.html"))
+    print_result(options, {"page": page}, page)
 
 
 COMMANDS = (add_methods, add_datasets, add_settings, add_partition, add_strata, add_report)

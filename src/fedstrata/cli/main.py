@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.showwarning = _one_line
     try:
         with ending_in_order(), _imports(options.imports):
-            code: int = options.work(options)
+            code: int = options.work(options) or 0
             sys.stdout.flush()
         return code
     except (SpecError, DataError) as error:

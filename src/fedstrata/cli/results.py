@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.cli import common
-from fedstrata.cli.common import add_command, add_output, located, print_json, read_spec, run_folder
+from fedstrata.cli.common import Commands, add_command, add_output, located, print_json, read_spec, run_folder
 
 if TYPE_CHECKING:
-    from fedstrata.cli.common import Commands
     from fedstrata.experiments.sweep import Sweep
 
 FORMATS = ("console", "markdown", "latex", "csv", "json")
@@ -40,7 +39,7 @@ def add_table(commands: Commands) -> None:
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="short for --format json")
 
 
-def _table(options: argparse.Namespace) -> int:
+def _table(options: argparse.Namespace) -> None:
     import rich
 
     from fedstrata.reporting import contrasts
@@ -68,10 +67,10 @@ def _table(options: argparse.Namespace) -> int:
         from fedstrata.reporting.tables import compare_table
 
         print_json({data: contrasts.to_json(compare_table(members[data]), table) for data, table in tables.items()})
-        return 0
+        return
     if options.format == "csv":
         sys.stdout.write(contrasts.to_csv(tables))
-        return 0
+        return
     for data, table in tables.items():
         if len(tables) > 1:
             print({"latex": "% ", "markdown": "\n", "console": ""}[options.format] + f"On {data or 'unnamed data'}:\n")
@@ -79,7 +78,6 @@ def _table(options: argparse.Namespace) -> int:
             rich.print(contrasts.to_rich(table))
         else:
             sys.stdout.write({"markdown": contrasts.to_markdown, "latex": contrasts.to_latex}[options.format](table))
-    return 0
 
 
 def _budget(text: str) -> tuple[str, float | None]:
@@ -129,11 +127,8 @@ def _sweep(options: argparse.Namespace) -> int:
     with run_folder(options.out, f"sweep-{Path(spec.data.name).stem}") as out:
         settings = {"seeds": seeds, "out": out, "jobs": jobs}
         result = _search(options, table, settings) if options.search else _grid_search(options, table, grid, settings)
-    if options.json:
-        print_json({"folder": str(out), **figures(result)})
-        return common.exit_code(result.histories)
-    print(to_markdown(result))
-    print(f"written to {out}: sweep.md, sweep.json, best.toml")
+    text = f"{to_markdown(result)}\nwritten to {out}: sweep.md, sweep.json, best.toml"
+    common.print_result(options, {"folder": str(out), **figures(result)}, text)
     return common.exit_code(result.histories)
 
 

@@ -6,14 +6,11 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fedstrata.base import outer
 from fedstrata.base.errors import SpecError
 from fedstrata.cli import common
-
-if TYPE_CHECKING:
-    from fedstrata.cli.common import Commands
+from fedstrata.cli.common import Commands
 
 
 def add_run(commands: Commands) -> None:

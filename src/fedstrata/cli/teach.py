@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedstrata.base.errors import SpecError, nearest
-from fedstrata.cli.common import add_command, add_output, print_json
-
-if TYPE_CHECKING:
-    from fedstrata.cli.common import Commands
+from fedstrata.cli.common import Commands, add_command, add_output, print_json, print_result
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -53,7 +50,7 @@ def add_new(commands: Commands) -> None:
     add_output(parser, progress=False)
 
 
-def _new(options: argparse.Namespace) -> int:
+def _new(options: argparse.Namespace) -> None:
     kind: str = options.kind
     if kind not in KINDS:
         raise SpecError("KIND", f"there are: {', '.join(KINDS)}{nearest(kind, KINDS)}", kind)
@@ -70,11 +67,8 @@ def _new(options: argparse.Namespace) -> int:
     path.write_text(text, encoding="utf-8")
     lines = [line.lstrip("# ") for line in text.splitlines()]
     commands = [line for line in lines if line.startswith("fedstrata ")]
-    if options.json:
-        print_json({"file": str(path), "try": commands})
-        return 0
-    print(f"written to {path}; try it:", *commands, sep="\n  ")
-    return 0
+    text = "\n  ".join([f"written to {path}; try it:", *commands])
+    print_result(options, {"file": str(path), "try": commands}, text)
 
 
 def add_explain(commands: Commands) -> None:
@@ -91,11 +85,11 @@ def add_explain(commands: Commands) -> None:
     add_output(parser, progress=False)
 
 
-def _explain(options: argparse.Namespace) -> int:
+def _explain(options: argparse.Namespace) -> None:
     entries = explanations(options.key)
     if options.json:
         print_json(entries)
-        return 0
+        return
     for entry in entries:
         names = ", ".join(entry["kinds"])
         where = f"{entry['section']}.{entry['key']}" if entry["section"] and entry["key"] else entry["section"]
@@ -108,7 +102,6 @@ def _explain(options: argparse.Namespace) -> int:
         if entry["has"]:
             print(f"  has: {', '.join(entry['has'])}")
         print()
-    return 0
 
 
 NOT_BY_HAND = ("communication.codec", "evaluation.metrics", "callbacks", "data.schema.columns.NAME")
@@ -189,11 +182,10 @@ def add_completion(commands: Commands) -> None:
     parser.add_argument("shell", choices=SHELLS, help="the shell")
 
 
-def _completion(options: argparse.Namespace) -> int:
+def _completion(options: argparse.Namespace) -> None:
     import argcomplete
 
     print(argcomplete.shellcode(["fedstrata"], shell=options.shell))
-    return 0
 
 
 def complete(whole: argparse.ArgumentParser) -> None:
