@@ -414,8 +414,7 @@ def add(first: R, second: R) -> R:
     >>> add({"n": 1, "g": torch.ones(2)}, {"n": 2, "g": torch.ones(2)})
     {'n': 3, 'g': tensor([2., 2.])}
     """
-    summed: R = _zip_with(lambda a, b: a + b, first, second)
-    return summed
+    return _zip_with(lambda a, b: a + b, first, second)
 
 
 def _zip_with(combine: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:

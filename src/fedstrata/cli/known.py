@@ -31,8 +31,7 @@ def known() -> dict[str, Any]:
         ``methods``, rows of name, first sentence and paper; ``experiment``, the keys without a section; ``settings``,
         the kinds of each section.
     """
-    table: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return table
+    return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def find_section(name: str) -> dict[str, Any]:
@@ -74,8 +73,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
             return _described(registry.find(name))
     if name not in kinds:
         raise SpecError("name", f"there are: {', '.join(kinds)}{nearest(name, kinds)}", name)
-    kind: dict[str, Any] = kinds[name]
-    return kind
+    return kinds[name]
 
 
 def owners(key: str, besides: str = "") -> list[str]:

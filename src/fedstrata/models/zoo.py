@@ -237,8 +237,7 @@ class Classifier(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the logits, (B, classes)."""
-        logits: torch.Tensor = self.head(self.body(x))
-        return logits
+        return self.head(self.body(x))
 
 
 def check_image(name: str, shape: tuple[int, ...], side: int) -> None:

@@ -220,8 +220,7 @@ def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
     matrices = [run.history.confusion["last"].counts for run in members if "last" in run.history.confusion]
     if not matrices or len({matrix.shape for matrix in matrices}) > 1:
         return None
-    table: list[list[int]] = np.sum(matrices, axis=0).tolist()
-    return table
+    return np.sum(matrices, axis=0).tolist()
 
 
 def _class_names(run: Run) -> list[str]:

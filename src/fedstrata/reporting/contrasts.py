@@ -192,8 +192,7 @@ def _value(history: History, key: str, budgets: Mapping[str, float]) -> float | 
     if key in budgets:
         return accuracy_at(history, key.removeprefix(_AT), budgets[key])
     if key in tables.MEASURES:
-        value: float | None = history.summary[key]
-        return value
+        return history.summary[key]
     if tables.is_target(key):
         return tables.reached(history, key)
     return float(history.column(key)[1][-1]) if key in history.columns else None

@@ -38,8 +38,7 @@ class View:
 
     def sizes(self) -> list[int]:
         """Count the clients of each stratum."""
-        sizes: list[int] = np.bincount(self.strata).tolist()
-        return sizes
+        return np.bincount(self.strata).tolist()
 
     def purity(self) -> float:
         """Return the share of samples with the most frequent label of their stratum, in [0, 1]."""

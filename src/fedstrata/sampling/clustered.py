@@ -52,8 +52,7 @@ class Distributions:
     def draw(self, generator: np.random.Generator) -> Ints:
         """Draw the position of one client from every distribution, shape (m,)."""
         pointers = generator.integers(self.each, size=self.draws) + self.each * np.arange(self.draws)
-        drawn: Ints = self.places[np.searchsorted(np.cumsum(self.masses), pointers, side="right")]
-        return drawn
+        return self.places[np.searchsorted(np.cumsum(self.masses), pointers, side="right")]
 
 
 @record("ClusteredState")

@@ -107,5 +107,4 @@ class RowStore:
 
 def lengths(matrix: Floats32) -> Floats:
     """Return the Euclidean norm of every row, shape (n,)."""
-    norms: Floats = np.sqrt(np.einsum("kd,kd->k", matrix, matrix, dtype=np.float64))
-    return norms
+    return np.sqrt(np.einsum("kd,kd->k", matrix, matrix, dtype=np.float64))

@@ -67,8 +67,7 @@ def sketch(params: Params, coordinates: int, seed: int) -> Floats32:
         Shape (min(d, K),).
     """
     flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()])
-    sketch: Floats32 = project(flat, coordinates, seed).numpy()
-    return sketch
+    return project(flat, coordinates, seed).numpy()
 
 
 def update_sketches(

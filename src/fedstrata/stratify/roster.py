@@ -61,8 +61,7 @@ class Roster:
         rows: Ints = self._by_client[self._begins[client] : self._begins[client + 1]]
         places = self.places[rows]
         numbers = self.holders.placeholders[places]
-        empty: Ints = rows[np.isin(places, missing) | np.isin(numbers, exhausted.numpy())]
-        return empty
+        return rows[np.isin(places, missing) | np.isin(numbers, exhausted.numpy())]
 
     def remove(self, clients: Iterable[int]) -> None:
         """Do not choose these clients again in this epoch: they failed or are absent."""

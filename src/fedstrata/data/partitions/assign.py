@@ -197,5 +197,4 @@ def ranks(ordered: Ints, classes: int) -> Ints:
     [0, 1, 0, 1, 2]
     """
     sizes = np.bincount(ordered, minlength=classes)
-    rank: Ints = np.arange(len(ordered)) - (np.cumsum(sizes) - sizes)[ordered]
-    return rank
+    return np.arange(len(ordered)) - (np.cumsum(sizes) - sizes)[ordered]

@@ -68,8 +68,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
     holders[names] = np.bincount(np.concatenate(list(held.values())), minlength=size)
     request = OpenTotals(pages, size)
     _, reply = ask_until(federation, held, request, "decrypt the totals", check=lambda reply: reply.require(holders))
-    totals: Ints = reply.totals.numpy()[names]
-    return totals
+    return reply.totals.numpy()[names]
 
 
 def shares(federation: Federation, held: Held, totals: Ints) -> Held:

@@ -198,8 +198,7 @@ def _ring(folder: Path | None, create: bool) -> KeyRing:
 
 def ring_of(context: ClientContext) -> KeyRing:
     """Return the key ring of a context, or this machine's ring if the context has none."""
-    ring: KeyRing = context.keys if context.keys is not None else context.cached(_site_ring)
-    return ring
+    return context.keys if context.keys is not None else context.cached(_site_ring)
 
 
 def _site_ring(_: ClientContext) -> KeyRing:
