@@ -405,42 +405,36 @@ def leaves_of(tree: Tree) -> list[Any]:
     return leaves
 
 
-R = TypeVar("R")
-
-
-def add(first: R, second: R) -> R:
+def add(first: Any, second: Any) -> Any:
     """Add two trees of the same shape, leaf by leaf; fields declared with ``same`` keep the first value.
 
     >>> add({"n": 1, "g": torch.ones(2)}, {"n": 2, "g": torch.ones(2)})
     {'n': 3, 'g': tensor([2., 2.])}
     """
-    return _zip_with(lambda a, b: a + b, first, second)
-
-
-def _zip_with(combine: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    if dataclasses.is_dataclass(a) and not isinstance(a, type):
-        if type(a) is not type(b):
-            raise TypeError(f"{type(a).__name__} and {type(b).__name__} do not add up")
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        if type(first) is not type(second):
+            raise TypeError(f"{type(first).__name__} and {type(second).__name__} do not add up")
         summed = {
-            f.name: getattr(a, f.name)
+            f.name: getattr(first, f.name)
             if f.metadata.get("same")
-            else _zip_with(combine, getattr(a, f.name), getattr(b, f.name))
-            for f in dataclasses.fields(a)
+            else add(getattr(first, f.name), getattr(second, f.name))
+            for f in dataclasses.fields(first)
         }
-        return type(a)(**summed)
-    if isinstance(a, Mapping):
-        if a.keys() != b.keys():
-            raise TypeError(f"the keys {sorted(a)} and {sorted(b)} do not add up")
-        return {key: _zip_with(combine, a[key], b[key]) for key in a}
-    if isinstance(a, (list, tuple)):
-        if type(a) is not type(b) or len(a) != len(b):
-            raise TypeError(f"{len(a)} and {len(b)} items do not add up")
-        return type(a)(_zip_with(combine, left, right) for left, right in zip(a, b, strict=True))
-    if a is None or isinstance(a, (str, bytes)):
-        if a != b:
-            raise TypeError(f"{a!r} and {b!r} do not add up; a field that all replies hold alike is declared same()")
-        return a
-    return combine(a, b)
+        return type(first)(**summed)
+    if isinstance(first, Mapping):
+        if first.keys() != second.keys():
+            raise TypeError(f"the keys {sorted(first)} and {sorted(second)} do not add up")
+        return {key: add(first[key], second[key]) for key in first}
+    if isinstance(first, (list, tuple)):
+        if type(first) is not type(second) or len(first) != len(second):
+            raise TypeError(f"{len(first)} and {len(second)} items do not add up")
+        return type(first)(map(add, first, second))
+    if first is None or isinstance(first, (str, bytes)):
+        if first != second:
+            problem = "do not add up; a field that all replies hold alike is declared same()"
+            raise TypeError(f"{first!r} and {second!r} {problem}")
+        return first
+    return first + second
 
 
 def same() -> Any:

@@ -99,23 +99,11 @@ def add_overrides(
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar=metavar, help=help)
 
 
-def read_spec(path: str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read the tables of a spec file and apply overrides; without a file, only the overrides."""
-    from fedstrata.spec.experiment import apply_override, read_table
-
-    if path is not None:
-        return read_table(path, overrides)
-    table: dict[str, Any] = {}
-    for override in overrides:
-        apply_override(table, override)
-    return table
-
-
 def experiment(options: argparse.Namespace) -> Experiment:
     """Build the experiment of ``SPEC`` and ``--set``."""
-    from fedstrata.spec.experiment import Experiment
+    from fedstrata.spec.experiment import Experiment, read_table
 
-    table = read_spec(options.spec, options.overrides)
+    table = read_table(options.spec, options.overrides)
     return located(options, lambda: Experiment.from_table(table))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.cli import common
-from fedstrata.cli.common import Commands, add_command, add_output, located, print_json, read_spec, run_folder
+from fedstrata.cli.common import Commands, add_command, add_output, located, print_json, run_folder
 
 if TYPE_CHECKING:
     from fedstrata.experiments.sweep import Sweep
@@ -114,14 +114,14 @@ def add_sweep(commands: Commands) -> None:
 
 def _sweep(options: argparse.Namespace) -> int:
     from fedstrata.experiments.sweep import figures, to_markdown
-    from fedstrata.spec.experiment import Experiment
+    from fedstrata.spec.experiment import Experiment, read_table
 
     jobs, seeds = common.jobs(options), common.seeds(options)
     fixed, grid = _grid(options.overrides)
     if options.search and grid:
         key = next(iter(grid))
         raise SpecError("--set", f"several values are a grid; beside --search give --search {key}=choice:…", key)
-    table = read_spec(options.spec, fixed)
+    table = read_table(options.spec, fixed)
     spec = located(options, lambda: Experiment.from_table(table))
     seeds = [spec.seed] if seeds is None else seeds
     with run_folder(options.out, f"sweep-{Path(spec.data.name).stem}") as out:

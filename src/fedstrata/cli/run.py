@@ -41,7 +41,7 @@ def _run(options: argparse.Namespace) -> int:
     from fedstrata.reporting.plots import plot_run
     from fedstrata.reporting.progress import Progress
     from fedstrata.runs.run_folder import rounds_done, spec_of
-    from fedstrata.spec.experiment import COMPARE, Experiment
+    from fedstrata.spec.experiment import COMPARE, Experiment, read_table
 
     out, resume = options.out, options.resume is not None
     if resume:
@@ -52,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
             raise SpecError("--resume", problem, str(out))
         spec = spec_of(out, "--resume", options.overrides)
     else:
-        table = common.read_spec(options.spec, options.overrides)
+        table = read_table(options.spec, options.overrides)
         spec = common.located(options, lambda: Experiment.from_table(table))
         if COMPARE in table:
             note = f"[{COMPARE}] is for 'fedstrata compare'; this runs {spec.method.name} alone"
@@ -102,11 +102,11 @@ def _compare(options: argparse.Namespace) -> int:
     from fedstrata.reporting import contrasts
     from fedstrata.reporting.progress import Progress
     from fedstrata.reporting.tables import compare_table, to_json, to_rich
-    from fedstrata.spec.experiment import variants
+    from fedstrata.spec.experiment import read_table, variants
 
     jobs, seeds = common.jobs(options), common.seeds(options)
     labels = [label.strip() for label in options.methods.split(",")] if options.methods else None
-    table = common.read_spec(options.spec)
+    table = read_table(options.spec)
     experiments = common.located(options, lambda: variants(table, labels, options.overrides))
     first = next(iter(experiments.values()))
     references = [name.strip() for name in options.references.split(",")] if options.references else []

@@ -24,7 +24,6 @@ from fedstrata.models.model import Model
 from fedstrata.reporting.runs import keep_order
 from fedstrata.runs.preparation import Arrays, Prepared, prepare
 from fedstrata.runs.run_folder import SUMMARY, refuse_foreign, rounds_done
-from fedstrata.spec.callbacks import Callback
 from fedstrata.spec.experiment import Experiment
 
 Runs = dict[str, list[History]]
@@ -95,7 +94,7 @@ def compare(
 
             bars = shown.enter_context(Progress())
             watch = bars.of_runs({key: spec.training.rounds for key, spec in planned.items()})
-        _run_all(unfinished, folders, data, model, jobs, watch)
+        _run_all(unfinished, folders, jobs, watch, {"data": data, "model": model})
     for name in dict.fromkeys(references):
         for seed in dict.fromkeys(seed for _, seed in planned):
             runs = [folder for key, folder in folders.items() if key[0].startswith(f"{name}/") and key[1] == seed]
@@ -177,10 +176,9 @@ def is_done(folder: Path, spec: Experiment) -> bool:
 def _run_all(
     unfinished: Mapping[Key, Experiment],
     folders: Mapping[Key, Path],
-    data: Arrays | None,
-    model: nn.Module | Model | None,
     jobs: int | None,
     watch: Watcher | None,
+    given: Mapping[str, Any],
 ) -> None:
     """Run experiments side by side or in turn.
 
@@ -188,16 +186,16 @@ def _run_all(
         FedstrataError: The process of a run was killed.
     """
     jobs = min(jobs or os.cpu_count() or 1, max(len(unfinished), 1))
-    fork = forks(unfinished.values(), data is not None or model is not None) if jobs > 1 else None
+    fork = forks(unfinished.values(), any(part is not None for part in given.values())) if jobs > 1 else None
     if jobs == 1 or fork is None:
         for key, spec in unfinished.items():
             callbacks = [] if watch is None else [report_rounds(watch, key)]
-            run_to_end(spec, folders[key], data=data, model=model, callbacks=callbacks)
+            run_to_end(spec, folders[key], callbacks, **given)
         return
     tasks: dict[Key, Task] = {}
     for key, spec in unfinished.items():
         if fork:
-            tasks[key] = partial(run_to_end, spec, folders[key], data=data, model=model)
+            tasks[key] = partial(run_to_end, spec, folders[key], **given)
         else:
             tasks[key] = partial(run_text, spec.to_toml(), folders[key])
 
@@ -238,16 +236,9 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
     return None
 
 
-def run_to_end(
-    spec: Experiment,
-    folder: Path,
-    *,
-    data: Arrays | None = None,
-    model: nn.Module | Model | None = None,
-    callbacks: Sequence[Callback | Callable[[Mapping[str, Any]], None]] = (),
-) -> None:
-    """Start or resume an experiment in its folder, and run it to its end."""
-    carry_out(spec, out=folder, data=data, model=model, resume=folder.exists(), callbacks=callbacks)
+def run_to_end(spec: Experiment, folder: Path, callbacks: Sequence[Any] = (), **given: Any) -> None:
+    """Start or resume an experiment in its folder, and run it to its end; ``given`` may be data and a model."""
+    carry_out(spec, out=folder, resume=folder.exists(), callbacks=callbacks, **given)
 
 
 def run_text(spec: str, folder: Path) -> None:

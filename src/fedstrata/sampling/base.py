@@ -187,6 +187,10 @@ class Uniform(ClientSampler):
         return Selection.plain(chosen.astype(np.int64), len(candidates)), state
 
 
+KeepResult = tuple[float, Tree, Mapping[str, Any]]
+"""The share of their samples that clients use, the new state, and metrics."""
+
+
 class DataSampler(Setting):
     """Base class of the samplers that decide how many of their samples clients use in a round."""
 
@@ -213,9 +217,7 @@ class DataSampler(Setting):
         return False
 
     @abstractmethod
-    def keep(
-        self, federation: Federation, state: Tree, clients: Sequence[int]
-    ) -> tuple[float, Tree, Mapping[str, Any]]:
+    def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
         """Compute the probability with which each participant keeps each of its samples this round.
 
         Returns:
@@ -232,9 +234,7 @@ class AllData(DataSampler):
         """Return no requests."""
         return []
 
-    def keep(
-        self, federation: Federation, state: Tree, clients: Sequence[int]
-    ) -> tuple[float, Tree, Mapping[str, Any]]:
+    def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
         """Return 1: all samples are kept."""
         return 1.0, state, {}
 

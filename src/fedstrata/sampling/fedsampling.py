@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from pydantic import Field, PositiveInt
@@ -14,7 +13,7 @@ from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.sampling.base import ClientSampler, DataSampler, Selection
+from fedstrata.sampling.base import ClientSampler, DataSampler, KeepResult, Selection
 from fedstrata.sampling.client_sizes import Epsilon, allowed_sizes, ask_sizes, estimated_total
 from fedstrata.sampling.ldp import FedSTaSData
 
@@ -78,9 +77,7 @@ class FedSamplingData(DataSampler):
         no_clients = np.empty(0, dtype=np.int64)
         return AnswersState(no_clients, no_clients)
 
-    def keep(
-        self, federation: Federation, state: Tree, clients: Sequence[int]
-    ) -> tuple[float, Tree, Mapping[str, Any]]:
+    def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
         """Ask the clients without a known size, estimate ñ, and return K/ñ."""
         participants = sorted(clients)
         answers = dict(zip(state.known.tolist(), state.answers.tolist(), strict=True)) if self.reuse else {}

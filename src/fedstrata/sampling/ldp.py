@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pydantic import Field, PositiveInt
 
@@ -12,7 +11,7 @@ from fedstrata.base.records import Tree, record
 from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.sampling.base import DataSampler
+from fedstrata.sampling.base import DataSampler, KeepResult
 from fedstrata.sampling.client_sizes import Epsilon, allowed_sizes, ask_sizes, estimated_total
 
 
@@ -71,9 +70,7 @@ class FedSTaSData(DataSampler):
         """Return a state without estimates."""
         return FedSTaSDataState(0.0, 0)
 
-    def keep(
-        self, federation: Federation, state: Tree, clients: Sequence[int]
-    ) -> tuple[float, Tree, Mapping[str, Any]]:
+    def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
         """Ask the participants for their sizes and return n*/ñ."""
         sizes, bound, alpha = ask_sizes(federation, clients, self.epsilon, self.bound)
         if not sizes:

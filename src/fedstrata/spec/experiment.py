@@ -118,21 +118,21 @@ class Experiment(Setting):
             raise SpecError("spec", "nested too deeply") from None
 
 
-def read_table(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the tables of a spec file, with overrides.
+def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the tables of a spec file, with overrides; without a file, those of the overrides.
 
     A partition's file is first searched in the folder of the spec, because a run folder contains both.
 
     Raises:
         SpecError: The file is missing or not TOML, or an override has no ``=``.
     """
-    table = read_toml(Path(path), "spec")
+    table = {} if path is None else read_toml(Path(path), "spec")
     compared = table.get(COMPARE)
     for sections in (table, *(compared.values() if isinstance(compared, dict) else ())):
         partition = sections.get("partition") if isinstance(sections, dict) else None
         if isinstance(partition, dict) and isinstance(file := partition.get("file"), str):
             with suppress(OSError):  # the name is too long
-                if (local := Path(path).parent / file).is_file():
+                if (local := Path(path or "").parent / file).is_file():
                     partition["file"] = str(local)
     for override in overrides:
         apply_override(table, override)
