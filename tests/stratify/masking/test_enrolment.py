@@ -359,8 +359,7 @@ class Claimed(UniqueList):
     """A list of two labels, with what each client claims to be on it."""
 
     def __init__(self, federation: Any, claims: dict[int, list[int]]) -> None:
-        super().__init__(federation, None)  # type: ignore[arg-type]
-        self.claims = claims
+        self.federation, self.classes, self.claims = federation, federation.config.classes, claims
 
     def __len__(self) -> int:
         return 2

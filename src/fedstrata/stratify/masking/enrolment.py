@@ -24,10 +24,9 @@ from fedstrata.base.records import Tree, record
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
 from fedstrata.stratify.masking.ckks import tenseal
-from fedstrata.stratify.masking.ckks_packed import PackedList
 from fedstrata.stratify.masking.counting import open_totals, shares, sum_packed
-from fedstrata.stratify.masking.messages import Assign, Assigned, PublicKeys, TagReport
-from fedstrata.stratify.masking.public_keys import Public
+from fedstrata.stratify.masking.messages import Assign, Assigned, OpenKeys, PublicKeys, TagReport
+from fedstrata.stratify.masking.public_keys import Public, ask_until
 from fedstrata.stratify.masking.slot_layout import MOST_CLASSES, shuffled
 from fedstrata.stratify.masking.unique_list import UniqueList
 from fedstrata.stratify.messages import LabelReply, LabelReport
@@ -201,7 +200,7 @@ def _packed(
     federation: Federation, clients: Sequence[ClientId], before: Roll | None, watch: Watch, weighted: bool
 ) -> Roll:
     public = _public(federation, clients, before, comparing=True)
-    unique = PackedList(federation, public, before.register if before else None)
+    unique = UniqueList(federation, public, before.register if before else None)
     held = _match(unique, clients, watch)
     watch("counts")
     names = _names(before, len(unique))
@@ -215,7 +214,10 @@ _MODES: dict[str, _Mode] = {"none": _in_the_clear, "prf": _by_tag, "ckks": _pack
 
 def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | None, *, comparing: bool) -> Public:
     """Return the clients' public keys: those of an earlier roll, or of the first client that answers."""
-    return Public(before.register.keys) if before else Public.ask(federation, clients, comparing=comparing)
+    if before:
+        return Public(before.register.keys)
+    _, keys = ask_until(federation, clients, OpenKeys(comparing), "send keys")
+    return Public(keys)
 
 
 def _names(before: Roll | None, size: int) -> Ints:

@@ -11,7 +11,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, Request
 from fedstrata.federation.reply_checks import Check
 from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Sealer, sealer
-from fedstrata.stratify.masking.messages import CountReply, Enlisted, OpenKeys, PublicKeys, SealedLabels
+from fedstrata.stratify.masking.messages import CountReply, Enlisted, PublicKeys, SealedLabels
 
 
 def ask_one(federation: Federation, client: ClientId, request: Request, *, check: Check | None = None) -> Any:
@@ -56,16 +56,6 @@ class Public:
 
     def __init__(self, keys: PublicKeys) -> None:
         self.keys = keys
-
-    @classmethod
-    def ask(cls, federation: Federation, clients: Iterable[ClientId], *, comparing: bool) -> Public:
-        """Ask clients for the keys until one answers.
-
-        Raises:
-            QuorumError: No client answers.
-        """
-        _, keys = ask_until(federation, clients, OpenKeys(comparing), "send keys")
-        return cls(keys)
 
     @cached_property
     def counting(self) -> Sealer:
