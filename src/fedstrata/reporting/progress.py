@@ -5,9 +5,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from fedstrata.reporting.summary import percent
@@ -16,7 +14,7 @@ from fedstrata.reporting.tables import MISSING
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bars
-    from rich.progress import TaskID
+    from rich.progress import Task, TaskID
 
 
 LINE_EVERY = 10.0
@@ -26,24 +24,13 @@ DRAW_EVERY = 0.25
 """Seconds between two updates in a notebook."""
 
 
-@dataclass
-class _Task:
-    """The progress of a task, now and when it was first shown."""
-
-    done: int
-    total: int
-    note: str
-    visible: bool
-    began: float
-    first: int
-
-    def remaining(self, now: float) -> str:
-        """Estimate the remaining time; an empty text before the first part is done, and at the end."""
-        new = self.done - self.first
-        if new < 1 or self.done >= self.total:
-            return ""
-        time_left = timedelta(seconds=round((now - self.began) / new * (self.total - self.done)))
-        return f"{time_left} left"
+def _remaining(task: Task, now: float) -> str:
+    """Estimate the remaining time; an empty text before the first part is done, and at the end."""
+    done, total = task.completed, task.total or 0
+    new = done - task.fields["first"]
+    if new < 1 or done >= total:
+        return ""
+    return f"{timedelta(seconds=round((now - task.fields['began']) / new * (total - done)))} left"
 
 
 class Progress:
@@ -65,9 +52,8 @@ class Progress:
     ) -> None:
         self.quiet, self._console, self._clock = quiet, console, clock
         self._bars: Bars | None = None
-        """The bars of a terminal."""
+        """The tasks, which only a terminal shows as bars."""
         self._ids: dict[str, TaskID] = {}
-        self._tasks: dict[str, _Task] = {}
         self._handle: Any = None
         """The display of a notebook."""
         self._shown_at = 0.0
@@ -81,33 +67,31 @@ class Progress:
         self._shown_at = self._clock()
         if self.quiet:
             return self
+        self._bars = Bars(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}", markup=False),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            console=console,
+            refresh_per_second=4,
+            get_time=self._clock,
+        )
         if console.is_jupyter:
             from IPython.display import display
 
-            self._handle = display(self._html(), display_id=True)
+            self._handle = display(self._html(self._bars), display_id=True)
         elif console.is_terminal:
-            self._bars = Bars(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}", markup=False),
-                TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-                console=console,
-                refresh_per_second=4,
-            )
             self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
-        if self._handle is not None:
-            self._handle.update(self._html())
-            self._handle = None
-        self.quiet = True
+            if self._handle is not None:
+                self._handle.update(self._html(self._bars))
+            elif self._bars.live.is_started:
+                self._bars.stop()
+        self._bars = self._handle = None
 
     def show(self, task: str, done: int, total: int, note: str = "", *, visible: bool = True) -> None:
         """Show the progress of a task; the first call creates its bar.
@@ -119,39 +103,35 @@ class Progress:
             note: The text beside the bar.
             visible: Whether its bar is shown.
         """
-        if self.quiet or self._console is None:
+        bars, now = self._bars, self._clock()
+        if bars is None or self._console is None:
             return
-        if self._bars is not None:
-            if task not in self._ids:  # parts that were done before do not count for the remaining time
-                self._ids[task] = self._bars.add_task(task, completed=done, total=total, note=note, visible=visible)
-            self._bars.update(self._ids[task], completed=done, total=total, note=note, visible=visible)
-            return
-        now = self._clock()
-        before = self._tasks.get(task)
-        began, first = (now, done) if before is None else (before.began, before.first)
-        self._tasks[task] = _Task(done, total, note, visible, began, first)
-        if now - self._shown_at < (LINE_EVERY if self._handle is None else DRAW_EVERY):
+        if task not in self._ids:  # parts that were done before do not count for the remaining time
+            begin: dict[str, Any] = {"first": done, "began": now}
+            self._ids[task] = bars.add_task(task, completed=done, total=total, note=note, visible=visible, **begin)
+        bars.update(self._ids[task], completed=done, total=total, note=note, visible=visible)
+        if bars.live.is_started or now - self._shown_at < (LINE_EVERY if self._handle is None else DRAW_EVERY):
             return
         self._shown_at = now
         if self._handle is not None:
-            self._handle.update(self._html())
+            self._handle.update(self._html(bars))
         else:
             # Only the first task is written, which is the whole; others are its parts.
-            name, whole = next(iter(self._tasks.items()))
-            parts = [f"{whole.done}/{whole.total}", whole.note, whole.remaining(now)]
-            text = f"{name}: {' '.join(filter(None, parts))}"
+            whole = bars.tasks[0]
+            parts = [f"{whole.completed}/{whole.total}", whole.fields["note"], _remaining(whole, now)]
+            text = f"{whole.description}: {' '.join(filter(None, parts))}"
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _html(self) -> object:
+    def _html(self, bars: Bars) -> object:
         """Return the display of a notebook: a row per task."""
         from IPython.display import HTML
 
         rows = [
-            f'<tr><td style="text-align:left">{html.escape(name)}</td>'
-            f'<td><progress value="{task.done}" max="{task.total}"></progress></td>'
-            f'<td style="text-align:left">{task.done}/{task.total} {html.escape(task.note)}</td>'
-            f"<td>{task.remaining(self._clock())}</td></tr>"
-            for name, task in self._tasks.items()
+            f'<tr><td style="text-align:left">{html.escape(task.description)}</td>'
+            f'<td><progress value="{task.completed}" max="{task.total}"></progress></td>'
+            f'<td style="text-align:left">{task.completed}/{task.total} {html.escape(task.fields["note"])}</td>'
+            f"<td>{_remaining(task, self._clock())}</td></tr>"
+            for task in bars.tasks
             if task.visible
         ]
         return HTML(f"<table>{''.join(rows)}</table>" if rows else "")
