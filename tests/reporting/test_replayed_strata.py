@@ -25,7 +25,7 @@ def spec(method: object, **training: object) -> fs.Experiment:
 @pytest.mark.parametrize("method", ["fedsts", "fedssar", "clustered"])
 def test_a_runs_folder_gives_what_running_it_again_gives(method, tmp_path):
     fs.run(spec(method), out=tmp_path)
-    prepared, view = strata_of_folder(tmp_path)
+    prepared, view = fs.prepare(spec(method)), strata_of_folder(tmp_path)
     again = strata_after(prepared, 3)
     assert view.round == 3
     for name in ("clients", "points", "strata", "labels"):
@@ -88,7 +88,8 @@ def test_a_picture_of_pies_or_of_dots(clients, tmp_path):
     strata = np.arange(clients) % 2
     points = np.stack([strata * 10.0, np.arange(clients) / clients], axis=1).astype(np.float32)
     labels = np.where(strata[:, None] == [0, 1], 5, 0)
-    draw_strata(points, strata, labels, tmp_path / "strata.png", title="two", class_names=("ant", "bee"))
+    view = View(1, np.arange(clients), points, strata, labels, "two", ("ant", "bee"))
+    draw_strata(view, tmp_path / "strata.png")
     picture = imread(tmp_path / "strata.png")[..., :3]
     right = picture[:, picture.shape[1] // 2 :].reshape(-1, 3)
     for colour in ((31, 119, 180), (255, 127, 14)):

@@ -170,7 +170,8 @@ def add_strata(commands: Commands) -> None:
 
 
 def _strata(options: argparse.Namespace) -> None:
-    from fedstrata.reporting.replayed_strata import draw, strata_after, strata_of_folder
+    from fedstrata.reporting.replayed_strata import strata_after, strata_of_folder
+    from fedstrata.reporting.strata import draw_strata
     from fedstrata.runs.preparation import prepare
 
     if options.rounds < 1:
@@ -178,12 +179,12 @@ def _strata(options: argparse.Namespace) -> None:
     if options.spec is not None and Path(options.spec).is_dir():
         if options.overrides:
             raise SpecError("--set", "a run's settings cannot change; give the spec instead of the folder")
-        prepared, view = strata_of_folder(Path(options.spec))
+        view = strata_of_folder(Path(options.spec))
     else:
         spec = common.experiment(options)
         prepared = common.located(options, lambda: prepare(spec))
         view = strata_after(prepared, options.rounds)
-    draw(prepared, view, options.out)
+    draw_strata(view, options.out)
     sizes = view.sizes()
     result = {"picture": str(options.out), "round": view.round, "sizes": sizes, "purity": view.purity()}
     text = f"round {view.round}: {len(sizes)} strata of {sizes} clients; {view.purity():.0%} of the samples bear their"

@@ -28,6 +28,8 @@ class View:
         points: The vectors by which it groups them, shape (n, d).
         strata: The stratum of each client, in 0 … H − 1, shape (n,).
         labels: The samples of each label at each client, shape (n, C), which the server does not see.
+        title: A title for its picture.
+        class_names: The names of the labels. Without them, a picture has numbers.
     """
 
     round: int
@@ -35,6 +37,8 @@ class View:
     points: Floats32
     strata: Ints
     labels: Ints
+    title: str = ""
+    class_names: tuple[str, ...] = ()
 
     def sizes(self) -> list[int]:
         """Count the clients of each stratum."""
@@ -63,7 +67,7 @@ def strata_after(prepared: Prepared, rounds: int = 1) -> View:
         return strata_of(prepared, simulation.state, rounds)
 
 
-def strata_of_folder(folder: Path) -> tuple[Prepared, View]:
+def strata_of_folder(folder: Path) -> View:
     """Return the strata at the last checkpoint of a run.
 
     Raises:
@@ -75,7 +79,7 @@ def strata_of_folder(folder: Path) -> tuple[Prepared, View]:
     last = checkpoint.load(folder / "checkpoint")
     if last is None:
         raise CheckpointError(f"{folder} has no checkpoint; set evaluation.checkpoint_every, or give the spec instead")
-    return prepared, strata_of(prepared, last.state, last.round)
+    return strata_of(prepared, last.state, last.round)
 
 
 def strata_of(prepared: Prepared, state: Any, round: int) -> View:
@@ -84,22 +88,14 @@ def strata_of(prepared: Prepared, state: Any, round: int) -> View:
     Raises:
         SpecError: The method's client sampler has no strata.
     """
-    sampler = _sampler(prepared.spec)
+    spec, data = prepared.spec, prepared.data
+    sampler = _sampler(spec)
     strata = sampler.stratification(prepared.config, state.clients, round) if isinstance(state, RecipeState) else None
     if strata is None:
-        raise _no_strata(prepared.spec)
-    data = prepared.data
+        raise _no_strata(spec)
     table = prepared.assignment.counts(data.y_train.cpu().numpy(), data.classes)
-    return View(round, strata.clients, strata.points, strata.strata, table[strata.clients])
-
-
-def draw(prepared: Prepared, view: View, path: Path | str) -> None:
-    """Write the picture of a view; see ``strata.draw_strata``."""
-    from fedstrata.reporting.strata import draw_strata
-
-    spec = prepared.spec
-    title = f"{spec.method.name} on {prepared.data.name}, {prepared.config.clients} clients, after round {view.round}"
-    draw_strata(view.points, view.strata, view.labels, path, title=title, class_names=prepared.data.class_names)
+    title = f"{spec.method.name} on {data.name}, {prepared.config.clients} clients, after round {round}"
+    return View(round, strata.clients, strata.points, strata.strata, table[strata.clients], title, data.class_names)
 
 
 def _sampler(spec: Experiment) -> Any:

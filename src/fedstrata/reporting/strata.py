@@ -13,6 +13,8 @@ from fedstrata.reporting.draw import GRID, INK
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from fedstrata.reporting.replayed_strata import View
+
 PIES = 200
 """The most clients that are pies of their labels; more clients are dots in the colour of their most frequent label."""
 
@@ -41,28 +43,17 @@ def plane(points: Floats32) -> tuple[Floats, float]:
     return where, float(values[:2].sum()) / total if total > 0 else 1.0
 
 
-def draw_strata(
-    points: Floats32,
-    strata: Ints,
-    labels: Ints,
-    path: Path | str,
-    *,
-    title: str = "",
-    class_names: tuple[str, ...] = (),
-) -> None:
+def draw_strata(view: View, path: Path | str) -> None:
     """Write a picture: the clients by stratum on the left, and by their labels on the right.
 
     Args:
-        points: The vectors by which the sampler groups clients, shape (n, d).
-        strata: The stratum of each client, shape (n,).
-        labels: The samples of each label at each client, shape (n, C).
+        view: The strata.
         path: The file; its suffix is the format.
-        title: The title of the picture.
-        class_names: The names of the labels. By default, numbers.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
+    points, strata, labels = view.points, view.strata, view.labels
     where, share = plane(points)
     count, classes = int(strata.max()) + 1, labels.shape[1]
     figure = Figure(figsize=(11.5, 5.4), dpi=130, layout="constrained")
@@ -82,7 +73,7 @@ def draw_strata(
     criterion = "labels held" if len(points) <= PIES else "the label most held"
     right.set_title(f"the same clients by {criterion}", fontsize=10, loc="left")
     if classes <= 20:
-        names = class_names or tuple(map(str, range(classes)))
+        names = view.class_names or tuple(map(str, range(classes)))
         for name, colour in zip(names, colours, strict=True):
             right.scatter([], [], color=colour, s=40, label=name if len(name) <= 14 else name[:13] + "…")
         right.legend(loc="best", fontsize=7, frameon=False, ncols=2)
@@ -93,8 +84,8 @@ def draw_strata(
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(0.08)
     left.set_ylabel("second")
-    if title:
-        figure.suptitle(title, fontsize=11, x=0.01, ha="left", color=INK)
+    if view.title:
+        figure.suptitle(view.title, fontsize=11, x=0.01, ha="left", color=INK)
     figure.savefig(path)
 
 
