@@ -17,7 +17,6 @@ def test_compare_folder_becomes_its_runs_in_order_of_seeds(compare: Path, make_r
     assert list(runs) == ["fedavg", "fedstas"]
     assert [run.history.seed for run in runs["fedavg"]] == [0, 1, 2, 10]
     assert runs["fedstas"][0].history.method == "fedstas"
-    assert runs["fedavg"][0].partition is not None
 
 
 def test_label_folder_and_run_folder(compare: Path, make_run: Callable[..., Path]) -> None:

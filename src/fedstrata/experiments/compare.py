@@ -7,7 +7,6 @@ import os
 import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from fedstrata.evaluation.history import History
 from fedstrata.experiments.references import fold, reference_runs
 from fedstrata.experiments.run import carry_out
 from fedstrata.models.model import Model
+from fedstrata.reporting.progress import Progress
 from fedstrata.reporting.runs import keep_order
 from fedstrata.runs.preparation import Arrays, Prepared, prepare
 from fedstrata.runs.run_folder import SUMMARY, refuse_foreign, rounds_done
@@ -88,11 +88,8 @@ def compare(
     rows = dict.fromkeys((label.partition("/")[0], seed) for label, seed in planned)
     out.mkdir(parents=True, exist_ok=True)
     keep_order(out, dict.fromkeys(label for label, _ in rows))
-    with ExitStack() as shown:
+    with Progress(quiet=not progress) as bars:
         if progress:
-            from fedstrata.reporting.progress import Progress
-
-            bars = shown.enter_context(Progress())
             watch = bars.of_runs({key: spec.training.rounds for key, spec in planned.items()})
         _run_all(unfinished, folders, jobs, watch, {"data": data, "model": model})
     for name in dict.fromkeys(references):

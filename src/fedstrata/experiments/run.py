@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from fedstrata.base import outer
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import History
 from fedstrata.models.model import Model
+from fedstrata.reporting.progress import Progress
 from fedstrata.runs.preparation import Arrays, prepare
 from fedstrata.runs.run_folder import rounds_done
 from fedstrata.runs.simulation import Watcher, run_prepared
@@ -57,11 +57,8 @@ def run(
     if not isinstance(spec, Experiment):
         spec = Experiment.from_toml(spec) if isinstance(spec, (str, Path)) else Experiment.from_table(spec)
     callbacks = list(callbacks)
-    with ExitStack() as shown:
+    with Progress(quiet=not progress) as bars:
         if progress:
-            from fedstrata.reporting.progress import Progress
-
-            bars = shown.enter_context(Progress())
             done = rounds_done(Path(out)) if resume and out is not None else 0
             callbacks.append(bars.of_run(spec.method.name, spec.training.rounds, done))
         history = carry_out(spec, out=out, data=data, model=model, engine=engine, resume=resume, callbacks=callbacks)

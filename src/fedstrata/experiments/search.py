@@ -34,6 +34,7 @@ from fedstrata.experiments.compare import (
     run_to_end,
 )
 from fedstrata.experiments.sweep import MEASURE, Cell, Sweep, judge, refuse_unvalidated, validated, write
+from fedstrata.reporting.progress import Progress
 from fedstrata.reporting.runs import keep_order
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.run_folder import SUMMARY, refuse_foreign, rounds_done
@@ -177,14 +178,12 @@ def search(
     ranges = {key: Range.parse(key, text) for key, text in space.items()}
     spec = checked(table, ranges)
     setup = Setup(dict(table), ranges, checked_seeds([spec.seed] if seeds is None else seeds), Path(out), prune)
-    with occupied(setup.out), ExitStack() as stack:
-        study = stack.enter_context(opened(setup.out / STUDY, setup.identity))
+    opening, bars = opened(setup.out / STUDY, setup.identity), Progress(quiet=not progress)
+    with occupied(setup.out), opening as study, bars:
         if progress:
-            from fedstrata.reporting.progress import Progress
-
             most = max(trials, len(study.get_trials(deepcopy=False)))
             keys = [(called(number), seed) for number in range(most) for seed in setup.seeds]
-            watch = stack.enter_context(Progress()).of_runs(dict.fromkeys(keys, spec.training.rounds))
+            watch = bars.of_runs(dict.fromkeys(keys, spec.training.rounds))
         run_trials(setup, study, trials, jobs or os.cpu_count() or 1, watch or (lambda *_: None))
         result = results(setup, study)
         write(result, setup.out)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +23,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedstrata.base.errors import FedstrataError, SpecError
 
 
-class ReduceGroup(Protocol):
-    """One client's connection to the clients that hold the other parts of its batch."""
+class ReduceGroup:
+    """One client's connection to the ``size`` clients that hold parts of its batch.
 
-    @property
-    def size(self) -> int:
-        """The number of clients in the group."""
+    Args:
+        group: The group.
+        number: The client's number in it.
+    """
+
+    def __init__(self, group: LocalGroup, number: int) -> None:
+        self._group, self._number, self.size = group, number, group.size
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum the clients' tensors; all get the same bits. All clients must call it equally often."""
+        return self._group.add({self._number: tensor})
 
 
 class GroupBrokenError(FedstrataError):
@@ -259,7 +264,7 @@ class LocalGroup:
         """Return the interface of member ``number`` (from 0), which one thread uses."""
         if not 0 <= number < self.size:
             raise ValueError(f"member {number}: this group has members 0 to {self.size - 1}")
-        return _Member(self, number)
+        return ReduceGroup(self, number)
 
     def abort(self, reason: str = "a member gave up") -> None:
         """Break the group: current and later calls of ``add`` raise ``GroupBrokenError`` with the reason."""
@@ -335,14 +340,3 @@ class LocalGroup:
     def _refuse_broken(self) -> None:
         if self._broken is not None:
             raise GroupBrokenError(f"the group of {self.size} is broken: {self._broken}")
-
-
-class _Member:
-    """The ``ReduceGroup`` of one member of a ``LocalGroup``."""
-
-    def __init__(self, group: LocalGroup, number: int) -> None:
-        self._group, self._number, self.size = group, number, group.size
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """See ``ReduceGroup.all_reduce_sum``."""
-        return self._group.add({self._number: tensor})

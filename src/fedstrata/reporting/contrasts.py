@@ -14,7 +14,7 @@ from fedstrata.base.arrays import Floats
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.evaluation.history import History
 from fedstrata.reporting import tables
-from fedstrata.reporting.draw import TRAFFIC, quantity, spent
+from fedstrata.reporting.draw import TRAFFIC, Curves, quantity, spent
 from fedstrata.reporting.statistics import FEWEST, RESAMPLES, Difference, Estimate, Range, Test, holm, paired_difference
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Contrasts:
 
 
 def contrast(
-    runs: Mapping[str, Sequence[History]],
+    runs: Curves,
     metrics: Sequence[str] = (),
     at: Mapping[str, float | None] | None = None,
     *,
@@ -150,11 +150,7 @@ def contrast(
 
 
 def _difference(
-    runs: Mapping[str, Sequence[History]],
-    values: Mapping[str, Sequence[float | None]],
-    label: str,
-    baseline: str | None,
-    test: Test,
+    runs: Curves, values: Mapping[str, Sequence[float | None]], label: str, baseline: str | None, test: Test
 ) -> Difference | None:
     if baseline is None or label == baseline:
         return None
@@ -165,7 +161,7 @@ def _difference(
     return paired_difference(by_seed[0], by_seed[1], test)
 
 
-def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | None], asked: bool) -> dict[str, float]:
+def _budgets(runs: Curves, at: Mapping[str, float | None], asked: bool) -> dict[str, float]:
     """Return the amount of each budget, by the key of its measure."""
     budgets = {}
     for kind, amount in at.items():
@@ -214,7 +210,7 @@ def accuracy_at(history: History, kind: str, budget: float) -> float | None:
     return float(values[within[-1]]) if len(within) and budget <= end else None
 
 
-def _measure(key: str, budgets: Mapping[str, float], runs: Mapping[str, Sequence[History]]) -> tables.Measure:
+def _measure(key: str, budgets: Mapping[str, float], runs: Curves) -> tables.Measure:
     """Return the display of a measure.
 
     Raises:

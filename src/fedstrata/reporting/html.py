@@ -202,7 +202,8 @@ def _partitions(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     owners: dict[bytes, list[tuple[str, str]]] = {}
     for label, members in runs.items():
         for run in members:
-            data = run.partition.read_bytes() if run.partition is not None else b""
+            path = run.folder / "partition.png"
+            data = path.read_bytes() if path.is_file() else b""
             if data.startswith(PNG):
                 owners.setdefault(data, []).append((label, run.name))
     pictures, size = [], 0

@@ -59,14 +59,14 @@ class Progress:
         self._shown_at = 0.0
 
     def __enter__(self) -> Self:
+        if self.quiet:
+            return self
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
         self._console = console = self._console or Console(stderr=True)
         self._shown_at = self._clock()
-        if self.quiet:
-            return self
         self._bars = Bars(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),

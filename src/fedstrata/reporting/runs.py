@@ -44,12 +44,6 @@ class Run:
         return self.folder.name if self.history.seed is None else f"seed {self.history.seed}"
 
     @property
-    def partition(self) -> Path | None:
-        """The picture of its partition, if there is one."""
-        path = self.folder / "partition.png"
-        return path if path.is_file() else None
-
-    @property
     def finished(self) -> bool:
         """Whether the run is finished: an interrupted run has no summary yet."""
         return (self.folder / "summary.json").is_file()

@@ -260,7 +260,7 @@ class Stratified(ClientSampler):
         points = state.points if len(available) == len(rows) else rows.take(available)
         strata = stratify(points, count, seed, round)
         subset = _subset(len(points), seed, round)
-        fitted, fitted_strata = (points, strata) if subset is None else (points[subset], strata[subset])
+        fitted, fitted_strata = points[subset], strata[subset]
         deviations = spread(fitted, fitted_strata, int(strata.max()) + 1)
         return state, strata, deviations, float(spread(fitted, np.zeros_like(fitted_strata), 1)[0])
 
@@ -318,7 +318,7 @@ def stratify(points: Floats32, count: int, seed: int, round: int) -> Ints:
     from sklearn.exceptions import ConvergenceWarning
 
     subset = _subset(len(points), seed, round)
-    fitted = points if subset is None else points[subset]
+    fitted = points[subset]
     # The scale does not change k-means, but squares of very small or large values leave the range of float32.
     largest = np.float32(max(float(fitted.max()), -float(fitted.min())))
     fitted = fitted / largest if largest > 0 else fitted
@@ -331,7 +331,7 @@ def stratify(points: Floats32, count: int, seed: int, round: int) -> Ints:
         warnings.simplefilter("ignore", ConvergenceWarning)
         model = KMeans(min(count, distinct), n_init=1, random_state=state).fit(fitted)
     labels = model.labels_
-    if subset is not None:
+    if len(fitted) < len(points):
         centres = model.cluster_centers_
         products = points @ centres.T / (largest if largest > 0 else np.float32(1))
         labels = np.argmin((centres * centres).sum(axis=1) - 2 * products, axis=1)
@@ -339,10 +339,10 @@ def stratify(points: Floats32, count: int, seed: int, round: int) -> Ints:
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
 
 
-def _subset(clients: int, seed: int, round: int) -> Ints | None:
-    """Return the rows that k-means uses: a random subset, the same for every caller; None for all rows."""
+def _subset(clients: int, seed: int, round: int) -> Ints | slice:
+    """Return the rows that k-means uses: all, or a random subset, the same for every caller."""
     if clients <= FITTED:
-        return None
+        return slice(None)
     return np.sort(rng(seed, "strata-subset", round).choice(clients, FITTED, replace=False))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union
 
@@ -182,16 +182,11 @@ def _is_group(kind: Any) -> bool:
     return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name and kind is not ServerOptimizer
 
 
-LIMITS: dict[str, Callable[[Any], str]] = {
-    "gt": lambda bound: f"> {bound:g}",
-    "ge": lambda bound: f"≥ {bound:g}",
-    "lt": lambda bound: f"< {bound:g}",
-    "le": lambda bound: f"≤ {bound:g}",
-}
+LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
 def _limit(item: Any) -> str:
-    return " and ".join(show(getattr(item, name)) for name, show in LIMITS.items() if hasattr(item, name))
+    return " and ".join(f"{sign} {getattr(item, name):g}" for name, sign in LIMITS.items() if hasattr(item, name))
 
 
 def _default(field: FieldInfo) -> str:

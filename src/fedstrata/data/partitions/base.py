@@ -156,28 +156,28 @@ class Partition(Setting):
 
     def _checked(self, result: Ints | Sequence[Ints], samples: int) -> Assignment:
         """Convert the result of ``assign``; refuse one that loses, repeats or invents samples."""
-        who = type(self).__name__
+
+        def wrong(problem: str) -> SpecError:
+            return SpecError("partition.name", f"{type(self).__name__} {problem}")
+
         if isinstance(result, np.ndarray) and result.ndim == 1 and result.dtype.kind in "iu":
             if len(result) != samples:
-                raise SpecError("partition.name", f"{who} returned {len(result)} owners for {samples} samples")
+                raise wrong(f"returned {len(result)} owners for {samples} samples")
             if samples and not (result.min() >= UNUSED and result.max() < self.clients):
-                problem = f"{who} returned owners {result.min()}…{result.max()}; accepted: 0…{self.clients - 1}"
-                raise SpecError("partition.name", problem)
+                raise wrong(f"returned owners {result.min()}…{result.max()}; accepted: 0…{self.clients - 1}")
             assignment = Assignment.from_owners(result, self.clients)
         else:
             assignment = Assignment.from_lists(list(result))
             if len(assignment) != self.clients:
-                problem = f"{who} returned lists for {len(assignment)} clients, not {self.clients}"
-                raise SpecError("partition.name", problem)
+                raise wrong(f"returned lists for {len(assignment)} clients, not {self.clients}")
         indices = assignment.indices
         if len(indices) and not (indices.min() >= 0 and indices.max() < samples):
-            problem = f"{who} names samples {indices.min()}…{indices.max()}; accepted: 0…{samples - 1}"
-            raise SpecError("partition.name", problem)
+            raise wrong(f"names samples {indices.min()}…{indices.max()}; accepted: 0…{samples - 1}")
         held = np.bincount(indices, minlength=samples)
         if held.max(initial=0) > 1:
-            raise SpecError("partition.name", f"{who} gives sample {int(held.argmax())} to {held.max()} clients")
+            raise wrong(f"gives sample {int(held.argmax())} to {held.max()} clients")
         if self.covers and held.min(initial=1) == 0:
-            raise SpecError("partition.name", f"{who} leaves out {int((held == 0).sum())} of {samples} samples")
+            raise wrong(f"leaves out {int((held == 0).sum())} of {samples} samples")
         return assignment
 
 

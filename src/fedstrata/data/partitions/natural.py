@@ -29,11 +29,6 @@ class Natural(Partition):
 
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
 
-    @property
-    def covers(self) -> bool:
-        """False, because the samples of small clients are left out."""
-        return False
-
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
         """Raise ``SpecError``: this scheme overrides ``split``."""
         raise SpecError("partition.name", "divides by client ids, which labels do not tell", self.name)
@@ -80,11 +75,6 @@ class SingleClient(Partition):
     clients: Literal[1] = 1
     of: AnyPartition
     only: NonNegativeInt | None = None
-
-    @property
-    def covers(self) -> bool:
-        """False, because the other partition may leave samples out."""
-        return False
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
         """Raise ``SpecError``: this scheme overrides ``split``."""
