@@ -121,11 +121,11 @@ def _compare(options: argparse.Namespace) -> int:
         common.print_json(
             {"folder": str(out), "report": str(out / "report.html"), "rows": to_json(compare_table(runs))}
         )
-        return common.exit_code(runs)
-    rich.print(to_rich(compare_table(runs)))
-    if all(spec.data == first.data for spec in experiments.values()):  # accuracies on different data do not compare
-        rich.print(contrasts.to_rich(contrasts.contrast(runs)))
-    print(f"written to {out}: table.md, accuracy.png, report.html")
+    else:
+        rich.print(to_rich(compare_table(runs)))
+        if all(spec.data == first.data for spec in experiments.values()):  # accuracies on different data do not compare
+            rich.print(contrasts.to_rich(contrasts.contrast(runs)))
+        print(f"written to {out}: table.md, accuracy.png, report.html")
     return common.exit_code(runs)
 
 

@@ -315,7 +315,10 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
 
     def tasks() -> Iterator[tuple[int, partial[None]]]:
         while waiting or len(study.get_trials(deepcopy=False)) < trials:
-            number = waiting.pop(0) if waiting else begin_trial(setup, study)
+            if not waiting:
+                study.sampler = _sampler(setup, len(study.get_trials(deepcopy=False)))
+                waiting.append(study.ask().number)
+            number = waiting.pop(0)
             if (cell := propose(setup, study, number)) is not None:
                 busy[number] = cell
                 yield number, partial(run_trial, setup, number, cell.spec.to_toml())
@@ -338,12 +341,6 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
             else:
                 tell(setup, study, number, watch, cell)
     raise_for_lost(failures, len(study.get_trials(deepcopy=False)))
-
-
-def begin_trial(setup: Setup, study: optuna.Study) -> int:
-    """Begin a new trial, and return its number."""
-    study.sampler = _sampler(setup, len(study.get_trials(deepcopy=False)))
-    return int(study.ask().number)
 
 
 def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
@@ -376,8 +373,7 @@ def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSa
     """
     from optuna.samplers import TPESampler
 
-    seed = setup.seeds[0]
-    return TPESampler(seed=int(rng(seed, f"search {key}", number, SERVER).integers(2**32)))
+    return TPESampler(seed=int(rng(setup.seeds[0], f"search {key}", number, SERVER).integers(2**32)))
 
 
 def run_trial(setup: Setup, number: int, text: str, watch: Watcher | None = None) -> None:

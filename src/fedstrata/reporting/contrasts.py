@@ -123,9 +123,9 @@ def contrast(
     measures, values = dict[str, tables.Measure](), dict[str, dict[str, list[float | None]]]()
     for key in [*(metrics if asked else [FINAL]), *budgets]:
         by_label = {label: [_value(history, key, budgets) for history in members] for label, members in runs.items()}
-        if not asked and by_label in values.values():
-            continue  # if all runs spend equally, equal bytes are the end of the runs
-        if not asked and not any(value is not None for each in by_label.values() for value in each):
+        is_known = any(value is not None for each in by_label.values() for value in each)
+        # If all runs spend equally, equal bytes are the end of the runs.
+        if not asked and (by_label in values.values() or not is_known):
             continue
         values[key], measures[key] = by_label, _measure(key, budgets, runs)
     rows = [

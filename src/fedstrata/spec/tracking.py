@@ -99,7 +99,6 @@ class TensorBoard(Tracker):
             ``tensorboard`` in the run folder.
     """
 
-    name: ClassVar[str] = ""
     dir: Annotated[str | None, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)] = None
 
     def check(self, evaluation: Evaluation) -> None:
@@ -160,7 +159,6 @@ class MLflow(Tracker):
         artifacts: Whether the files of the run folder, without checkpoints, are uploaded at the end.
     """
 
-    name: ClassVar[str] = ""
     uri: str | None = None
     experiment: str = "fedstrata"
     run: str | None = None

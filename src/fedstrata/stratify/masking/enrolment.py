@@ -24,7 +24,7 @@ from fedstrata.base.records import Tree, record
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
 from fedstrata.stratify.masking.ckks import tenseal
-from fedstrata.stratify.masking.counting import open_totals, shares, sum_packed
+from fedstrata.stratify.masking.counting import Held, open_totals, shares, sum_packed
 from fedstrata.stratify.masking.messages import Assign, Assigned, OpenKeys, PublicKeys, TagReport
 from fedstrata.stratify.masking.public_keys import Public, ask_until
 from fedstrata.stratify.masking.slot_layout import MOST_CLASSES, shuffled
@@ -34,7 +34,6 @@ from fedstrata.stratify.schedule import Holders
 
 Masking = Literal["none", "prf", "ckks"]
 Watch = Callable[[str], None]
-Held = dict[ClientId, Ints]
 
 
 @record("Roll")

@@ -142,7 +142,7 @@ class KeyRing:
         create: Whether a client may make the file when it is asked: a simulation in several processes.
     """
 
-    def __init__(self, folder: Path | None = None, *, create: bool = False) -> None:
+    def __init__(self, folder: Path | None = None, create: bool = False) -> None:
         self.folder, self.create = folder, create
         self._keys: Keys | None = None
 
@@ -153,7 +153,7 @@ class KeyRing:
         return cls(Path(folder).expanduser() if folder else None)
 
     def __reduce__(self) -> Any:
-        return _ring, (self.folder, self.create)
+        return KeyRing, (self.folder, self.create)
 
     def __repr__(self) -> str:
         return f"KeyRing({str(self.folder) if self.folder else 'in memory'})"
@@ -190,10 +190,6 @@ class KeyRing:
         hides nothing from its user, and there it is the experiment's seed, so that a spec has one result.
         """
         return seed if self.folder is None or self.create else order_seed(self.open().prf, seed)
-
-
-def _ring(folder: Path | None, create: bool) -> KeyRing:
-    return KeyRing(folder, create=create)
 
 
 def ring_of(context: ClientContext) -> KeyRing:
