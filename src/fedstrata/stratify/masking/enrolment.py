@@ -235,7 +235,7 @@ def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Hel
 
 def _counted(
     federation: Federation, public: Public, held: Held, names: Ints, weighted: bool
-) -> tuple[Held, Ints, dict[int, Ints]]:
+) -> tuple[Held, Ints, Held]:
     """Sum encrypted counts, let clients decrypt the totals, and ask for shares if selection is weighted."""
     held, pages = sum_packed(federation, public, held, names)
     totals = open_totals(federation, pages, held, names)
