@@ -112,12 +112,9 @@ class Difference:
     corrected: float | None = None
 
     def __neg__(self) -> Difference:
-        mean, interval = self.mean, self.interval
-        return replace(
-            self,
-            mean=None if mean is None else -mean,
-            interval=None if interval is None else (-interval[1], -interval[0]),
-        )
+        mean = None if self.mean is None else -self.mean
+        interval = None if self.interval is None else (-self.interval[1], -self.interval[0])
+        return replace(self, mean=mean, interval=interval)
 
     def order(self, margin: float = 0.0) -> Order:
         """Return the order that the difference plus a margin shows.

@@ -83,11 +83,8 @@ class FedSamplingData(DataSampler):
         answers = dict(zip(state.known.tolist(), state.answers.tolist(), strict=True)) if self.reuse else {}
         unknown = [client for client in participants if client not in answers]
         sizes, bound, alpha = ask_sizes(federation, unknown, self.epsilon, self.bound)
-        answers |= sizes
-        known = sorted(answers)
-        state = AnswersState(
-            np.array(known, dtype=np.int64), np.array([answers[client] for client in known], dtype=np.int64)
-        )
+        answers = dict(sorted((answers | sizes).items()))
+        state = AnswersState(np.fromiter(answers, dtype=np.int64), np.fromiter(answers.values(), dtype=np.int64))
         responses = [answers[client] for client in participants if client in answers]
         if not responses:
             return 1.0, state, {}

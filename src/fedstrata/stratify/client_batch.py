@@ -159,11 +159,9 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
     order = np.argsort(all_batches, kind="stable")
     client.state[STATE] = Reserved(request.round, pools, all_batches[order], all_places[order])
     missing, empty = torch.from_numpy(~served), torch.tensor(exhausted, dtype=torch.int64)
-    return (
-        GatheredReply(missing, empty, torch.from_numpy(batches), torch.from_numpy(held))
-        if gathers
-        else ReserveReply(missing, empty)
-    )
+    if gathers:
+        return GatheredReply(missing, empty, torch.from_numpy(batches), torch.from_numpy(held))
+    return ReserveReply(missing, empty)
 
 
 def gathered(batches: Ints, before: Ints, least: int) -> Ints:

@@ -54,9 +54,8 @@ def presented(client: Client) -> tuple[Ints, Ints]:
     enough = counts >= context.privacy.min_samples
     labels, counts = labels[enough], counts[enough]
     client.n_contributing = int(counts.sum())
-    order = rng(ring_of(context).order_seed(context.config.seed), "label-order", 0, client.number).permutation(
-        len(labels)
-    )
+    seed = ring_of(context).order_seed(context.config.seed)
+    order = rng(seed, "label-order", 0, client.number).permutation(len(labels))
     return labels[order].astype(np.int64), counts[order].astype(np.int64)
 
 

@@ -52,17 +52,8 @@ class Keys:
     @classmethod
     def make(cls) -> Keys:
         """Make new keys from the operating system's randomness, because the experiment's seed is not secret."""
-        counting, counting_public = generate(COUNTING)
-        comparing, comparing_public = generate(COMPARING)
-        return cls(
-            {
-                "counting": counting,
-                "counting_public": counting_public,
-                "comparing": comparing,
-                "comparing_public": comparing_public,
-                "prf": secrets.token_bytes(KEY_SIZE),
-            }
-        )
+        parts = (*generate(COUNTING), *generate(COMPARING), secrets.token_bytes(KEY_SIZE))
+        return cls(dict(zip(cls._NAMES, parts, strict=True)))
 
     def __reduce__(self) -> Any:
         raise TypeError("keys do not travel")
