@@ -31,7 +31,8 @@ def known() -> dict[str, Any]:
         ``methods``, rows of name, first sentence and paper; ``experiment``, the keys without a section; ``settings``,
         the kinds of each section.
     """
-    return json.loads(FILE.read_text(encoding="utf-8"))
+    table: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return table
 
 
 def find_section(name: str) -> dict[str, Any]:
@@ -73,7 +74,8 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
             return _described(registry.find(name))
     if name not in kinds:
         raise SpecError("name", f"there are: {', '.join(kinds)}{nearest(name, kinds)}", name)
-    return kinds[name]
+    kind: dict[str, Any] = kinds[name]
+    return kind
 
 
 def owners(key: str, besides: str = "") -> list[str]:

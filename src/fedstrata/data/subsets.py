@@ -31,7 +31,8 @@ def stratified(codes: Ints, size: int, rng: np.random.Generator) -> Ints:
     pool, starts, sizes = by_class(codes, classes, rng)
     quota = largest_remainder(sizes.astype(np.float64), size)
     rank = np.arange(len(pool)) - starts[codes[pool]]
-    return np.sort(pool[rank < quota[codes[pool]]])
+    drawn: Ints = np.sort(pool[rank < quota[codes[pool]]])
+    return drawn
 
 
 def by_class(codes: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints, Ints]:

@@ -44,7 +44,8 @@ class EvaluationSums(Message):
     calibration: Tensor
 
     def __add__(self, other: EvaluationSums) -> EvaluationSums:
-        return records.add(self, other)
+        summed: EvaluationSums = records.add(self, other)
+        return summed
 
 
 def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int = 0) -> EvaluationSums:

@@ -89,5 +89,6 @@ def carry_out(
             problem = "the loop over rounds is another process there: name them in the spec's callbacks, not here"
             raise SpecError("callbacks", problem, engine)
         simulate = outer.load("sites.simulator:simulate")
-        return simulate([(spec, folder)], resume=resume, callbacks=watchers)[0]
+        history: History = simulate([(spec, folder)], resume=resume, callbacks=watchers)[0]
+        return history
     return run_prepared(prepare(spec, data=data, model=model), folder, engine, callbacks, resume=resume)

@@ -56,9 +56,10 @@ def _forward(layer: _BatchNorm, group: ReduceGroup, weight: float, x: Tensor) ->
         if layer.num_batches_tracked is not None:
             layer.num_batches_tracked.add_(1)
     count = max(x.numel() // x.shape[1], 1)
-    return SharedNorm.apply(  # type: ignore[no-untyped-call]
+    result: Tensor = SharedNorm.apply(  # type: ignore[no-untyped-call]
         x, layer.weight, layer.bias, mean, var, statistics[0].to(x.dtype), share, count, layer.eps, group
     )
+    return result
 
 
 def _statistics(x: Tensor, axes: list[int]) -> Tensor:

@@ -50,15 +50,17 @@ class _FederatedBatchNorm(_BatchNorm):
         """Normalise a batch; the result has the shape of ``x``."""
         group = self._group
         if group is None or not self.training:
-            return super().forward(x)
+            out: Tensor = super().forward(x)
+            return out
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             mean, var, count = _union_statistics(x, group)
             self._update_running(mean, var, count)
         mean, var = mean.to(x.dtype), var.to(x.dtype)
-        return SharedNorm.apply(  # type: ignore[no-untyped-call]
+        result: Tensor = SharedNorm.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, mean, var, mean, 1.0, count, self.eps, group
         )
+        return result
 
     def _update_running(self, mean: Tensor, var: Tensor, count: int) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:

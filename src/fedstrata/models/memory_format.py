@@ -27,7 +27,7 @@ def lay_out(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
     if len(shape) != 3 or not any(isinstance(part, nn.Conv2d) for part in module.modules()):
         return module
     if _runs(copy.deepcopy(module), shape):
-        return module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return module.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
     module.register_forward_pre_hook(_to_default_format)
     return module
 

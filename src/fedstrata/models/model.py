@@ -134,15 +134,18 @@ class Model:
         Returns:
             Logits, (B, classes).
         """
+        logits: Tensor
         if params is self._installed:
-            return self.module(x)
+            logits = self.module(x)
+            return logits
         if self._changing and self.module.training:
             # BatchNorm updates its running statistics in place; copies keep the call pure.
             params = {**_copies(self._changing), **params}
         tied = {other: params[name] for name, others in self._tied.items() if name in params for other in others}
         # Each tensor is passed under all of its names. PyTorch's own treatment of ties fails if a submodule has two
         # names: the module keeps the passed tensor.
-        return functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
+        logits = functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
+        return logits
 
     def with_features(self, params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
         """Compute features and logits in one pass.
@@ -165,10 +168,13 @@ class Model:
 
     def head(self, params: Params, features: Tensor) -> Tensor:
         """Compute the logits of given features, with only the head."""
+        logits: Tensor
         if params is self._installed:
-            return self._head(features)
+            logits = self._head(features)
+            return logits
         head_params = {name: params[full] for name, full in self._head_params.items() if full in params}
-        return functional_call(self._head, head_params, (features,))
+        logits = functional_call(self._head, head_params, (features,))
+        return logits
 
     @contextmanager
     def loaded(

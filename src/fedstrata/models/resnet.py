@@ -94,7 +94,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Add the input to the output of the branch."""
         # Not in place: the branch ends with a ReLU, which needs its result for the backward pass.
-        return x + self.branch(x)
+        return x + self.branch(x)  # type: ignore[no-any-return]
 
 
 class BasicBlock(nn.Module):
@@ -160,4 +160,4 @@ def _prepared(model: nn.Module) -> nn.Module:
     for part in model.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
-    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]

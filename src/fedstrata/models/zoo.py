@@ -237,7 +237,8 @@ class Classifier(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the logits, (B, classes)."""
-        return self.head(self.body(x))
+        logits: torch.Tensor = self.head(self.body(x))
+        return logits
 
 
 def check_image(name: str, shape: tuple[int, ...], side: int) -> None:
@@ -264,7 +265,7 @@ def _convolutional(
         layers += [nn.Conv2d(width, out, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU(inplace=True)]
         width, rows, columns = out, rows // 2, columns // 2
     model = _with_dense([*layers, nn.Flatten()], width * rows * columns, hidden, classes)
-    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def _with_dense(layers: list[nn.Module], features: int, hidden: tuple[int, ...], classes: int) -> Classifier:

@@ -220,7 +220,8 @@ def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
     matrices = [run.history.confusion["last"].counts for run in members if "last" in run.history.confusion]
     if not matrices or len({matrix.shape for matrix in matrices}) > 1:
         return None
-    return np.sum(matrices, axis=0).tolist()
+    table: list[list[int]] = np.sum(matrices, axis=0).tolist()
+    return table
 
 
 def _class_names(run: Run) -> list[str]:

@@ -188,7 +188,8 @@ def _value(history: History, key: str, budgets: Mapping[str, float]) -> float | 
     if key in budgets:
         return accuracy_at(history, key.removeprefix(_AT), budgets[key])
     if key in tables.MEASURES:
-        return history.summary[key]
+        value: float | None = history.summary[key]
+        return value
     if tables.is_target(key):
         return tables.reached(history, key)
     return float(history.column(key)[1][-1]) if key in history.columns else None

@@ -139,7 +139,8 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
     """Return the data sent and received until each of ``rounds``, in MB, averaged over seeds, (R,)."""
-    return np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
+    mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
+    return mean
 
 
 def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:

@@ -42,7 +42,8 @@ class View:
 
     def sizes(self) -> list[int]:
         """Count the clients of each stratum."""
-        return np.bincount(self.strata).tolist()
+        sizes: list[int] = np.bincount(self.strata).tolist()
+        return sizes
 
     def purity(self) -> float:
         """Return the share of samples with the most frequent label of their stratum, in [0, 1]."""

@@ -103,7 +103,8 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
     low, high = float(floors[filled].min() / shares.max()), float((sizes[filled] / shares[filled]).max())
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if np.clip(middle * shares, floors, sizes).sum() < budget else (low, middle)
-    return np.clip(high * shares, floors, sizes)
+    exact: Floats = np.clip(high * shares, floors, sizes)
+    return exact
 
 
 def systematic(exact: Floats, generator: np.random.Generator) -> Ints:

@@ -52,7 +52,8 @@ class Distributions:
     def draw(self, generator: np.random.Generator) -> Ints:
         """Draw the position of one client from every distribution, shape (m,)."""
         pointers = generator.integers(self.each, size=self.draws) + self.each * np.arange(self.draws)
-        return self.places[np.searchsorted(np.cumsum(self.masses), pointers, side="right")]
+        drawn: Ints = self.places[np.searchsorted(np.cumsum(self.masses), pointers, side="right")]
+        return drawn
 
 
 @record("ClusteredState")

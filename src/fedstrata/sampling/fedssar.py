@@ -209,7 +209,8 @@ def _optics(points: Floats32, min_samples: int, xi: float) -> Ints:
         labels, _ = cluster_optics_xi(
             reachability=reachability, predecessor=predecessor, ordering=ordering, min_samples=min_samples, xi=xi
         )
-    return labels.astype(np.int64)
+    clusters: Ints = labels.astype(np.int64)
+    return clusters
 
 
 def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, Ints]:
@@ -246,4 +247,5 @@ def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, 
 def _squares(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     """Return the squared distances between the rows of two matrices, at least 0."""
     squares = (a * a).sum(axis=1)[:, None] + (b * b).sum(axis=1) - 2 * (a @ b.T)
-    return np.maximum(squares, 0.0)
+    clipped: NDArray[Any] = np.maximum(squares, 0.0)
+    return clipped

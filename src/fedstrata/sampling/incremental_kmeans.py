@@ -121,7 +121,8 @@ class Clusters:
         def deviation(squares: Floats, lengths: Floats, sizes: NDArray[Any]) -> Floats:
             # Σ‖z − mean‖² = Σ‖z‖² − ‖Σz‖² / n, in float64.
             n = np.maximum(sizes, 1)
-            return scale * np.sqrt(np.maximum(squares - lengths / n, 0.0) / (n * d))
+            spread: Floats = scale * np.sqrt(np.maximum(squares - lengths / n, 0.0) / (n * d))
+            return spread
 
         by_stratum = deviation(squares, np.square(sums).sum(axis=1), self.sizes)
         overall = deviation(squares.sum(), np.square(sums.sum(axis=0)).sum(), self.sizes.sum(keepdims=True))
@@ -139,7 +140,8 @@ def _distances(rows: RowStore, indices: Ints | None, centres: Floats32, scale: f
     products = rows.times(scaled.T) if indices is None else rows.take(indices) @ scaled.T
     norms = (rows.norms if indices is None else rows.norms[indices]) / scale
     squares = np.square(norms)[:, None] - 2 * products / scale + np.square(scaled, dtype=np.float64).sum(axis=1)
-    return np.sqrt(np.maximum(squares, 0.0))
+    distances: Floats = np.sqrt(np.maximum(squares, 0.0))
+    return distances
 
 
 def _bounds(distances: Floats, labels: Ints) -> tuple[Floats, Floats]:

@@ -88,7 +88,8 @@ def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
     if centres > 16:
         return codes
     even = np.append(codes, np.uint8(0)) if len(codes) % 2 else codes
-    return (even[0::2] * np.uint8(16)) | even[1::2]
+    packed: NDArray[np.uint8] = (even[0::2] * np.uint8(16)) | even[1::2]
+    return packed
 
 
 def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats32:
@@ -100,4 +101,5 @@ def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats
     codes = np.stack([packed >> 4, packed & 15], axis=1).ravel()[:length] if len(centres) <= 16 else packed
     if len(codes) != length or (length and codes.max() >= len(centres)):
         raise ValueError(f"{len(packed)} bytes of codes do not name {length} of {len(centres)} centres")
-    return centres[codes]
+    restored: Floats32 = centres[codes]
+    return restored

@@ -107,4 +107,5 @@ class RowStore:
 
 def lengths(matrix: Floats32) -> Floats:
     """Return the Euclidean norm of every row, shape (n,)."""
-    return np.sqrt(np.einsum("kd,kd->k", matrix, matrix, dtype=np.float64))
+    norms: Floats = np.sqrt(np.einsum("kd,kd->k", matrix, matrix, dtype=np.float64))
+    return norms

@@ -67,7 +67,8 @@ def sketch(params: Params, coordinates: int, seed: int) -> Floats32:
         Shape (min(d, K),).
     """
     flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()])
-    return project(flat, coordinates, seed).numpy()
+    sketch: Floats32 = project(flat, coordinates, seed).numpy()
+    return sketch
 
 
 def update_sketches(

@@ -61,7 +61,8 @@ class Roster:
         rows: Ints = self._by_client[self._begins[client] : self._begins[client + 1]]
         places = self.places[rows]
         numbers = self.holders.placeholders[places]
-        return rows[np.isin(places, missing) | np.isin(numbers, exhausted.numpy())]
+        empty: Ints = rows[np.isin(places, missing) | np.isin(numbers, exhausted.numpy())]
+        return empty
 
     def remove(self, clients: Iterable[int]) -> None:
         """Do not choose these clients again in this epoch: they failed or are absent."""

@@ -85,7 +85,8 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
     with np.errstate(divide="ignore"):
         keys = np.where(able, keys if weights is None else keys / weights, np.inf)
     limit = np.take_along_axis(np.sort(keys, axis=-1), size - 1, axis=-1)
-    return able & (keys <= limit)
+    pools: Bools = able & (keys <= limit)
+    return pools
 
 
 def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:

@@ -197,4 +197,5 @@ def ranks(ordered: Ints, classes: int) -> Ints:
     [0, 1, 0, 1, 2]
     """
     sizes = np.bincount(ordered, minlength=classes)
-    return np.arange(len(ordered)) - (np.cumsum(sizes) - sizes)[ordered]
+    rank: Ints = np.arange(len(ordered)) - (np.cumsum(sizes) - sizes)[ordered]
+    return rank

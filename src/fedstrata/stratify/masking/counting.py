@@ -68,7 +68,8 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
     holders[names] = np.bincount(np.concatenate(list(held.values())), minlength=size)
     request = OpenTotals(pages, size)
     _, reply = ask_until(federation, held, request, "decrypt the totals", check=lambda reply: reply.require(holders))
-    return reply.totals.numpy()[names]
+    totals: Ints = reply.totals.numpy()[names]
+    return totals
 
 
 def shares(federation: Federation, held: Held, totals: Ints) -> Held:

@@ -185,7 +185,8 @@ class KeyRing:
 
 def ring_of(context: ClientContext) -> KeyRing:
     """Return the key ring of a context, or this machine's ring if the context has none."""
-    return context.keys if context.keys is not None else context.cached(_site_ring)
+    ring: KeyRing = context.keys if context.keys is not None else context.cached(_site_ring)
+    return ring
 
 
 def _site_ring(_: ClientContext) -> KeyRing:
