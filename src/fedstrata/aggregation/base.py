@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedstrata.aggregation.optimizers import AnyServer, ServerOptimizer
+from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
@@ -43,9 +44,7 @@ class Aggregator(Setting):
         """Raise ``SpecError`` if the aggregation does not fit the sampler."""
 
     @abstractmethod
-    def coefficients(
-        self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
+    def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return the weight a_k of each client that returned a reply.
 
         Args:
@@ -57,9 +56,7 @@ class Aggregator(Setting):
             The weights, shape (r,).
         """
 
-    def weigh(
-        self, selection: Selection, returned: NDArray[np.int64], replies: Sequence[FitReply]
-    ) -> NDArray[np.float64]:
+    def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:
         """Return the weight a_k of each reply. Override it instead of ``coefficients`` to use the whole replies.
 
         Args:
@@ -89,7 +86,7 @@ class Aggregator(Setting):
         return Weights(params, buffers), state
 
 
-def weighted_update(params: Params, models: Sequence[Params], a: NDArray[np.float64]) -> Params:
+def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Params:
     """Return Σ_k a_k (w_k − w_t) for each parameter, summed in the order of ``models``."""
     update = {name: torch.zeros_like(w) for name, w in params.items()}
     before, sums = list(params.values()), list(update.values())
@@ -99,7 +96,7 @@ def weighted_update(params: Params, models: Sequence[Params], a: NDArray[np.floa
     return update
 
 
-def mean_buffers(buffers: Params, others: Sequence[Params], a: NDArray[np.float64]) -> Params:
+def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params:
     """Average float buffers with the weights a_k / Σ a; take the largest value of integer buffers (counters)."""
     total = float(a.sum())
     if total == 0:
@@ -125,9 +122,7 @@ class MeanBySize(Aggregator):
 
     needs_counts: ClassVar[bool] = True
 
-    def coefficients(
-        self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
+    def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return weights in proportion to the number of samples that the clients used.
 
         >>> selection = Selection.plain(np.array([0, 4, 7]), 10)
@@ -137,19 +132,17 @@ class MeanBySize(Aggregator):
         if selection.stratum_samples is not None:
             return StratumMean().coefficients(selection, returned, samples)
         sizes = samples.astype(np.float64) * selection.draws[returned]
-        result: NDArray[np.float64] = sizes / max(float(sizes.sum()), 1.0)
+        result: Floats = sizes / max(float(sizes.sum()), 1.0)
         return result
 
 
 class Mean(Aggregator):
     """a_k = 1 / r with r replies. A client that was drawn twice counts as two replies."""
 
-    def coefficients(
-        self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
+    def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return weights in proportion to the number of draws of each client."""
         draws = selection.draws[returned]
-        result: NDArray[np.float64] = draws / draws.sum()
+        result: Floats = draws / draws.sum()
         return result
 
 
@@ -165,9 +158,7 @@ class StratumMean(Aggregator):
     has too: strata to which Neyman's allocation gives no draw are left out. ``HorvitzThompson`` is unbiased.
     """
 
-    def coefficients(
-        self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
+    def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return N_h / m_h for each client, divided by their sum.
 
         >>> stratum, stratum_sizes = np.array([0, 1, 1]), np.array([2, 6])
@@ -179,7 +170,7 @@ class StratumMean(Aggregator):
         per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
         sizes = selection.stratum_sizes if selection.stratum_samples is None else selection.stratum_samples
         share = sizes[stratum] / _population(selection, sizes, per_stratum)
-        result: NDArray[np.float64] = share * draws / (per_stratum[stratum] * _chance(selection)[stratum])
+        result: Floats = share * draws / (per_stratum[stratum] * _chance(selection)[stratum])
         return result
 
 
@@ -202,25 +193,23 @@ class HorvitzThompson(Aggregator):
             problem += " method.aggregation = 'horvitz-thompson')"
             raise SpecError("method.client_sampler.replacement", problem, False)
 
-    def coefficients(
-        self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
+    def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return draws_k / (N m_h p_k); if clients drop out, m_h counts only the draws of clients that returned."""
         stratum, draws = selection.stratum[returned], selection.draws[returned]
         per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
         population = _population(selection, selection.stratum_sizes, per_stratum)
         p = selection.probability[returned] * _chance(selection)[stratum]
-        result: NDArray[np.float64] = draws / (population * per_stratum[stratum] * p)
+        result: Floats = draws / (population * per_stratum[stratum] * p)
         return result
 
 
-def _chance(selection: Selection) -> NDArray[np.float64]:
+def _chance(selection: Selection) -> Floats:
     """Return the probability that a stratum gets at least one draw, for each of the H strata, shape (H,)."""
     chance = selection.stratum_chance
     return np.ones(len(selection.stratum_sizes)) if chance is None else chance
 
 
-def _population(selection: Selection, sizes: NDArray[np.int64], per_stratum: NDArray[Any]) -> int:
+def _population(selection: Selection, sizes: Ints, per_stratum: NDArray[Any]) -> int:
     """Return the total size of the strata, without strata from which no client returned.
 
     If chance decides which strata get draws (``stratum_chance``), strata without a draw are included all the same: all

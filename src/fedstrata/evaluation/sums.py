@@ -44,8 +44,7 @@ class EvaluationSums(Message):
     calibration: Tensor
 
     def __add__(self, other: EvaluationSums) -> EvaluationSums:
-        summed: EvaluationSums = records.add(self, other)
-        return summed
+        return records.add(self, other)  # type: ignore[no-any-return]
 
 
 def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int = 0) -> EvaluationSums:

@@ -40,10 +40,6 @@ class Privacy(Setting):
         """Whether small parts of batches are merged."""
         return self.min_samples > 1 and self.below == "hold-back"
 
-    def at_least(self, min_samples: int) -> Privacy:
-        """Return these settings with a minimum of at least ``min_samples``, such as that of a site."""
-        return self.model_copy(update={"min_samples": max(self.min_samples, min_samples)})
-
 
 class Training(Setting):
     """The settings of a round's training.

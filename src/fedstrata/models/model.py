@@ -134,18 +134,15 @@ class Model:
         Returns:
             Logits, (B, classes).
         """
-        logits: Tensor
         if params is self._installed:
-            logits = self.module(x)
-            return logits
+            return self.module(x)  # type: ignore[no-any-return]
         if self._changing and self.module.training:
             # BatchNorm updates its running statistics in place; copies keep the call pure.
             params = {**_copies(self._changing), **params}
         tied = {other: params[name] for name, others in self._tied.items() if name in params for other in others}
         # Each tensor is passed under all of its names. PyTorch's own treatment of ties fails if a submodule has two
         # names: the module keeps the passed tensor.
-        logits = functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
-        return logits
+        return functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)  # type: ignore[no-any-return]
 
     def with_features(self, params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
         """Compute features and logits in one pass.
@@ -168,13 +165,10 @@ class Model:
 
     def head(self, params: Params, features: Tensor) -> Tensor:
         """Compute the logits of given features, with only the head."""
-        logits: Tensor
         if params is self._installed:
-            logits = self._head(features)
-            return logits
+            return self._head(features)  # type: ignore[no-any-return]
         head_params = {name: params[full] for name, full in self._head_params.items() if full in params}
-        logits = functional_call(self._head, head_params, (features,))
-        return logits
+        return functional_call(self._head, head_params, (features,))  # type: ignore[no-any-return]
 
     @contextmanager
     def loaded(

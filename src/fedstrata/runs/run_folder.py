@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -260,19 +261,12 @@ class RunFolder:
 
         A single such round at the end causes no warning: it may be chance.
         """
-        failed, last = 0, 0
-        for record in reversed(list(self.history)):
-            if record["clients_returned"] or not record["clients_failed"]:
-                last = record["round"]
-                break
-            failed += record["clients_failed"]
-        rounds = len(self.history) - last
-        if rounds < 2:
+        dead = list(takewhile(lambda r: r["clients_failed"] and not r["clients_returned"], reversed(self.history)))
+        if len(dead) < 2:
             return ""
-        return (
-            f"the model has not changed since round {last}: in the last {rounds} rounds no reply could be used "
-            f"({failed:,} failed or refused)"
-        )
+        since = f"the model has not changed since round {len(self.history) - len(dead)}"
+        count = sum(record["clients_failed"] for record in dead)
+        return f"{since}: in the last {len(dead)} rounds no reply could be used ({count:,} failed or refused)"
 
     def _log(self, name: str, *records: Mapping[str, Any]) -> None:
         if self.path is not None and records:

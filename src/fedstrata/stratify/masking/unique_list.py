@@ -179,8 +179,7 @@ class UniqueList:
     def _scramble(self, sheet: Cipher, page: Cipher) -> bytes:
         factors, mask = self.grid.blind()
         product = (sheet - page) * factors.tolist() + self.sealer.seal(mask, product=True)
-        data: bytes = product.serialize()
-        return data
+        return product.serialize()  # type: ignore[no-any-return]
 
     def _resolve(self, places: Ints, order: list[tuple[int, int]]) -> Ints | None:
         """Return the placeholders for a client's answer about shuffled ciphertexts; None for an impossible answer."""
