@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from processes import started
 
 import fedstrata as fs
@@ -341,16 +342,14 @@ class Net(torch.nn.Module):
 generator = np.random.default_rng(0)
 y = np.arange(90) % 3
 x = np.eye(3)[y][:, :2] + generator.normal(scale=0.3, size=(90, 2))
-torch.manual_seed(0)
-net = Net()
 table = tomllib.loads({SPEC.split("[compare.")[0]!r})
 spec = fs.Experiment.from_table(table)
 stas = fs.Experiment.from_table(table | {{"method": {{"name": "fedstas", "strata": 3}}}})
 specs = {{"own": spec.model_copy(update={{"method": Own()}}), "stas": stas}}
 with warnings.catch_warnings():
     warnings.simplefilter("error")
-    fs.compare(specs, seeds=[0, 1], data=(x, y, x, y), model=net, out="turn", jobs=1, report=False)
-    runs = fs.compare(specs, seeds=[0, 1], data=(x, y, x, y), model=net, out="out", jobs=2, report=False)
+    fs.compare(specs, seeds=[0, 1], data=(x, y, x, y), model=Net, out="turn", jobs=1, report=False)
+    runs = fs.compare(specs, seeds=[0, 1], data=(x, y, x, y), model=Net, out="out", jobs=2, report=False)
 print(list(runs), [run.final_accuracy > 0.1 for each in runs.values() for run in each])
 """
 """A program without a main guard, with a method, a model and data of its own."""
@@ -447,3 +446,18 @@ def test_one_that_never_took_a_step_is_marked_and_the_others_end(tmp_path, trace
     assert "fedavg</th>" in page
     order = json.loads((tmp_path / "out" / "labels.json").read_text())
     assert order == ["wild", "fedavg", "away"]
+
+
+def test_a_module_that_all_seeds_would_start_from_is_warned_of(tmp_path):
+    def network():
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+    spec = fs.Experiment.from_table({"partition": {"clients": 3}, "training": {"rounds": 1, "local_steps": 1}})
+    few = {"jobs": 1, "report": False}
+    with pytest.warns(UserWarning, match="model: all seeds start from the weights of this module. Pass its class"):
+        fs.compare({"a": spec}, seeds=[0, 1], model=network(), out=tmp_path / "module", **few)
+    # No warning: the seed decides, the weights are meant, or there is one seed.
+    fs.compare({"a": spec}, seeds=[0, 1], model=network, out=tmp_path / "function", **few)
+    fs.compare({"a": spec}, seeds=[0, 1], model=fs.Model(network()), out=tmp_path / "meant", **few)
+    fs.compare({"a": spec}, seeds=[0], model=network(), out=tmp_path / "one", **few)
+    assert len(models(tmp_path / "function")) == 2

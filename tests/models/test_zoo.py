@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import torch_seeded
 from fedstrata.models.batchnorm import has_batchnorm
@@ -236,3 +238,45 @@ def test_asking_for_a_models_size_draws_no_numbers():
     with torch_seeded(3, "model"):
         alone = MLP().build((1, 8, 8), 10)
     assert all(torch.equal(a, b) for a, b in zip(model.module.parameters(), alone.parameters(), strict=True))
+
+
+class Plain(nn.Module):
+    """A module that is made without arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(x.flatten(1))
+
+
+def shaped(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
+
+
+def initial(model, seed):
+    return fs.prepare(fs.Experiment(seed=seed), model=model).config.model.params()
+
+
+@pytest.mark.parametrize("model", [Plain, lambda: Plain(), shaped])
+def test_the_seed_decides_the_weights_of_a_class_or_function(model):
+    first, again, other = initial(model, 0), initial(model, 0), initial(model, 1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_class_in_python_starts_like_the_same_class_in_a_spec():
+    named = fs.prepare(fs.Experiment.from_table({"model": f"{__name__}:shaped"})).config.model.params()
+    assert all(torch.equal(weights, named[name]) for name, weights in initial(shaped, 0).items())
+
+
+def test_a_module_keeps_its_own_weights():
+    module = Plain()
+    assert torch.equal(initial(module, 1)["head.weight"], module.head.weight)
+
+
+@pytest.mark.parametrize("model", ["net", 3, lambda: "net"])
+def test_what_is_no_model_is_named(model):
+    with pytest.raises(SpecError, match=r"expected an nn\.Module, a fedstrata Model, or a class or function"):
+        initial(model, 0)

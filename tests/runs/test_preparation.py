@@ -19,7 +19,7 @@ from fedstrata.base.errors import SpecError
         ({"data": ([[1.0]], [0])}, r"data = '2 of them': expected a Dataset, a mapping, or four arrays: x_train"),
         ({"data": {"x_train": [[1.0]], "labels": [0]}}, r"data = \['labels', 'x_test', 'y_test', 'y_train'\]"),
         ({"data": 3}, r"data = 'int': expected a Dataset"),
-        ({"model": "cnn"}, r"model = 'cnn': expected an nn\.Module or a fedstrata Model"),
+        ({"model": "cnn"}, r"model = 'cnn': expected an nn\.Module, a fedstrata Model"),
         (
             {"model": nn.Sequential(nn.Flatten(), nn.Linear(64, 9))},
             r"logits of shape \(B, 10\); this one gave \(2, 9\)",

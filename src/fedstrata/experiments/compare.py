@@ -19,7 +19,7 @@ from fedstrata.base.processes import Task, TaskPool, can_fork
 from fedstrata.evaluation.history import History
 from fedstrata.experiments.references import fold, reference_runs
 from fedstrata.experiments.run import carry_out
-from fedstrata.models.model import Model
+from fedstrata.models.zoo import OwnModel
 from fedstrata.reporting.progress import Progress
 from fedstrata.reporting.runs import keep_order
 from fedstrata.runs.preparation import Arrays, Prepared, prepare
@@ -39,7 +39,7 @@ def compare(
     seeds: Sequence[int] | None = None,
     out: str | Path,
     data: Arrays | None = None,
-    model: nn.Module | Model | None = None,
+    model: OwnModel | None = None,
     references: Sequence[str] = (),
     jobs: int | None = None,
     watch: Watcher | None = None,
@@ -56,7 +56,7 @@ def compare(
         seeds: Each experiment runs once with each seed. Default: the seed of the specs.
         out: The folder; the files of a run are in ``LABEL/seed-S/``.
         data: Your own data for all experiments; see ``prepare``.
-        model: Your own module for all experiments; see ``prepare``.
+        model: Your own model for all experiments, best as its class; see ``prepare``.
         references: Additional references: ``"local"``, in which each client trains alone (the row is the mean over
             the clients' runs), and ``"centralised"``, in which one client has all samples and computes as many
             sample gradients per round. See ``fedstrata.experiments.references``.
@@ -80,6 +80,9 @@ def compare(
             raise SpecError("--methods", "a label names a folder of its own; use letters, digits and dashes", label)
         check_trackers(make(spec))
     planned = plan(experiments, seeds, references, data)
+    if isinstance(model, nn.Module) and len({seed for _, seed in planned}) > 1:
+        problem = "all seeds start from the weights of this module. Pass its class, or a function that makes it"
+        warnings.warn(f"model: {problem}; if its weights are meant, pass fs.Model(module)", stacklevel=2)
     folders = {key: folder_of(out, key) for key in planned}
     for key, spec in planned.items():
         if folders[key].exists():

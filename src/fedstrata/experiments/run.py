@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from fedstrata.base import outer
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import History
-from fedstrata.models.model import Model
+from fedstrata.models.zoo import OwnModel
 from fedstrata.reporting.progress import Progress
 from fedstrata.runs.preparation import Arrays, prepare
 from fedstrata.runs.run_folder import rounds_done
@@ -26,7 +24,7 @@ def run(
     *,
     out: str | Path | None = None,
     data: Arrays | None = None,
-    model: nn.Module | Model | None = None,
+    model: OwnModel | None = None,
     engine: str = "local",
     resume: bool = False,
     callbacks: Sequence[Callback | Watcher] = (),
@@ -38,7 +36,7 @@ def run(
         spec: An experiment, a path to a TOML file, or nested tables.
         out: The run folder. Default: no files are written.
         data: Your own data; see ``prepare``.
-        model: Your own module; see ``prepare``.
+        model: Your own model, best as its class; see ``prepare``.
         engine: The engine that runs the clients.
         resume: Continue the run in ``out`` from its last checkpoint.
         callbacks: Callbacks in addition to the spec's: a ``fedstrata.Callback``, or a function that is called with the
@@ -72,7 +70,7 @@ def carry_out(
     *,
     out: str | Path | None = None,
     data: Arrays | None = None,
-    model: nn.Module | Model | None = None,
+    model: OwnModel | None = None,
     engine: str = "local",
     resume: bool = False,
     callbacks: Sequence[Callback | Watcher] = (),

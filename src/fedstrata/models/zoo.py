@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -181,6 +181,9 @@ MODELS = _Models(
 """The models that a spec can name."""
 
 
+OwnModel = nn.Module | Model | Callable[..., nn.Module]
+"""A user's own module, or a class or function that makes it; see ``own_module``."""
+
 AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 
 
@@ -207,6 +210,28 @@ def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int)
         problem = f"cannot be built for samples of shape {shape}: {type(error).__name__}: {error}"
         raise SpecError("model.name", problem, name) from error
     return Model(lay_out(module, shape) if isinstance(spec, Custom) else module)
+
+
+def own_module(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module | Model:
+    """Return a user's module: the module itself, or what its class or a function returns.
+
+    A class or a function is called as ``model(shape, classes)`` if it accepts this, otherwise as ``model()``. The seed
+    decides its initial values, as for a class that a spec names.
+
+    Raises:
+        SpecError: It is neither a module nor a class or function that returns one.
+    """
+    if callable(model) and not isinstance(model, (nn.Module, Model)):
+        try:
+            arguments = inspect.signature(model).bind(shape, classes).args
+        except (TypeError, ValueError):
+            arguments = ()
+        with torch_seeded(seed, "model"):
+            model = model(*arguments)
+    if not isinstance(model, (nn.Module, Model)):
+        problem = "expected an nn.Module, a fedstrata Model, or a class or function that makes one"
+        raise SpecError("model", f"{problem}; names go into the spec", model)
+    return model
 
 
 def _try_out(module: nn.Module, name: str, shape: tuple[int, ...], classes: int) -> None:

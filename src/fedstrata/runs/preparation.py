@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedstrata.base.config import under
@@ -29,7 +28,7 @@ from fedstrata.federation.engine import FederationConfig
 from fedstrata.models.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model
-from fedstrata.models.zoo import CustomModel, make_model
+from fedstrata.models.zoo import CustomModel, OwnModel, make_model, own_module
 from fedstrata.runs.identity import about_data, about_model, identity_of
 from fedstrata.spec.experiment import Experiment
 
@@ -61,14 +60,16 @@ class Prepared:
         return identity_of(self.spec, self.data, self.config.model, self.assignment)
 
 
-def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | Model | None = None) -> Prepared:
+def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | None = None) -> Prepared:
     """Load the data, split them among the clients, build the model and check all settings. No file is written.
 
     Args:
         spec: The experiment.
         data: Data of your own instead of the spec's: a ``Dataset``, ``(x_train, y_train, x_test, y_test)``, or a
             mapping with these keys.
-        model: A module of your own instead of the spec's; training starts from its parameters.
+        model: A model of your own instead of the spec's. Pass its class, or a function that makes it: the spec's seed
+            then decides its initial values; see ``fedstrata.models.zoo.own_module``. Training of a module that exists
+            already starts from its own parameters, whatever the seed.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -101,7 +102,7 @@ def assemble(
     spec: Experiment,
     dataset: Dataset,
     assignment: Assignment,
-    model: nn.Module | Model | None = None,
+    model: OwnModel | None = None,
     *,
     sizes_known: bool = True,
     validation: NDArray[np.int64] | None = None,
@@ -124,14 +125,13 @@ def assemble(
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
     """
-    if isinstance(model, (nn.Module, Model)):
-        made = model if isinstance(model, Model) else Model(lay_out(model, dataset.shape))
-        _check_outputs(made, dataset)
-        spec = spec.model_copy(update={"model": CustomModel(custom=about_model(made))})
-    elif model is None:
+    if model is None:
         made = make_model(spec.model, dataset.shape, dataset.classes, spec.seed)
     else:
-        raise SpecError("model", "expected an nn.Module or a fedstrata Model; names go into the spec", model)
+        module = own_module(model, dataset.shape, dataset.classes, spec.seed)
+        made = module if isinstance(module, Model) else Model(lay_out(module, dataset.shape))
+        _check_outputs(made, dataset)
+        spec = spec.model_copy(update={"model": CustomModel(custom=about_model(made))})
     federate_batchnorm(made.module)
     _check_start(made, spec)
     for metric in spec.evaluation.metrics:
