@@ -80,7 +80,7 @@ methods = {
 }
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
 for name, method in methods.items():
-    history = fs.run(spec.model_copy(update={"method": method}))
+    history = fs.run(spec.replace(method=method))
     rounds, accuracy = history.column("accuracy")
     smooth = np.convolve(100 * accuracy, np.ones(5) / 5, mode="valid")
     axes.plot(rounds[4:], smooth, label=name, lw=2)

@@ -26,7 +26,7 @@ spec = fs.Experiment(
 
 found = {}
 for name, method in METHODS.items():
-    history = fs.run(spec.model_copy(update={"method": method}))
+    history = fs.run(spec.replace(method=method))
     found[name] = np.array([record["per_class"] for record in history])
     print(
         f"{name}: mean accuracy over the rounds {found[name].mean():.1%}, worst digit {found[name].min(axis=1).mean():.1%}"

@@ -135,3 +135,29 @@ def test_a_comparison_and_a_sweep_finish_the_others_and_exit_with_3(capsys):
     said = capsys.readouterr().out
     assert "no reply could be used" in said
     assert "Best: lr=0.1" in said
+
+
+@pytest.mark.slow
+def test_a_comparison_prints_all_methods_of_its_folder_and_names_a_wrong_engine(capsys):
+    Path("s.toml").write_text(BASE)
+    few = ["--set", "training.rounds=1", "--out", "cmp", "--jobs", "1", "--quiet"]
+    assert main(["compare", "s.toml", "--methods", "fedavg", *few]) == 0
+    capsys.readouterr()
+    assert main(["compare", "s.toml", "--methods", "fedprox", *few]) == 0
+    said = capsys.readouterr().out
+    assert "fedavg" in said
+    assert "minus fedavg" in said
+    assert main(["compare", "s.toml", "--methods", "moon", "--engine", "rey", *few]) == 2
+    assert "engine = 'rey': no such engine; there are: local, ray, nvflare" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_comparison_on_ray_gives_the_same_models():
+    pytest.importorskip("ray")
+    Path("s.toml").write_text(BASE)
+    for engine in ("local", "ray"):
+        few = ["--set", "training.execution=per-client", "--engine", engine, "--out", engine, "--quiet"]
+        assert main(["compare", "s.toml", "--methods", "fedavg,scaffold", *few]) == 0
+    for method in ("fedavg", "scaffold"):
+        model = f"{method}/seed-0/model.safetensors"
+        assert (Path("ray") / model).read_bytes() == (Path("local") / model).read_bytes()

@@ -461,3 +461,21 @@ def test_a_module_that_all_seeds_would_start_from_is_warned_of(tmp_path):
     fs.compare({"a": spec}, seeds=[0, 1], model=fs.Model(network()), out=tmp_path / "meant", **few)
     fs.compare({"a": spec}, seeds=[0], model=network(), out=tmp_path / "one", **few)
     assert len(models(tmp_path / "function")) == 2
+
+
+def test_a_method_that_is_added_does_not_become_the_baseline(tmp_path):
+    table = tomllib.loads(SPEC)
+    compare(variants(table, ["fedavg"]), out=tmp_path, jobs=1)
+    compare(variants(table, ["prox"]), out=tmp_path, jobs=1)
+    assert list(fs.load_runs(tmp_path)) == ["fedavg", "prox"]
+
+
+def test_a_comparison_is_a_frame_and_a_table(tmp_path):
+    pytest.importorskip("pandas")
+    runs = compare(variants(tomllib.loads(SPEC), ["fedavg", "prox"]), seeds=[0, 1], out=tmp_path, jobs=1, report=False)
+    frame = runs.to_frame()
+    assert frame[["label", "seed"]].values.tolist() == [["fedavg", 0], ["fedavg", 1], ["prox", 0], ["prox", 1]]
+    assert frame["final_accuracy"].tolist() == [history.final_accuracy for label in runs for history in runs[label]]
+    page = runs._repr_html_()
+    assert "<td>fedavg</td><td>prox</td>" in page
+    assert "final accuracy, %" in page

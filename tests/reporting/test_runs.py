@@ -45,8 +45,10 @@ def test_labels_come_in_the_order_of_their_comparison(compare: Path, make_run: C
     make_run("cmp/aaa/seed-0")
     keep_order(compare, ["fedstas", "fedavg"])
     assert list(load_runs(compare)) == ["fedstas", "fedavg", "aaa"]
-    keep_order(compare, ["fedavg", "new"])  # another comparison in the same folder
-    assert list(load_runs([compare])) == ["fedavg", "fedstas", "aaa"]
+    keep_order(compare, ["aaa"])  # a method is added: the baseline stays
+    assert list(load_runs([compare])) == ["fedstas", "fedavg", "aaa"]
+    keep_order(compare, ["fedavg", "aaa", "fedstas"])  # all are asked for, in another order
+    assert list(load_runs([compare])) == ["fedavg", "aaa", "fedstas"]
     (compare / LABELS).write_text("{")
     with pytest.raises(DataError, match=r"labels\.json cannot be read"):
         load_runs(compare)

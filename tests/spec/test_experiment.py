@@ -324,3 +324,18 @@ def test_a_setting_of_the_kind_that_was_just_named():
     found = variants({"compare": {"fedavg": {}, "scaffold": {"training": {"lr": 0.5}}}}, overrides=overrides)
     assert {spec.availability.p for spec in found.values()} == {0.2}
     assert {spec.partition.per_client for spec in found.values()} == {3}
+
+
+def test_replacing_settings_checks_them_and_keeps_the_others():
+    spec = Experiment.from_table({"method": {"name": "fedprox", "mu": 0.2}, "training": {"rounds": 7, "lr": 0.2}})
+    other = spec.replace(training={"rounds": 3}, method={"mu": 0.5}, partition=fs.IID(clients=4))
+    assert (other.training.rounds, other.training.lr, other.method.mu) == (3, 0.2, 0.5)
+    assert other == Experiment.from_table(other.to_spec())
+    assert spec.training.rounds == 7
+    with pytest.raises(SpecError, match=r"training\.round = 3: unknown key"):
+        spec.replace(training={"round": 3})
+
+
+def test_a_label_is_the_name_of_a_folder_on_every_system():
+    table = {"compare": {}, "training": {"rounds": 1}}
+    assert list(variants(table, ["fedstrata.methods.scaffold:SCAFFOLD"])) == ["fedstrata.methods.scaffold.SCAFFOLD"]

@@ -78,6 +78,7 @@ def add_compare(commands: Commands) -> None:
         fedstrata new demo && fedstrata compare demo.toml
         fedstrata compare spec.toml --methods fedavg,scaffold,stratify --seeds 0,1,2 --out runs/first
         fedstrata compare spec.toml --references local,centralised
+        fedstrata compare spec.toml --methods fedavg,moon --engine ray
         fedstrata compare spec.toml --methods fedavg,sampler:Rotating --set training.rounds=10
     """
     help = "run several methods with several seeds, and write a table and a report"
@@ -89,6 +90,7 @@ def add_compare(commands: Commands) -> None:
     parser.add_argument("--methods", help=labels)
     parser.add_argument("--seeds", help="comma-separated seeds (default: the spec's)")
     parser.add_argument("--out", type=Path, help="the folder (default: runs/compare-DATA-TIME)")
+    parser.add_argument("--engine", default="local", help="where clients run: local (the default), ray or nvflare")
     references = "comma-separated references to compare with: local (each client alone), centralised"
     parser.add_argument("--references", help=references)
     parser.add_argument("--jobs", type=int, help="runs at the same time (default: one per processor)")
@@ -101,6 +103,7 @@ def _compare(options: argparse.Namespace) -> int:
     from fedstrata.experiments.compare import compare, plan
     from fedstrata.reporting import contrasts
     from fedstrata.reporting.progress import Progress
+    from fedstrata.reporting.runs import histories, load_runs
     from fedstrata.reporting.tables import compare_table, to_json, to_rich
     from fedstrata.spec.experiment import read_table, variants
 
@@ -115,8 +118,9 @@ def _compare(options: argparse.Namespace) -> int:
     folder = common.run_folder(options.out, f"compare-{Path(first.data.name).stem}")
     with folder as out, Progress(options.quiet) as progress:
         watch = progress.of_runs(rounds)
-        work = partial(compare, experiments, seeds=seeds, out=out, references=references, jobs=jobs, watch=watch)
-        runs = common.located(options, work)
+        given = {"seeds": seeds, "out": out, "engine": options.engine, "references": references, "jobs": jobs}
+        asked = common.located(options, partial(compare, experiments, **given, watch=watch))
+    runs = histories(load_runs(out).finished())  # also those that the folder has from before
     if options.json:
         common.print_json(
             {"folder": str(out), "report": str(out / "report.html"), "rows": to_json(compare_table(runs))}
@@ -126,7 +130,7 @@ def _compare(options: argparse.Namespace) -> int:
         if all(spec.data == first.data for spec in experiments.values()):  # accuracies on different data do not compare
             rich.print(contrasts.to_rich(contrasts.contrast(runs)))
         print(f"written to {out}: table.md, accuracy.png, report.html")
-    return common.exit_code(runs)
+    return common.exit_code(asked)
 
 
 COMMANDS = (add_run, add_compare)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import tomllib
@@ -9,28 +10,54 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fedstrata.base.config import build
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.processes import Task, TaskPool, can_fork
-from fedstrata.evaluation.history import History
+from fedstrata.evaluation.history import History, frame
 from fedstrata.experiments.references import fold, reference_runs
 from fedstrata.experiments.run import carry_out
 from fedstrata.models.zoo import OwnModel
+from fedstrata.reporting import tables
 from fedstrata.reporting.progress import Progress
 from fedstrata.reporting.runs import keep_order
 from fedstrata.runs.preparation import Arrays, Prepared, prepare
 from fedstrata.runs.run_folder import SUMMARY, refuse_foreign, rounds_done
 from fedstrata.spec.experiment import Experiment
 
-Runs = dict[str, list[History]]
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 Key = tuple[str, int]
 """Label and seed of a run."""
 Watcher = Callable[[str, int, int], None]
 """A function that is called with the label, the seed and the number of finished rounds of a run."""
+
+
+class Comparison(dict[str, list[History]]):
+    """The histories of a comparison: a mapping from labels to the runs of each label, in the order of the seeds.
+
+    A notebook shows it as a table.
+    """
+
+    def to_frame(self) -> DataFrame:
+        """Return a pandas data frame with one row per run: label, folder and the content of ``summary.json``.
+
+        Raises:
+            ExtraMissingError: The extra ``tables`` is not installed.
+        """
+        rows = ((label, history) for label, histories in self.items() for history in histories)
+        return frame([{"label": label, **history.summary, "folder": str(history.path)} for label, history in rows])
+
+    def _repr_html_(self) -> str:
+        rows = tables.compare_table(self)
+        lines = [["", *(row.marked for row in rows)]]
+        lines += [[tables.measure(key).heading, *(tables.show(row, key) for row in rows)] for key in tables.keys(rows)]
+        cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in lines)
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table><p>{tables.caption(rows)}</p>"
 
 
 def compare(
@@ -40,12 +67,13 @@ def compare(
     out: str | Path,
     data: Arrays | None = None,
     model: OwnModel | None = None,
+    engine: str = "local",
     references: Sequence[str] = (),
     jobs: int | None = None,
     watch: Watcher | None = None,
     progress: bool = False,
     report: bool = True,
-) -> Runs:
+) -> Comparison:
     """Run every experiment with every seed and write a table, a plot and a report.
 
     Finished runs in ``out`` are not repeated, and interrupted runs continue from their last checkpoint. After a kill,
@@ -57,12 +85,13 @@ def compare(
         out: The folder; the files of a run are in ``LABEL/seed-S/``.
         data: Your own data for all experiments; see ``prepare``.
         model: Your own model for all experiments, best as its class; see ``prepare``.
+        engine: The engine that runs the clients of each run.
         references: Additional references: ``"local"``, in which each client trains alone (the row is the mean over
             the clients' runs), and ``"centralised"``, in which one client has all samples and computes as many
             sample gradients per round. See ``fedstrata.experiments.references``.
-        jobs: The number of simultaneous runs, each in its own process. Default: the number of processors. Results do
-            not depend on it. If you pass data, a model or classes that only this program defines, the processes are
-            forks of this process; if it cannot be forked, the runs take turns in it.
+        jobs: The number of simultaneous runs, each in its own process. Default: the number of processors, or 1 if the
+            engine is not ``local``. Results do not depend on it. If you pass data, a model or classes that only this
+            program defines, the processes are forks of this process; if it cannot be forked, the runs take turns in it.
         watch: A function that is called with the progress of each run.
         progress: Show the progress: bars in a terminal and in a notebook, otherwise a line from time to time.
         report: Write tables, figures and a page about all runs in the folder.
@@ -94,12 +123,14 @@ def compare(
     with Progress(quiet=not progress) as bars:
         if progress:
             watch = bars.of_runs({key: spec.training.rounds for key, spec in planned.items()})
-        _run_all(unfinished, folders, jobs, watch, {"data": data, "model": model})
+        jobs = jobs or ((os.cpu_count() or 1) if engine == "local" else 1)
+        own = {name: part for name, part in (("data", data), ("model", model)) if part is not None}
+        _run_all(unfinished, folders, jobs, watch, engine, own)
     for name in dict.fromkeys(references):
         for seed in dict.fromkeys(seed for _, seed in planned):
             runs = [folder for key, folder in folders.items() if key[0].startswith(f"{name}/") and key[1] == seed]
             fold(name, runs, folder_of(out, (name, seed)), next(iter(experiments.values())).evaluation.lower)
-    result: Runs = {}
+    result = Comparison()
     for label, seed in rows:
         result.setdefault(label, []).append(History.load(folder_of(out, (label, seed))))
     if report:
@@ -176,28 +207,29 @@ def is_done(folder: Path, spec: Experiment) -> bool:
 def _run_all(
     unfinished: Mapping[Key, Experiment],
     folders: Mapping[Key, Path],
-    jobs: int | None,
+    jobs: int,
     watch: Watcher | None,
-    given: Mapping[str, Any],
+    engine: str,
+    own: Mapping[str, Any],
 ) -> None:
-    """Run experiments side by side or in turn.
+    """Run experiments side by side or in turn; ``own`` may contain the caller's data and model.
 
     Raises:
         FedstrataError: The process of a run was killed.
     """
-    jobs = min(jobs or os.cpu_count() or 1, max(len(unfinished), 1))
-    fork = forks(unfinished.values(), any(part is not None for part in given.values())) if jobs > 1 else None
+    jobs = min(jobs, max(len(unfinished), 1))
+    fork = forks(unfinished.values(), bool(own)) if jobs > 1 else None
     if jobs == 1 or fork is None:
         for key, spec in unfinished.items():
             callbacks = [] if watch is None else [report_rounds(watch, key)]
-            run_to_end(spec, folders[key], callbacks, **given)
+            run_to_end(spec, folders[key], callbacks, engine=engine, **own)
         return
     tasks: dict[Key, Task] = {}
     for key, spec in unfinished.items():
         if fork:
-            tasks[key] = partial(run_to_end, spec, folders[key], **given)
+            tasks[key] = partial(run_to_end, spec, folders[key], engine=engine, **own)
         else:
-            tasks[key] = partial(run_text, spec.to_toml(), folders[key])
+            tasks[key] = partial(run_text, spec.to_toml(), folders[key], engine)
 
     def watch_all() -> None:
         if watch is not None:
@@ -237,13 +269,13 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
 
 
 def run_to_end(spec: Experiment, folder: Path, callbacks: Sequence[Any] = (), **given: Any) -> None:
-    """Start or resume an experiment in its folder, and run it to its end; ``given`` may be data and a model."""
+    """Start or resume an experiment in its folder, and run it to its end; ``given`` as in ``carry_out``."""
     carry_out(spec, out=folder, resume=folder.exists(), callbacks=callbacks, **given)
 
 
-def run_text(spec: str, folder: Path) -> None:
+def run_text(spec: str, folder: Path, engine: str = "local") -> None:
     """Run an experiment to its end, in a process that receives only the text of the spec."""
-    run_to_end(Experiment.from_table(tomllib.loads(spec)), folder)
+    run_to_end(Experiment.from_table(tomllib.loads(spec)), folder, engine=engine)
 
 
 def report_rounds(watch: Watcher, key: Key) -> Callable[[Mapping[str, Any]], None]:

@@ -109,9 +109,13 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
 
 
 def keep_order(folder: Path, labels: Iterable[str]) -> None:
-    """Write the order of a comparison's labels into its folder; labels that it has already come after them."""
-    labels = list(labels)
-    write_json(folder / LABELS, labels + [label for label in _order(folder) if label not in labels])
+    """Write the order of a comparison's labels into its folder.
+
+    Labels that are added to a comparison come after those that it has, so that its first label, the baseline of tables,
+    stays. Labels that include all of the comparison's labels decide the order.
+    """
+    before, labels = _order(folder), list(labels)
+    write_json(folder / LABELS, list(dict.fromkeys([*(() if {*before} <= {*labels} else before), *labels])))
 
 
 def _order(folder: Path) -> list[str]:

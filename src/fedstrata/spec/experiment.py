@@ -106,6 +106,28 @@ class Experiment(Setting):
         except SpecError as error:
             raise with_location(error, path) from None
 
+    def replace(self, **sections: Any) -> Experiment:
+        """Return an experiment with other settings, which are checked as in a new experiment.
+
+        Args:
+            sections: New values. A table changes only the settings that it contains; a table with another ``name``
+                replaces the section.
+
+        Raises:
+            SpecError: A key is unknown or a value is wrong.
+
+        >>> spec = Experiment(training={"rounds": 50, "lr": 0.05})
+        >>> other = spec.replace(seed=1, method="scaffold", training={"rounds": 3})
+        >>> other.seed, other.method.name, other.training.rounds, other.training.lr
+        (1, 'scaffold', 3, 0.05)
+        """
+        before = self.to_spec()
+        changed = {
+            key: deep_merge(before.get(key, {}), value) if isinstance(value, Mapping) else value
+            for key, value in sections.items()
+        }
+        return build(Experiment, {**dict(self), **changed})
+
     def to_toml(self) -> str:
         """Return the spec as TOML; reading it gives an equal experiment.
 
@@ -300,7 +322,8 @@ def variants(
     result: dict[str, Experiment] = {}
     for label, sections in merged.items():
         try:
-            result[label] = Experiment.from_table(sections)
+            # A colon, as in "my_module:MyMethod", is not allowed in the names of folders on all systems.
+            result[label.replace(":", ".")] = Experiment.from_table(sections)
         except SpecError as error:
             key = f"{COMPARE}.{label}.{error.key}" if label in overlays else error.key
             raise SpecError(key, error.problem, error.value) from None
