@@ -1,1 +1,1 @@
-"""What runs where the data are."""
+"""The code that runs at the clients, where the data are: handlers of requests, local training, clients' states."""

@@ -35,23 +35,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ClientContext:
-    """The data set, the model and the settings, once for all clients of a process.
+    """The data set, the model and the settings, which all clients of a process share.
 
     Args:
         config: The settings that server and clients share.
         data: The data set; a client reads only its own samples.
         assignment: The samples of each client.
         objective: The objective that clients minimise.
-        handlers: The functions that answer requests.
-        privacy: The smallest number of samples that may contribute to an answer: that of the spec, or a larger one of
-            the clients' site.
-        prepared: The results of ``once``, by the function that made them.
-        held: The samples that nobody trains on, such as each client's own test part.
+        handlers: The functions with which clients answer requests.
+        held: The samples that are held out of training, such as each client's own test part.
         evaluation: The settings of evaluation, such as the metrics.
         communication: The codecs of models and updates.
-        personal: The objective with which a client tunes the global model for itself.
-        tells_values: Whether clients send the values of metrics on their own samples, besides the sums.
-        keys: Keys that all clients share and the server does not have, for handlers that need them.
+        personal: The objective with which a client fine-tunes the global model for itself before it is evaluated.
+        tells_values: Whether a client sends the values of the metrics on its own samples, in addition to the sums from
+            which the server computes them over all clients.
+        privacy: The smallest number of samples that may contribute to an answer: that of the spec, or a larger one of
+            the clients' site.
+        prepared: For each function that was given to ``cached``, its result.
+        keys: Keys that all clients share and the server does not have, for handlers that need some.
     """
 
     config: FederationConfig
@@ -69,7 +70,7 @@ class ClientContext:
     keys: Any = field(default=None, compare=False, repr=False)
 
     def cached(self, factory: Callable[[ClientContext], T]) -> T:
-        """Return ``factory(self)``, computed at the first call; it must not depend on a client."""
+        """Return ``factory(self)``, which is computed only once; the result must not depend on a client."""
         if factory not in self.prepared:
             self.prepared[factory] = factory(self)
         prepared: T = self.prepared[factory]
@@ -77,15 +78,15 @@ class ClientContext:
 
 
 class Client:
-    """One client; it exists only while it answers one request.
+    """A client, as an object that exists only while the client answers one request.
 
     Args:
-        number: The client's number.
-        context: What all clients of this process share.
-        state: What the client kept from earlier requests. Handlers replace entries and never change a value in place,
-            so that a refused answer changes nothing.
-        group: The clients that answer at the same time, for ``all_reduce_sum``; None if the client runs alone.
-        model: The client's own copy of the model, if it runs in a group. Default: the model of the context.
+        number: The client's id, from 0 to N − 1.
+        context: The data, the model and the settings that all clients of this process share.
+        state: The values that the client kept from earlier requests. A handler may replace entries, but must not change
+            a value in place, so that the old state remains valid if the answer is refused.
+        group: The group of clients that answer at the same time, for ``all_reduce_sum``; None if the client runs alone.
+        model: The client's own copy of the model if it runs in a group. Default: the model of the context.
     """
 
     def __init__(
@@ -103,12 +104,15 @@ class Client:
         begin, end = context.assignment.offsets[number : number + 2]
         self.indices: NDArray[np.int64] = context.assignment.indices[begin:end]
         self.n_contributing = 0
-        """Number of samples that contribute to the answer, as the handler said; for the audit log of the site."""
+        """Number of samples that contribute to the answer, for the site's audit log; ``authorize_release`` sets it."""
 
     def authorize_release(self, samples: int) -> None:
         """Check that enough samples contribute to an answer; every handler calls this before it reads the samples.
 
-        With ``privacy.min_samples`` = 1, an answer without samples is allowed too.
+        If ``privacy.min_samples`` is 1, an answer to which no sample contributes is allowed too.
+
+        Args:
+            samples: Number of samples that contribute.
 
         Raises:
             WithheldError: There are fewer samples than ``privacy.min_samples``. The message does not say how many.
@@ -119,10 +123,12 @@ class Client:
         self.n_contributing = samples
 
     def authorize_update(self, samples: int) -> None:
-        """Check that enough samples contribute to an update: only those that the training steps see count.
+        """Check that enough samples contribute to an update.
+
+        With ``training.local_steps``, only the samples in the batches of these steps count.
 
         Args:
-            samples: Number of samples to train on.
+            samples: Number of samples that are available for training.
         """
         training = self.context.config.training
         seen = samples if training.local_steps is None else training.local_steps * training.batch_size
@@ -143,14 +149,14 @@ class Client:
         return labels
 
     def samples(self, chosen: NDArray[np.int64] | slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Return inputs and labels of some of the client's samples.
+        """Return the inputs (n, …) and the labels (n,) of some of the client's samples.
 
         Args:
-            chosen: Positions among the client's own samples. Default: all.
+            chosen: Positions of these samples among the client's own samples, from 0 to n_k − 1. Default: all samples.
         """
         indices = torch.from_numpy(self.indices[chosen])
         return self.context.data.inputs(indices), self.context.data.y_train[indices]
 
     def rng(self, purpose: str, round: int) -> np.random.Generator:
-        """Return a fresh generator, which depends on the seed, the purpose, the round and the client."""
+        """Return a new random generator that depends only on the seed, the purpose, the round and the client."""
         return rng(self.context.config.seed, purpose, round, self.number)

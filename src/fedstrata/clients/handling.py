@@ -1,7 +1,8 @@
 """Handlers: the functions with which clients answer requests.
 
-A decorator marks a function with the kind of request that it answers, and ``Handlers`` is a table of such functions.
-Those of fedstrata are listed in ``runs.simulation.HANDLERS``, those of a user's method in ``Method.handlers``.
+A decorator marks a function with the class of requests that it answers. ``Handlers`` is a table of marked functions.
+The handlers of fedstrata are listed in ``fedstrata.runs.simulation.HANDLERS``, those of a user's method in
+``Method.handlers``.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ HopHandler = Callable[[Client, Any, Weights], tuple[Weights, Reply]]
 
 
 class RelayHandler(Protocol):
-    """A relay of one kind of task, computed in a process that runs all its clients.
+    """A relay that one object computes for all clients, in the process that runs them.
 
-    See ``fedstrata.federation.engine.RelaySession``. An exception in ``hop`` is a failure of that client.
+    In a relay, a model travels from client to client. See ``fedstrata.federation.engine.RelaySession``, which has the
+    same methods. If ``hop`` raises an exception, its client has failed.
     """
 
     def hop(self, client: Client, task: Any) -> Reply:
-        """Let one client do its part."""
+        """Let one client work on the model."""
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the last part."""
+        """Accept or reject the last hop."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the model after all accepted parts, and the reply or failure of each."""
+        """Return the model after all accepted hops, and the reply or the failure of each of these hops, in order."""
 
 
 RelayHandlerFactory = Callable[[ClientContext, Weights], RelayHandler]
@@ -43,22 +45,22 @@ _MARK = "_answers"
 
 
 def handles(kind: type[R]) -> Callable[[Callable[[Client, R], Reply]], Callable[[Client, R], Reply]]:
-    """Mark a function with which a client answers a kind of request."""
+    """Mark a function with which a client answers requests of the class ``kind``."""
     return _marking(kind, "alone")
 
 
 def handles_sum(kind: type[Request]) -> Callable[[SumHandler], SumHandler]:
-    """Mark a function that computes the sum of several clients' answers in one pass."""
+    """Mark a function that computes the sum of several clients' answers to requests of the class ``kind``."""
     return _marking(kind, "sum")
 
 
 def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
-    """Mark a function with which a client works on the travelling model of a relay."""
+    """Mark a function with which a client works on the travelling model of a relay, for tasks of the class ``kind``."""
     return _marking(kind, "hop")
 
 
 def handles_relay(kind: type[Request]) -> Callable[[F], F]:
-    """Mark a ``RelayHandlerFactory``, which computes a whole relay in one pass."""
+    """Mark a ``RelayHandlerFactory``, whose result computes a whole relay with tasks of the class ``kind``."""
     return _marking(kind, "relay")
 
 
@@ -71,11 +73,11 @@ def _marking(kind: type[Request], way: str) -> Callable[[F], F]:
 
 
 class Handlers:
-    """Tables of the functions with which clients answer requests, by the kind of request.
+    """Tables from classes of requests to the functions with which clients answer them.
 
     Args:
-        functions: Functions with one of the decorators above. A later function replaces an earlier one for the same
-            kind of request.
+        functions: Functions that are marked with one of the decorators above. If several functions have the same mark,
+            the last one is used.
 
     >>> Handlers([]).alone[Request]
     Traceback (most recent call last):
@@ -85,13 +87,13 @@ class Handlers:
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
         self._functions = tuple(functions)
         self.alone: dict[type[Request], Handler] = _Required("answer")
-        """Functions with which one client answers."""
+        """Functions with which one client answers a request."""
         self.hop: dict[type[Request], HopHandler] = _Required("pass on")
         """Functions with which one client works on a travelling model."""
         self.sum: dict[type[Request], SumHandler] = {}
         """Functions that compute the sum of all answers in one pass."""
         self.relay: dict[type[Request], RelayHandlerFactory] = {}
-        """Functions that start a relay which is computed in one pass."""
+        """Functions that begin a relay that is computed in one pass."""
         for function in self._functions:
             if not hasattr(function, _MARK):
                 raise FedstrataError(f"{function} does not say what it answers: mark it with @handles(…)")
@@ -106,7 +108,7 @@ class Handlers:
 
 
 class _Required(dict[type[Request], Any]):
-    """A table in which every request that is looked up must have a handler."""
+    """A table that raises ``FedstrataError`` for a class of requests without handler."""
 
     def __init__(self, verb: str) -> None:
         super().__init__()

@@ -15,11 +15,11 @@ DEFAULT_MEMORY = 1 << 30
 
 
 class StateStore:
-    """The states of all clients that have one; if memory is full, the least recently used states go to disk.
+    """The states that clients keep between requests; if memory is full, the least recently used ones are on disk.
 
     Args:
-        memory: Largest size of the states in memory, in bytes.
-        folder: Folder for the other states. Default: a temporary folder, made when it is first needed.
+        memory: Largest total size of the states in memory, in bytes.
+        folder: Folder for the states on disk. Default: a temporary folder, which is created when it is first needed.
     """
 
     def __init__(self, memory: int = DEFAULT_MEMORY, folder: Path | None = None) -> None:
@@ -68,11 +68,11 @@ class StateStore:
         return self._folder / f"{client}.state"
 
     def close(self) -> None:
-        """Remove the states from disk, if they are in a temporary folder."""
+        """Remove the states on disk if they are in a temporary folder; states in the given folder stay."""
         if self._temporary is not None:
             self._temporary.cleanup()
 
 
 def _size(tree: Tree) -> int:
-    """Return the approximate size in bytes: exact for tensors and arrays, a constant for every other value."""
+    """Return the approximate size of a state in bytes: exact for tensors and arrays, 16 for every other value."""
     return 256 + sum(getattr(leaf, "nbytes", 16) for leaf in records.leaves_of(tree))

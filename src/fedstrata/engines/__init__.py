@@ -1,4 +1,4 @@
-"""The engines: each decides in which processes the clients run."""
+"""The engines. An engine runs the clients; the engines differ in the processes that they use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ ENGINES = {
     "ray": "processes on all cores of this machine or of a Ray cluster",
     "nvflare": "sites of NVIDIA FLARE's simulator",
 }
-"""The name of each engine, and where its clients run."""
+"""For each engine's name, the place where its clients run."""
 
 
 def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:
-    """Return the engine that a name stands for.
+    """Return a new engine.
+
+    Args:
+        name: ``local`` or ``ray``. Runs with ``nvflare`` are started by ``fedstrata.sites.simulator``.
+        context: Data, assignment, model and settings that all clients share.
+        store: The store of the clients' states.
 
     Raises:
         SpecError: No engine has this name.

@@ -1,4 +1,4 @@
-"""The local engine: all clients on this machine, in this process and in worker processes."""
+"""The local engine: it runs all clients on this machine, in this process and in worker processes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""Seconds of work above which worker processes are started, and above which running workers get a share.
+"""Seconds of work from which it pays to start worker processes, and from which it pays to use running ones.
 
 Two processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
-"""Longest time between two steps of a group, in seconds: a constant part, and a part per sample-gradient."""
+"""Longest time without progress after which a group of clients is considered stuck.
+
+It is the sum of a constant in seconds (``PATIENCE``) and of seconds per sample-gradient of a round (``SLOWEST``).
+"""
 
 GRACE = 5.0
 """Seconds that the members of a group have to end after an interruption."""
@@ -36,8 +39,8 @@ GRACE = 5.0
 class LocalEngine(Engine):
     """An engine that makes a client for each request and keeps only its state.
 
-    Worker processes take a share of a request with enough work. Clients are independent of each other and replies are
-    sorted, so that the result does not depend on which process computes a reply.
+    If a request causes enough work, worker processes compute some of the replies. The result does not depend on which
+    process computes a reply, because clients are independent of each other and replies are sorted.
 
     Args:
         context: Data, assignment, model and settings that all clients share.
@@ -53,12 +56,12 @@ class LocalEngine(Engine):
         device = context.cached(on_device).device
         self._pending: dict[ClientId, Client] = {}
         self._models: list[Model] = []
-        # A fork of a process that uses a GPU, or several threads for one operation, can hang.
+        # If a process uses a GPU, or several threads for one operation, a fork of it can hang.
         forks = context.config.training.threads == 1 and device == CPU and can_fork()
         self._helpers = workers - 1 if forks else 0
         self._pool: LocalWorkerPool | None = None
         self._seconds_per_unit: dict[type[Request], float] = {}
-        """Measured time per unit of work, for each kind of request."""
+        """For each class of requests, the measured seconds per unit of work; see ``ask`` for the unit."""
 
     def ask(
         self, requests: Mapping[ClientId, Request], *, together: bool, group: LocalGroup | None = None
@@ -68,8 +71,8 @@ class LocalEngine(Engine):
         Args:
             requests: See ``Engine.ask``.
             together: See ``Engine.ask``.
-            group: The group for ``all_reduce_sum``, whose members are the clients in ascending order. Default: a new
-                group.
+            group: The group for ``all_reduce_sum``; its members 0, 1, … are the clients in ascending order. Default: a
+                new group.
         """
         if together:
             return self._ask_group(requests, group)
@@ -77,7 +80,8 @@ class LocalEngine(Engine):
         outcomes: dict[ClientId, Reply | Failure] = {}
         gradients = requests.work if isinstance(requests, Requests) else {}
         work = {number: 1.0 + gradients.get(number, 0.0) for number in requests}
-        # The most work first, so that no process begins a long task when the others are done.
+        # The unit of work is a sample-gradient, plus one for the request itself. Clients with the most work come first,
+        # so that no process begins a long task when the others are done.
         order = sorted(requests, key=lambda number: (-work[number], number)) if self._helpers else sorted(requests)
         remaining = sum(work.values())
 
@@ -92,7 +96,7 @@ class LocalEngine(Engine):
             self._seconds_per_unit[type(request)] = (time.perf_counter() - began) / work[number]
             remaining -= work[number]
 
-        # A request without gradients reads clients' states at most: to send these to workers would take longer.
+        # Without gradients, a request is answered faster here than the clients' states are sent to workers.
         shared = not self._helpers or remaining <= len(work)
         for index, number in enumerate(order):
             if not shared and len(order) - index > 1:
@@ -100,18 +104,24 @@ class LocalEngine(Engine):
                 if seconds > (STARTING_PAYS if self._pool is None else ASKING_PAYS):
                     shared = True
                     self._ask_pool(order[index:], requests, outcomes, run_locally)
-            # A client that has no answer from a worker is asked again here, where its exception can be recorded.
+            # If no worker returned an answer for the client, it is computed here, and an exception is recorded.
             if number not in outcomes:
                 run_locally(number)
         return {number: outcomes[number] for number in sorted(outcomes)}
 
     def n_contributing(self, number: ClientId) -> int:
-        """Return how many samples contributed to a client's last reply; 0 if its handler did not say."""
+        """Return how many samples contributed to a client's last reply; 0 if it is unknown.
+
+        It is known from the reply until ``commit``, if the handler called ``authorize_release`` in this process.
+        """
         client = self._pending.get(number)
         return 0 if client is None else client.n_contributing
 
     def _patience(self, numbers: Iterable[ClientId]) -> float:
-        """Return how many seconds a group may take for a step: enough for a round of local training by all of it."""
+        """Return the seconds without progress after which a group is considered stuck.
+
+        They suffice for a round of local training of all its clients, one after another.
+        """
         work = self.context.config.training.sample_gradients
         return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)
 
@@ -122,7 +132,16 @@ class LocalEngine(Engine):
         outcomes: dict[ClientId, Reply | Failure],
         run_locally: Callable[[ClientId], None],
     ) -> None:
-        """Let workers and this process answer; afterwards, answers that failed in a worker are missing."""
+        """Compute the replies of clients in the workers and in this process, and add them to ``outcomes``.
+
+        Afterwards the replies of clients that failed in a worker are missing.
+
+        Args:
+            order: The clients, in the order in which their replies are begun.
+            requests: The request of each client.
+            outcomes: The replies so far, to which this method adds.
+            run_locally: Computes a client's reply in this process, and adds it to ``outcomes``.
+        """
         if self._pool is None:
             try:
                 self._pool = LocalWorkerPool(self._helpers, self._answer)
@@ -142,7 +161,7 @@ class LocalEngine(Engine):
         return Answer(reply, client.state if client.changed() else None)
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """Return the sum of the replies if a handler computes it in one pass and succeeds; otherwise None."""
+        """Return the sum of the replies if a handler can compute it in one pass and succeeds; otherwise None."""
         kinds = {type(request) for request in requests.values()}
         handler = self.context.handlers.sum.get(next(iter(kinds))) if len(kinds) == 1 else None
         if handler is None:
@@ -151,7 +170,7 @@ class LocalEngine(Engine):
         try:
             return handler({number: self._client(number) for number in sorted(requests)}, requests)
         except Exception:
-            return None  # the federation then asks client by client, and sees which one fails
+            return None  # the federation then asks each client alone, which shows which one fails
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
         """Let one client work on the travelling model."""
@@ -162,7 +181,7 @@ class LocalEngine(Engine):
             return failure(error)
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Return a relay that is computed in one pass if a handler does so, otherwise hop by hop."""
+        """Return a relay that a handler computes in one pass; if there is no such handler, one that goes hop by hop."""
         factory = self.context.handlers.relay.get(kind) if self.context.config.training.execution == "fused" else None
         if factory is None:
             return super().relay(kind, weights)
@@ -190,15 +209,15 @@ class LocalEngine(Engine):
     def _ask_group(
         self, requests: Mapping[ClientId, Request], group: LocalGroup | None
     ) -> Mapping[ClientId, Reply | Failure]:
-        """Run all clients at the same time, so that they can add up tensors in the middle of a pass."""
+        """Run all clients at the same time, so that they can add up tensors while they compute their replies."""
         refuse_random(self.context.config)
         self._pending = {}
         numbers = sorted(requests)
-        # Models are kept for the next group once all threads have ended: a stuck thread may still use its model.
+        # Models are put back for the next group when all threads have ended: a stuck thread may still use its model.
         models, self._models = self._models, []
         while len(models) < len(numbers):
             models.append(self.context.config.model.clone())
-        # No timeout is needed: a member that fails or ends tells the others.
+        # The sums need no timeout, because a member that fails or ends tells the others.
         group = LocalGroup(len(numbers), timeout=None) if group is None else group
         outcomes: dict[ClientId, Reply | Failure] = {}
 
@@ -229,7 +248,7 @@ class LocalRelaySession:
 
     Args:
         engine: The engine of the clients.
-        handler: Computes the relay.
+        handler: The handler that computes the relay.
     """
 
     def __init__(self, engine: LocalEngine, handler: RelayHandler) -> None:
@@ -239,8 +258,8 @@ class LocalRelaySession:
         self._counted: list[ClientId] = []
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
-        """Let one client do its part."""
-        # States go back to the store at the end, because it measures every state and a client may have many parts.
+        """Let one client work on the model."""
+        # The states return to the store at the end only: it measures each state, and a client may have many hops.
         if client not in self._states:
             self._states[client] = self._engine.store.get(client)
         self._last = Client(client, self._engine.context, self._states[client])
@@ -250,14 +269,14 @@ class LocalRelaySession:
             return failure(error)
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the last part, together with its client's new state."""
+        """Accept or reject the last hop, together with its client's new state."""
         self._handler.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state
             self._counted.append(self._last.number)
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """End the relay, and keep the states of the clients whose parts were all successful."""
+        """End the relay, and keep the new states of the clients whose hops were all successful."""
         weights, outcomes = self._handler.finish()
         failed = {
             client for client, outcome in zip(self._counted, outcomes, strict=True) if isinstance(outcome, Failure)
@@ -269,13 +288,13 @@ class LocalRelaySession:
 
 
 def refuse_random(config: FederationConfig) -> None:
-    """Refuse a model that draws random numbers, for clients that run at the same time.
+    """Refuse a model that draws random numbers, before clients run at the same time in threads.
 
     Raises:
         SpecError: The model's forward pass draws random numbers.
     """
     if config.random:
-        # Threads share PyTorch's generator, so that the order of their draws depends on timing.
+        # Threads share PyTorch's random generator, so that the numbers which each of them draws would depend on timing.
         problem = "draws random numbers, which clients that run at the same time cannot do repeatably; turn that off "
         raise SpecError("model", problem + "(nn.Dropout: p = 0), or use training.execution = 'fused' with Stratify")
 
@@ -286,8 +305,8 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
     Args:
         threads: The thread of each client, in the order of the members.
         group: The group.
-        patience: Seconds without a completed sum and without an ended member after which the group is considered stuck,
-            as in an endless loop. The run fails then: a result never depends on the clock.
+        patience: Seconds without progress after which the group is considered stuck, as in an endless loop. Progress is
+            a completed sum or the end of a member. The whole run then fails, so that no result depends on the clock.
 
     Raises:
         FedstrataError: The group is stuck.
@@ -298,7 +317,7 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
     waited = 0.0
     try:
         while alive := {client: thread for client, thread in threads.items() if thread.is_alive()}:
-            # Counted second by second, so that time during which the process or the machine sleeps does not count.
+            # Waiting is counted in steps of a second. Time in which the process or the machine sleeps does not count.
             next(iter(alive.values())).join(1.0)
             progress = (group.progress, list(alive))
             last_progress, waited = progress, 0.0 if progress != last_progress else waited + 1.0
@@ -316,7 +335,7 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
 
 
 def failure(error: BaseException) -> Failure:
-    """Return the failure for a client's exception: the reason, and the line that raised it."""
+    """Return the ``Failure`` for a client's exception; its reason names the line of code that raised it."""
     if isinstance(error, WithheldError):
         return Failure(str(error), refused=True)
     frames = traceback.extract_tb(error.__traceback__)

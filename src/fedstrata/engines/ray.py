@@ -1,8 +1,8 @@
-"""The Ray engine: clients in processes on all cores of this machine or of a cluster.
+"""The Ray engine: it runs clients in processes on all cores of this machine or of a cluster.
 
-The method and the clients' states stay in the process that runs the experiment. A state travels with its client's
-request and comes back changed, so that any worker can answer for any client. If a worker dies, nothing is lost: other
-workers compute the same answers again.
+The method and the clients' states stay in the process that runs the experiment. A client's state is sent with its
+request, and the new state comes back with the reply, so that any worker can answer for any client. If a worker dies,
+nothing is lost: other workers compute the same answers again.
 """
 
 from __future__ import annotations
@@ -33,41 +33,45 @@ from fedstrata.federation.messages import ClientId, Reply, Request, Requests, We
 from fedstrata.stratify.masking.key_store import KeyRing, ring_of
 
 ADDRESS = "RAY_ADDRESS"
-"""The environment variable with the address of the cluster to join; without it, a local cluster is started."""
+"""The environment variable with the address of the cluster to join. If it is not set, a local cluster is started."""
 
 START_SECONDS = 300.0
-"""Longest time to wait for the first worker."""
+"""Longest time to wait for a worker while none is ready."""
 
 INLINE = 64 << 10
-"""Bytes above which a request goes into the object store once, instead of into every call."""
+"""Largest size in bytes of a request that is sent with every call; a larger one is put into Ray's object store once."""
 
 AHEAD = 2
-"""Calls that a worker has at the same time: the second one waits at the worker while the first is computed."""
+"""Largest number of calls that a worker has at the same time.
+
+While it computes the first one, the second one is already there, so that the worker does not wait in between.
+"""
 
 MOST_AT_ONCE = 8
-"""Largest number of clients in a call, unless their work is short."""
+"""Largest number of clients in a call, except if their work is too short (``CALL_PAYS``)."""
 
 DEATHS = 3
-"""Workers that may die during one call; then its clients have failed, since one of them may kill the workers."""
+"""Number of workers that die during one call before its clients have failed: one of them may cause these deaths."""
 
 CALL_PAYS = 0.005
-"""Seconds of work below which several clients share a call."""
+"""Seconds of work that a call should have; clients with less work share a call."""
 
 
 class ClientError(FedstrataError):
-    """An exception of a client in another process; its note holds the traceback."""
+    """An exception that a client raised in another process; its note contains the traceback."""
 
 
 class RayEngine(Engine):
-    """An engine whose clients run in any free worker of Ray; only their states stay here.
+    """An engine that runs clients in any free worker of Ray, and keeps their states in this process.
 
     Args:
         context: Data, assignment, model and settings that all clients share.
-        store: The clients' states.
-        address: The cluster to join. Default: that of ``RAY_ADDRESS``, otherwise a new one on this machine.
-        workers: Number of workers, at most one per client. Default: ``training.workers``, otherwise one per processor
-            of the cluster.
-        pool: Running workers to use instead of new ones; the engine does not stop them.
+        store: The store of the clients' states.
+        address: The address of the cluster to join. Default: the value of ``RAY_ADDRESS``; without it, a new cluster on
+            this machine.
+        workers: Number of workers, of which at most one per client is used. Default: ``training.workers``; without it,
+            one per core of the cluster.
+        pool: Running workers to use instead of new ones; the engine does not stop them at its end.
 
     Raises:
         ExtraMissingError: Ray is not installed.
@@ -88,7 +92,7 @@ class RayEngine(Engine):
         self._states: dict[ClientId, bytes] = {}
         self._exchange = 0
         self._seconds_per_unit: dict[type[Request], float] = {}
-        """Time per unit of work that workers measured, for each kind of request."""
+        """For each class of requests, the seconds per unit of work that workers measured."""
         self._ray = _import_ray()
         with ExitStack() as closing:
             closing.callback(store.close)
@@ -98,7 +102,7 @@ class RayEngine(Engine):
                 closing.callback(_join(self._ray, address or os.environ.get(ADDRESS), workers))
                 count = max(1, workers or int(self._ray.cluster_resources().get("CPU", 1)))
                 pool = closing.enter_context(WorkerPool(min(count, context.config.clients)))
-            # Keys in memory would exist in one worker only; all workers share a folder.
+            # Keys in memory would exist in one worker only. The workers share them through a folder.
             keys = ring_of(context)
             keys = keys if keys.folder else KeyRing(Path(folder), create=True)
             pool.enter(self._ray.put(WorkerPayload.of(context, keys)))
@@ -107,8 +111,8 @@ class RayEngine(Engine):
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
         """Return the clients' replies; with ``together``, one worker runs all clients, each in a thread.
 
-        Several workers would be slower: to send each sum of a pass between processes takes longer than the computation
-        of a client's part of a batch.
+        One worker is faster than several here: to send a sum of tensors between processes takes longer than to compute
+        a client's part of a batch.
         """
         self._states = {}
         self._exchange += 1
@@ -158,10 +162,10 @@ class RayEngine(Engine):
         self._closing.close()
 
     def _calls(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Call]:
-        """Yield the calls, those with the most work first; several clients with little work share a call."""
+        """Yield the calls for some requests: clients with the most work first, several with little work in one call."""
         by_client = Requests.of(requests, requests)
         work = {client: 1.0 + by_client.work.get(client, 0.0) for client in by_client}
-        # A request that several clients get is encoded and stored once.
+        # A request to several clients is encoded and stored only once.
         payload_of = cache(lambda which: self._payload(by_client.distinct[which]))
         exchange = self._exchange
 
@@ -179,7 +183,7 @@ class RayEngine(Engine):
             return
         waiting = deque(sorted(requests, key=lambda client: (-work[client], client)))
         while waiting:
-            # Guided self-scheduling: ever fewer clients in a call, so that all workers end at about the same time.
+            # Guided self-scheduling: calls get smaller towards the end, so that all workers end at about the same time.
             count = min(MOST_AT_ONCE, len(waiting) // (4 * len(self._pool)))
             seconds = self._seconds_per_unit.get(type(requests[waiting[0]]), math.inf) * work[waiting[0]]
             short = min(math.ceil(CALL_PAYS / max(seconds, 1e-9)), -(-len(waiting) // len(self._pool)))
@@ -211,13 +215,13 @@ class RayEngine(Engine):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a worker.
+    """A call that some worker computes.
 
     Args:
-        clients: The clients that the worker answers for.
-        work: The call's work, in any unit.
-        send: Calls a worker, and returns Ray's reference to the result.
-        deaths: How many workers died during this call.
+        clients: The clients for which the worker answers.
+        work: The work of the call; calls of the same pool use the same unit.
+        send: Sends the call to a worker, and returns Ray's reference to the result.
+        deaths: Number of workers that died during this call so far.
     """
 
     clients: list[ClientId]
@@ -228,14 +232,14 @@ class Call:
 
 @dataclass(eq=False)
 class WorkerHandle:
-    """A worker as the engine sees it.
+    """The engine's record of a worker.
 
     Args:
-        actor: Ray's handle.
-        hello: Ray's reference to the worker's greeting; None once the greeting has come and the worker is ready.
+        actor: Ray's handle of the worker.
+        hello: Ray's reference to the result of ``Worker.enter``; None once the result has come and the worker is ready.
         name: The worker's process and machine, for messages.
-        running: The worker's calls, by Ray's references, in order.
-        weights: The travelling model that the worker holds.
+        running: A mapping from Ray's reference of each unfinished call to the call, in the order of sending.
+        weights: The travelling model of a relay, if this worker has it from the last hop.
     """
 
     actor: Any
@@ -246,12 +250,12 @@ class WorkerHandle:
 
     @property
     def load(self) -> tuple[float, int]:
-        """The work of all its calls, and their number."""
+        """The total work of the worker's unfinished calls, and the number of these calls."""
         return sum(call.work for call in self.running.values()), len(self.running)
 
 
 class WorkerPool:
-    """Workers of Ray; one that dies is replaced.
+    """A pool of Ray workers; a worker that dies is replaced by a new one.
 
     Args:
         count: Number of workers.
@@ -261,7 +265,7 @@ class WorkerPool:
         self._ray = _import_ray()
         self._class = self._ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(Worker)
         self._payload_ref: Any = None
-        # Ray itself passes on only the script's folder and the current folder.
+        # Ray itself gives workers only the script's folder and the current folder to import from.
         self._paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100  keeps links, as Python does
         self._all = [WorkerHandle(self._class.remote(self._paths)) for _ in range(count)]
 
@@ -275,15 +279,15 @@ class WorkerPool:
         return len(self._all)
 
     def enter(self, worker_payload: Any) -> None:
-        """Give all workers a context, and wait until the first one is ready.
+        """Give all workers a context, and wait until the first worker is ready.
 
-        The others join later: processes start at different speeds, and a cluster may not have room yet.
+        The others join later, because some processes start more slowly, and a cluster may not have free cores yet.
 
         Args:
             worker_payload: Ray's reference to a ``WorkerPayload``.
 
         Raises:
-            FedstrataError: A worker cannot start, or none was ready in time.
+            FedstrataError: A worker cannot start, or none was ready within ``START_SECONDS``.
         """
         self._payload_ref = worker_payload
         for worker in self._all:
@@ -295,7 +299,7 @@ class WorkerPool:
         """Run calls, each as soon as a worker has room for it.
 
         Yields:
-            Each finished call with its result; with a ``Failure`` if ``DEATHS`` workers died during it.
+            Each finished call with its result, which is a ``Failure`` if ``DEATHS`` workers died during the call.
         """
         retries: deque[Call] = deque()
         try:
@@ -334,7 +338,12 @@ class WorkerPool:
             worker.running[call.send(worker)] = call
 
     def _wait(self) -> tuple[WorkerHandle, Any]:
-        """Return a worker and Ray's reference to one of its finished calls; None if the worker has just started."""
+        """Wait until a call is finished or a worker is ready.
+
+        Returns:
+            The worker, and Ray's reference to its finished call; None in place of the reference if the worker has only
+            just become ready.
+        """
         waiting = {ref: worker for worker in self._all for ref in worker.running}
         waiting |= {worker.hello: worker for worker in self._all if worker.hello is not None}
         none_ready = all(worker.hello is not None for worker in self._all)
@@ -366,9 +375,9 @@ class WorkerPool:
             raise (error.cause if isinstance(error.cause, FedstrataError) else FedstrataError(str(error))) from None
 
     def _replace_worker(self, dead: WorkerHandle, error: Exception, retries: deque[Call]) -> Iterator[tuple[Call, Any]]:
-        """Replace a dead worker: yield its finished calls, and put the others into ``retries``.
+        """Replace a dead worker: yield its finished calls with their results, and put the others into ``retries``.
 
-        Only the first unfinished call can have killed the worker.
+        A worker computes one call at a time, so that its death counts only for the first unfinished call.
         """
         died = Failure(f"its worker ({dead.name}) died: {_last_line(error)}")
         for ref, call in list(dead.running.items()):
@@ -389,7 +398,7 @@ class WorkerPool:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error: Ray's messages are long, and end with the cause."""
+    """Return the last line of an error's message; Ray's messages are long, and their last line names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -402,10 +411,18 @@ def _import_ray() -> Any:
 
 
 def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], None]:
-    """Join a cluster, or start one; return a function that leaves it."""
+    """Connect to a Ray cluster, or start one on this machine; return a function that leaves it.
+
+    If this process is connected already, nothing changes and the function does nothing.
+
+    Args:
+        ray: The module ``ray``.
+        address: The address of the cluster; None to start one.
+        workers: Number of cores of a new cluster; None for all of this machine.
+    """
     if ray.is_initialized():
         return lambda: None
-    # Ray logs before it applies its own logging_level.
+    # The argument logging_level of ray.init comes too late for its first log messages.
     logging.getLogger("ray").setLevel(logging.ERROR)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:

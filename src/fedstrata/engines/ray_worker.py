@@ -1,4 +1,4 @@
-"""A worker process of Ray: a local engine whose messages and states travel as bytes."""
+"""A worker process of Ray: it runs a local engine, and receives and returns messages and states as bytes."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.stratify.masking.key_store import KeyRing
 
 Payload = bytes | NDArray[np.uint8]
-"""An encoded tree: bytes, or an array if it lies in Ray's object store."""
+"""An encoded request: bytes, or an array of them if it lies in Ray's object store."""
 
 VERSIONS = f"fedstrata {version('fedstrata')}, PyTorch {torch.__version__}"
-"""The versions that must be equal in all processes."""
+"""The versions of fedstrata and PyTorch, which must be the same in all processes."""
 
 
 @dataclass(frozen=True)
 class WorkerPayload:
-    """A client context as it travels: once to each machine, whose workers read the arrays in place.
+    """A client context in the form in which it is sent to workers.
+
+    Ray copies it once to each machine, and all workers of the machine read the arrays there without a copy.
 
     Args:
-        context: The context, without the data set's tensors.
-        arrays: The training samples and the tensors that normalise them, by field of the data set.
-        declared: Records that other packages declare, by wire name.
+        context: The context, whose data set has empty tensors.
+        arrays: The training samples and the tensors that normalise them: a mapping from fields of the data set.
+        declared: The records that other packages or notebooks declare: a mapping from wire names to classes.
     """
 
     context: ClientContext
@@ -51,7 +53,7 @@ class WorkerPayload:
 
     @classmethod
     def of(cls, context: ClientContext, keys: KeyRing) -> WorkerPayload:
-        """Pack a context, with the keys of its clients."""
+        """Return a context, with the keys that its clients share, in the form in which it is sent."""
         data = context.data
         tensors = {
             field.name: value
@@ -62,7 +64,7 @@ class WorkerPayload:
         arrays = {name: t.numpy() for name, t in tensors.items() if not name.endswith("_test")}
         empty: dict[str, Any] = {name: tensor[:0].clone() for name, tensor in tensors.items()}
         shell = dataclasses.replace(data, **empty)
-        # Workers do not have the records that a notebook declares.
+        # Workers do not import notebooks, and so lack the records that a notebook declares.
         declared = {name: cls for name, cls in records.RECORDS.items() if not cls.__module__.startswith("fedstrata.")}
         # A worker starts no processes of its own and does not use the GPU.
         training = context.config.training.model_copy(update={"workers": 1, "device": "cpu"})
@@ -70,7 +72,7 @@ class WorkerPayload:
         return cls(dataclasses.replace(context, config=config, data=shell, keys=keys, prepared={}), arrays, declared)
 
     def unpack(self) -> ClientContext:
-        """Return the context, whose data set reads the arrays in place."""
+        """Return the context, whose data set uses the arrays without a copy."""
         records.register(self.declared)
         tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
         return dataclasses.replace(self.context, data=dataclasses.replace(self.context.data, **tensors))
@@ -78,14 +80,14 @@ class WorkerPayload:
 
 @dataclass(frozen=True)
 class EncodedAnswer:
-    """The encoded result of one client's request.
+    """The encoded answer of a client to one request.
 
     Args:
         reply: The encoded reply; empty if there is a ``failure``.
-        state: The client's encoded state, if it changed.
-        failure: Why the reply is missing.
-        raised: The traceback of the client's exception, if it raised one.
-        moved: The encoded model after a hop.
+        state: The client's encoded new state; None if it did not change.
+        failure: The reason why the reply is missing; None if there is a reply.
+        raised: The traceback of the client's exception; empty if it raised none.
+        moved: The encoded model after the client's hop in a relay; None outside a relay.
     """
 
     reply: bytes = b""
@@ -96,18 +98,18 @@ class EncodedAnswer:
 
 
 class Worker:
-    """An actor of Ray that answers for any client.
+    """A Ray actor, which can answer for any client.
 
     Args:
-        paths: Folders of further modules, such as a user's own method.
+        paths: Folders to import modules from, such as that of a user's own method.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
         sys.path += [path for path in paths if path not in sys.path]
 
     def enter(self, worker_payload: WorkerPayload) -> tuple[str, str]:
-        """Begin to work with a context; return this process's versions and its name."""
-        # Arrays in the object store are read-only, which is harmless: nothing writes to a data set.
+        """Begin to work with a context; return the versions and the name of this process."""
+        # PyTorch warns that arrays in the object store are read-only, but nothing writes to a data set.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         context = worker_payload.unpack()
         prepare_process(context.config.training.threads)
@@ -123,14 +125,14 @@ class Worker:
         together: bool,
         *payloads: Payload,
     ) -> tuple[list[EncodedAnswer], float]:
-        """Return the answers of some clients, in order, and how many seconds they took.
+        """Return the answers of some clients, in the order of ``calls``, and the seconds that they took.
 
         Args:
-            exchange: Number of the exchange. Requests of the same exchange are decoded once.
-            calls: For each client, its number, the number of its request in the exchange, and its encoded state
-                (``b""`` if it has none).
+            exchange: Id of the exchange. A request that occurs in several calls of an exchange is decoded once.
+            calls: For each client, its id, the index of its request in the exchange, and its encoded state (``b""`` if
+                it has none).
             together: Whether the clients run at the same time, as a group.
-            payloads: The encoded requests of ``calls``, each once, in the order in which they first appear.
+            payloads: The encoded requests, one for each index in ``calls``, in the order of first occurrence.
         """
         if exchange != self._exchange:
             self._exchange, self._requests = exchange, {}
@@ -146,7 +148,14 @@ class Worker:
         return [self._answer(client, outcomes[client]) for client in requests], seconds
 
     def hop(self, client: ClientId, task: bytes, state: bytes, sent: bytes | None) -> EncodedAnswer:
-        """Let a client work on the travelling model; if ``sent`` is None, on the result of this worker's last hop."""
+        """Let a client work on the travelling model of a relay.
+
+        Args:
+            client: The client.
+            task: The encoded task.
+            state: The client's encoded state.
+            sent: The encoded model; None for the model that this worker's last hop returned.
+        """
         weights: Weights | None = self._weights if sent is None else records.decode(sent)
         assert weights is not None
         self._load({client: state})
@@ -158,7 +167,7 @@ class Worker:
         return self._answer(client, reply, self._weights)
 
     def _load(self, states: Mapping[ClientId, bytes]) -> None:
-        """Give the engine the states of these clients."""
+        """Replace the engine's store by one with the encoded states of these clients."""
         self._engine.store = StateStore()
         for client, state in states.items():
             if state:
@@ -167,7 +176,7 @@ class Worker:
 
     def _answer(self, client: ClientId, outcome: Reply | Failure, moved: Weights | None = None) -> EncodedAnswer:
         if isinstance(outcome, Failure):
-            # Only the text of an exception travels: the exception itself may not be encodable.
+            # Only the text of an exception is sent, because the exception itself may not be picklable.
             raised = "".join(traceback.format_exception(outcome.error)) if outcome.error is not None else ""
             return EncodedAnswer(failure=dataclasses.replace(outcome, error=None), raised=raised)
         try:

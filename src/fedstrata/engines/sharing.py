@@ -1,7 +1,7 @@
-"""Trees of tensors between a process and its own forks, through memory that they share.
+"""Exchange of trees of tensors between a process and its own forks, through shared memory.
 
-Both sides are one program, so that plain values are pickled here (``multiprocessing`` does nothing else); tensors and
-arrays lie in shared memory and are read where they were written. Nothing of this leaves the machine.
+Tensors and arrays are written to shared memory, and read there without a copy. All other values are pickled, as
+``multiprocessing`` does. This is safe, because both sides are the same program on the same machine.
 """
 
 from __future__ import annotations
@@ -21,22 +21,29 @@ from torch import Tensor
 from fedstrata.base.records import Tree
 
 ALIGNMENT = 64
-"""Bytes: what PyTorch's own allocator gives, so that kernels take the same path."""
+"""Alignment of each tensor in bytes.
 
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux; named since Python 3.13
+It is that of PyTorch's own allocator, so that kernels take the same path and compute the same bits.
+"""
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the value on Linux; Python has a name for it since 3.13
 
 LARGEST, SMALLEST = 1 << 36, 1 << 26
-"""Bytes of addresses to ask for; memory is taken when it is first written to."""
+"""Largest and smallest size in bytes of the address range to reserve.
+
+The system provides memory for a page of this range only when the page is first written to.
+"""
 
 
 class SharedMemory:
-    """Memory that a process shares with those that it forks afterwards; one side writes, the other reads.
+    """Memory that a process shares with the processes that it forks afterwards; one side writes, the other reads.
 
-    The writer takes a block for each tree. The reader's tensors lie in it, and when the last of them is gone it notes
-    the block in ``free``, which the writer has to be told (``reuse``).
+    The writer uses one block of the memory for each tree. The reader's tensors lie in this block. When the last of them
+    is deleted, the block is added to the reader's list ``free``. The reader's process must then send this list to the
+    writer's process, which passes it to ``reuse``.
 
     Raises:
-        OSError: The system does not even give the smallest size.
+        OSError: The system refuses even the smallest size.
     """
 
     def __init__(self) -> None:
@@ -51,17 +58,17 @@ class SharedMemory:
                 size //= 2
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._gaps: list[tuple[int, int]] = [(0, size)]
-        """What is free, (begin, end), ascending; neighbours are one."""
+        """The free ranges (begin, end) in bytes, in ascending order; adjacent ranges are merged into one."""
         self.free: list[tuple[int, int]] = []
-        """Blocks that the reader does not need any more, (offset, bytes)."""
+        """The blocks (offset, size) in bytes that the reader does not need any more."""
 
     @property
     def reach(self) -> int:
-        """Bytes up to which memory was ever written, less a gap at the end."""
+        """The end in bytes of the last block in use: everything after it is free."""
         return self._gaps[-1][0]
 
     def reuse(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Blocks that the writer may use again."""
+        """Mark blocks (offset, size) as free, so that the writer may use them again."""
         for offset, size in blocks:
             begin, end = offset, offset + size
             place = bisect(self._gaps, (begin, end))
@@ -73,11 +80,11 @@ class SharedMemory:
             self._gaps.insert(place, (begin, end))
 
     def write(self, tree: Tree) -> bytes:
-        """Put a tree's tensors into the memory; returns what ``read`` needs.
+        """Write the tensors of a tree to the memory; return the data with which ``read`` returns the tree.
 
         Raises:
-            MemoryError: There is no room left.
-            Exception: Something in the tree cannot be pickled.
+            MemoryError: No free range is large enough.
+            Exception: A value in the tree cannot be pickled.
         """
         buffer = io.BytesIO()
         packer = _Packer(buffer)
@@ -90,7 +97,12 @@ class SharedMemory:
         return pickle.dumps((offset, packer.size)) + buffer.getvalue()
 
     def read(self, data: bytes, *, copy: bool = False) -> Tree:
-        """The tree; its tensors in the shared memory itself, or copies."""
+        """Return the tree that ``write`` wrote.
+
+        Args:
+            data: The result of ``write``.
+            copy: Whether to copy the tensors. By default they lie in the shared memory.
+        """
         stream = io.BytesIO(data)
         offset, size = pickle.load(stream)
         block = None
@@ -102,13 +114,20 @@ class SharedMemory:
         return _Unpacker(stream, block, copy).load()
 
     def done(self, data: bytes) -> None:
-        """What ``write`` returned has been read as copies: its block may be used again."""
+        """Mark the block of a tree as free, after the reader has read it with ``copy``.
+
+        Args:
+            data: The result of ``write``.
+        """
         offset, size = pickle.load(io.BytesIO(data))
         if size:
             self.reuse([(offset, size)])
 
     def _block(self, size: int) -> int:
-        """The first gap that is large enough, so that little memory is ever touched."""
+        """Take a block of ``size`` bytes from the first free range that is large enough; return its offset.
+
+        Blocks at low addresses are reused first, so that few pages are ever written to.
+        """
         for place, (begin, end) in enumerate(self._gaps):
             if end - begin >= size:
                 self._gaps[place : place + 1] = [(begin + size, end)] if end - begin > size else []
@@ -117,7 +136,10 @@ class SharedMemory:
 
 
 class _Packer(pickle.Pickler):
-    """Leaves out tensors and arrays, and says where in a block they go."""
+    """A pickler that replaces each tensor or array by its place in a block of shared memory.
+
+    ``tensors`` lists the tensors with their offsets in the block, in bytes; ``size`` is the size of the block.
+    """
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=5)
@@ -143,6 +165,8 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
+    """An unpickler that makes the tensors and arrays which ``_Packer`` replaced."""
+
     def __init__(self, stream: io.BytesIO, block: Tensor | None, copy: bool) -> None:
         super().__init__(stream)
         self._block, self._copy = block, copy
@@ -164,7 +188,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill its memory without gap or overlap, in whatever order."""
+    """Return True if the tensor's elements, in any order of dimensions, fill its memory without gaps or overlaps."""
     expected = 1
     for stride, side in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride != expected:

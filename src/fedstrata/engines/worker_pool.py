@@ -1,9 +1,10 @@
-"""Worker processes that answer for clients beside the process that asks.
+"""Worker processes that compute the answers of clients in parallel with the process of the experiment.
 
-They are forked, so that they hold the data, the model and the settings without a copy, and use one thread each. Any
-free worker answers for any client: the answer does not depend on it.
+They are forks of this process, and therefore have the data, the model and the settings without a copy. Each uses one
+thread. Any free worker may compute any client's answer: the result is the same.
 
-Two processes are 2.0 times as fast as one with convolutions, and 1.8 times with an MLP (``benchmarks/fast_paths.py``).
+Two processes are 2.0 times as fast as one on a convolutional network, and 1.8 times on an MLP
+(``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from fedstrata.engines.sharing import SharedMemory
 from fedstrata.federation.messages import ClientId, Reply, Request, Requests
 
 GRACE = 1.0
-"""Seconds for a worker to end the answer that it computes."""
+"""Seconds that a worker has at the end to finish its present answer."""
 
 State = Mapping[str, Tree]
 
 
 class Answer(NamedTuple):
-    """What a client replies, and its new state where it changed."""
+    """A client's reply, and its new state; None if the state did not change."""
 
     reply: Reply
     state: State | None
@@ -39,21 +40,21 @@ Answering = Callable[[ClientId, Request, State], Answer]
 
 
 class LocalWorkerPool:
-    """Forks of this process as it is now.
+    """A pool of workers, which are forks of this process; they do not see what changes in it afterwards.
 
     Args:
-        count: How many.
-        answering: How they answer for a client.
+        count: Number of workers.
+        answering: Computes a client's answer in a worker, from the client, its request and its state.
 
     Raises:
-        OSError: A process cannot be started or memory cannot be shared.
+        OSError: A process cannot be started, or memory cannot be shared.
     """
 
     def __init__(self, count: int, answering: Answering) -> None:
         self._down = SharedMemory()
         self._counter = os.memfd_create("fedstrata-next")
         self._workers: dict[Worker, SharedMemory] = {}
-        """By worker, the memory in which its answers lie."""
+        """For each worker, the shared memory to which it writes its answers."""
         try:
             for _ in range(count):
                 up = SharedMemory()
@@ -71,24 +72,24 @@ class LocalWorkerPool:
         states: Mapping[ClientId, State],
         run_locally: Callable[[ClientId], None],
     ) -> dict[ClientId, Answer]:
-        """Answer for clients, in free workers and in this process.
+        """Compute the answers of clients, in all workers and in this process at the same time.
 
         Args:
-            order: The clients.
-            requests: By client.
-            states: By client.
-            run_locally: Answers for a client in this process.
+            order: The clients, in the order in which their answers are begun.
+            requests: The request of each client.
+            states: The state of each client that has one.
+            run_locally: Computes a client's answer in this process, and keeps it.
 
         Returns:
-            The answers of the workers. A client for which ``run_locally`` was not called either raised an exception in
-            a worker, or its worker is gone.
+            The answers that workers computed. A client is missing if ``run_locally`` was called for it, if it raised an
+            exception in a worker, or if its worker died. All are missing if the requests cannot be shared.
         """
         asked_for = Requests.of(requests, requests)
         asked = [(client, asked_for.which[client]) for client in order]
         try:
             data = self._down.write((asked, list(asked_for.distinct), dict(states)))
         except Exception:
-            # Something that cannot be shared: this process answers for all.
+            # A value cannot be pickled, or the memory is full: the caller computes all answers in this process.
             return {}
         os.lseek(self._counter, 0, os.SEEK_SET)
         answers: dict[ClientId, Answer] = {}
@@ -108,7 +109,7 @@ class LocalWorkerPool:
                 for client, reply, state in message:
                     answers[client] = Answer(memory.read(reply), memory.read(state))
         except BaseException:
-            # Answers of workers that nobody fetches would be taken for those to the next question.
+            # The workers end too: the next call would otherwise read their answers to this one as its own.
             self._end_workers()
             raise
         self._down.done(data)
@@ -126,16 +127,27 @@ class LocalWorkerPool:
 
 
 def next_index(counter: int) -> int:
-    """Return the next index, which no other process gets.
+    """Return the next index 0, 1, …; no two processes get the same one.
 
-    It is the position in an empty file that all share and that the system moves on in one step: there is no lock that a
-    worker which is killed could keep.
+    The index is the position in an empty file that all processes share. The system increments it atomically, so that no
+    lock is needed, which a killed worker would never release.
+
+    Args:
+        counter: The file descriptor.
     """
     return os.lseek(counter, 1, os.SEEK_CUR) - 1
 
 
 def _serve(down: SharedMemory, up: SharedMemory, counter: int, answering: Answering, connection: Connection) -> None:
-    """Answer one question after another, until the process that asks closes its end, or is gone."""
+    """Run a worker: answer one call of ``ask`` after another, until the asking process closes the connection or ends.
+
+    Args:
+        down: The memory from which the worker reads requests and states.
+        up: The memory to which it writes answers.
+        counter: See ``next_index``.
+        answering: See ``LocalWorkerPool``.
+        connection: The connection to the asking process.
+    """
     prepare_process(1)
     while True:
         data, free = connection.recv()
@@ -144,16 +156,19 @@ def _serve(down: SharedMemory, up: SharedMemory, counter: int, answering: Answer
         message = []
         while (place := next_index(counter)) < len(asked):
             client, which = asked[place]
-            # Whatever goes wrong goes wrong again where it can be seen.
+            # After an exception the answer is missing. The asking process computes it again, and records the exception.
             with contextlib.suppress(Exception):
                 answer = answering(client, requests[which], states.get(client, {}))
-                # Two blocks: a state is kept long after its reply is gone.
+                # Reply and state are written to two blocks, because the state is kept much longer.
                 message.append((client, up.write(answer.reply), up.write(answer.state)))
         connection.send(message)
 
 
 def cores() -> int:
-    """Cores that this process may use for workers; one where it is itself one of several, or cannot be forked."""
+    """Return how many cores this process may use for itself and its workers.
+
+    The result is 1 if this process is itself a worker of another one, or cannot be forked.
+    """
     if multiprocessing.parent_process() is not None or not can_fork():
         return 1
     return len(os.sched_getaffinity(0))

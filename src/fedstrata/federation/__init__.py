@@ -1,1 +1,1 @@
-"""The seam between a method and its clients."""
+"""The interface between a method on the server and its clients: requests, replies, engines and availability."""

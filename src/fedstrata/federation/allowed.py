@@ -1,7 +1,7 @@
-"""What a job may ask its clients, listed beside the code that asks.
+"""The list of requests that a job may put to its clients.
 
-A site answers the requests that its job lists and no others (``fedstrata.sites.guard``). ``fedstrata asks`` prints the
-list.
+Each method, sampler and evaluation declares its part of the list next to the code that asks. A site answers only the
+requests on the list (``fedstrata.sites.guard``). ``fedstrata asks`` prints the list.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fedstrata.federation.settings import Privacy, Training
 
 @dataclass(frozen=True)
 class Terms:
-    """The part of a ``FederationConfig`` that a spec contains.
+    """The part of a ``FederationConfig`` that is known from the spec alone, before data are loaded.
 
     Args:
-        training: How clients train.
-        clients: N.
-        classes: C; None if it is not known.
+        training: The settings of local training.
+        clients: Number of clients, N.
+        classes: Number of classes, C; None if it is not known.
     """
 
     training: Training
@@ -31,16 +31,16 @@ class Terms:
 
 
 Agreed = FederationConfig | Terms
-"""What the lists depend on: known exactly once the data are loaded, and by its terms before."""
+"""The settings that the list depends on: a ``FederationConfig``, or ``Terms`` as long as no data are loaded."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The accepted values of a field that may have more than one value.
+    """The accepted values of a request's field, if there are several.
 
     Args:
-        description: The values in words, such as ``"from 0 to 1"``.
-        holds: Whether a value is accepted in a round.
+        description: The accepted values in words, such as ``"from 0 to 1"``.
+        holds: Returns whether a value is accepted, from the value and the round.
     """
 
     description: str
@@ -54,22 +54,22 @@ SHARE = Bound("more than 0, at most 1", lambda value, round: 0 < value <= 1)
 
 
 def by_round(description: str, value: Callable[[int], Any]) -> Bound:
-    """Return the bound of a field that has one value per round.
+    """Return the bound of a field for which each round accepts one value.
 
     Args:
-        description: The values in words.
-        value: The value of a round.
+        description: The accepted values in words.
+        value: Returns the accepted value of a round.
     """
     return Bound(description, lambda given, round: bool(given == value(round)))
 
 
 @dataclass(frozen=True)
 class SampleLimit:
-    """The number of samples that a reply is computed from at most, however many a client has.
+    """The largest number of samples that a reply is computed from, however many a client has.
 
     Args:
-        samples: The number.
-        reason: Why, in words that follow the name of the request.
+        samples: The largest number of samples.
+        reason: The reason for it, in words that follow the name of the request.
     """
 
     samples: int
@@ -81,14 +81,15 @@ class Allowed:
     """A request that a job may put to each of its clients.
 
     Args:
-        request: The class; its subclasses are not included.
-        where: What fields of the request must be: a value, or a ``Bound``.
-        times: How often the request may come; None if its order, or what the client holds, is the limit.
-        per: Whether ``times`` is per phase (so per round) or per run.
-        rounds: The rounds in which the request may come, as a range or as a test; every round by default.
-        limit: The number of samples behind a reply at most; all samples of the client by default.
-        rule: The rule of the class, or a copy of it with what depends on the spec.
-        inside: The request that this one carries, if it is an envelope.
+        request: The class of the request; subclasses are not included.
+        where: For some fields of the request, the value that they must have, or a ``Bound``.
+        times: How often the request may come. None for no fixed count: the rule about the sequence of requests, or the
+            client's data, then limit it.
+        per: Whether ``times`` counts the requests of one phase of one round, or of the whole run.
+        rounds: The rounds in which the request may come, as a range or as a test of a round. Default: every round.
+        limit: The largest number of samples that a reply is computed from. Default: all samples of the client.
+        rule: The rule of the class, or a copy of it that is adapted to the spec. Default: the rule of the class.
+        inside: The entry of the inner request, if this request is an envelope around another one.
 
     Raises:
         TypeError: The class of the request has no rule.
@@ -118,7 +119,7 @@ class Allowed:
         return f"{self.request.__name__} of {self.inside.label}" if self.inside else self.request.__name__
 
     def wrong(self, request: Request, round: int) -> str:
-        """Return in words the first field of a request that is not accepted; empty if all are."""
+        """Return a sentence about the first field whose value is not accepted; an empty string if all are accepted."""
         for name, accepted in self.where.items():
             value = getattr(request, name)
             if not (accepted.holds(value, round) if isinstance(accepted, Bound) else value == accepted):
@@ -128,7 +129,10 @@ class Allowed:
         return ""
 
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
-        """Return the limit that keeps all clients from answering with such a minimum of samples; None if some may."""
+        """Return this entry's sample limit if it is below ``privacy.min_samples``, so that no client could answer.
+
+        Otherwise return None.
+        """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None
 
@@ -139,13 +143,13 @@ class Allowed:
         return round in self.rounds if isinstance(self.rounds, range) else self.rounds(round)
 
     def includes(self, request: Request) -> bool:
-        """Return True if this is the entry of a request, whatever the request's fields."""
+        """Return True if a request, and the one inside it, have the classes of this entry; fields are not compared."""
         if type(request) is not self.request:
             return False
         return self.inside is None or self.inside.includes(getattr(request, "request", None))  # type: ignore[arg-type]
 
     def table(self) -> dict[str, Any]:
-        """Return the entry as JSON holds it."""
+        """Return the entry as values that JSON can represent."""
         rule = self.rule
         table = dict[str, Any](request=self.label, sends=rule.description, phase=rule.phase, times=self.times)
         if self.per == "run":
@@ -164,7 +168,7 @@ class Allowed:
 
 
 def step_limit(agreed: Agreed) -> SampleLimit | None:
-    """Return the limit of an update by local steps; None if clients train epochs."""
+    """Return how many samples the local steps of one update can use at most; None if clients train for epochs."""
     training = agreed.training
     if training.local_steps is None:
         return None
@@ -179,20 +183,20 @@ def _short(value: object) -> str:
 
 
 def joined(*parts: list[Allowed] | None) -> list[Allowed] | None:
-    """Return the lists of all parts as one; None if a part does not list its requests."""
+    """Return the concatenation of all lists; None if one of them is None, which means that its requests are unknown."""
     lists = [part for part in parts if part is not None]
     return [allowed for part in lists for allowed in part] if len(lists) == len(parts) else None
 
 
 def declares(cls: type, declaration: str, *hooks: str) -> bool:
-    """Return True if a class declares its requests at least where it last overrides a hook.
+    """Return True if a class's declaration of its requests covers everything that it asks.
 
-    A subclass that overrides a hook below the declaration may ask what is not declared.
+    It does not if a subclass overrides a method that asks, and does not repeat the declaration.
 
     Args:
         cls: The class.
-        declaration: The attribute that holds the declaration.
-        hooks: The attributes that decide what is asked.
+        declaration: Name of the attribute that holds the declaration.
+        hooks: Names of the methods that decide what is asked.
     """
     for base in cls.__mro__:
         if declaration in vars(base):

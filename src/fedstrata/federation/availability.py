@@ -1,7 +1,7 @@
-"""Availability models: which clients drop out of a round, and how fast clients are.
+"""Availability models: they simulate which clients drop out of a round, and how fast clients are.
 
-Whether a client is online in a round depends only on the seed, the round and the client: neither further clients nor
-another set of invited clients change it.
+Whether a client is online in a round depends only on the settings, the seed, the round and the client. It does not
+depend on how many other clients there are, or on which clients are invited.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Clients = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """The clients of a federation, and their samples if these are known.
+    """The clients of a federation, and their training samples if these are known.
 
     Args:
         clients: Number of clients, N.
         classes: Number of classes, C.
-        assignment: The training samples of each client; None at real sites, where only a client knows its samples.
-        y: The label of every training sample; None at real sites.
+        assignment: The training samples of each client; None for real sites, whose samples the server does not know.
+        y: The label of every training sample; None for real sites.
     """
 
     clients: int
@@ -68,11 +68,11 @@ class Availability(Setting):
             keeps its speed for the whole run.
         bandwidth_up: Megabits per simulated second that a client sends. Default: sending takes no time.
         bandwidth_down: Megabits per simulated second that a client receives. Default: receiving takes no time.
-        latency: Simulated seconds that each message takes in addition, in each direction.
+        latency: Additional simulated seconds for each message, in each direction.
     """
 
     always_online: ClassVar[bool] = False
-    """Whether all clients are always online, so that ``online`` need not be asked."""
+    """Whether all clients are always online, so that ``online`` is never called."""
 
     announced: bool = False
     deadline: PositiveFloat | None = None
@@ -84,16 +84,16 @@ class Availability(Setting):
 
     @property
     def network(self) -> bool:
-        """Whether the transfer of a message takes time."""
+        """Whether the transfer of a message takes simulated time."""
         return self.bandwidth_up is not None or self.bandwidth_down is not None or self.latency > 0
 
     @property
     def simulates_time(self) -> bool:
-        """Whether anything depends on how long clients take."""
+        """Whether the settings need simulated time: there is a deadline, a spread of speeds, or a network."""
         return self.deadline is not None or self.speed_spread > 0 or self.network
 
     def transfer(self, size: int, bandwidth: float | None) -> float:
-        """Return the simulated seconds that a message takes.
+        """Return the simulated seconds that it takes to transfer a message.
 
         Args:
             size: Size of the message in bytes.
@@ -107,8 +107,8 @@ class Availability(Setting):
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` if these settings do not fit the federation.
 
-        Called once before the first round, on a copy for this run: a model may keep what ``online`` needs in a
-        ``pydantic.PrivateAttr``.
+        It is called once before the first round, on a copy of the settings for this run. A model may therefore store
+        what ``online`` needs in a ``pydantic.PrivateAttr`` here.
 
         Args:
             population: The clients.
@@ -116,10 +116,22 @@ class Availability(Setting):
 
     @abstractmethod
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return for each of ``clients`` whether it is online in a round (counted from 1)."""
+        """Return for each client whether it is online in a round.
+
+        Args:
+            clients: The clients, (n,).
+            round: The round, counted from 1.
+            seed: The experiment's seed.
+        """
 
     def seconds(self, clients: Clients, work: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-        """Return the simulated seconds that each client takes for ``work`` sample-gradients."""
+        """Return the simulated seconds that each client needs for its work, (n,).
+
+        Args:
+            clients: The clients, (n,).
+            work: Number of sample-gradients of each client, (n,).
+            seed: The experiment's seed.
+        """
         median: NDArray[np.float64] = work * self.seconds_per_sample
         if self.speed_spread == 0:
             return median
@@ -170,7 +182,7 @@ class Persistent(Availability):
     period: PositiveInt = 20
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return the draws of the period that the round lies in."""
+        """Return the draws of the period to which the round belongs."""
         return uniforms(seed, "online", (round - 1) // self.period, clients) < self.p
 
 
@@ -187,11 +199,11 @@ class AvailabilityGroup(Setting):
 
 
 class Grouped(Availability):
-    """Groups of clients, each with its own ``p``, in the order of the client numbers (ReBaFL, clustered setting).
+    """Groups of clients with consecutive ids, each with its own ``p`` (ReBaFL, clustered setting).
 
     Args:
-        groups: The groups, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``. Their sizes must add up to
-            the number of clients.
+        groups: The groups in the order of the ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``. Their
+            sizes must add up to the number of clients.
     """
 
     groups: list[AvailabilityGroup] = Field(min_length=1)
@@ -203,7 +215,7 @@ class Grouped(Availability):
             raise SpecError("groups", f"their sizes add up to {total}; the partition has {population.clients} clients")
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return independent draws with the probability of each client's group."""
+        """Return an independent draw for each client, with the probability of its group."""
         ends = np.cumsum([group.clients for group in self.groups])
         p = np.array([group.p for group in self.groups])[np.searchsorted(ends, clients, side="right")]
         return uniforms(seed, "online", round, clients) < p

@@ -1,4 +1,4 @@
-"""Simulated time: who has an answer ready before the deadline."""
+"""Simulated time: which clients answer before the deadline, and how many seconds a round takes."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """The simulated time of one exchange after another.
+    """A clock that simulates how long each exchange of requests and replies takes.
 
     Args:
         availability: How fast clients work, send and receive.
-        seed: The experiment's.
+        seed: The experiment's seed.
     """
 
     def __init__(self, availability: Availability, seed: int) -> None:
         self._availability, self._seed = availability, seed
         self._seconds: dict[ClientId, float] = {}
-        """Seconds since the exchange began, by client; empty while no exchange is timed."""
+        """For each client of the current exchange, the seconds that it has taken so far; empty between exchanges."""
 
     def start(self, work: Mapping[ClientId, float], sizes: Mapping[ClientId, int], log: RoundLog) -> list[ClientId]:
-        """Return the clients that have the request and have done its work before the deadline.
+        """Begin an exchange; return the clients that receive the request and finish its work before the deadline.
 
         Args:
-            work: Sample-gradients of each client.
-            sizes: Bytes of each client's request.
-            log: Records who is late.
+            work: Number of sample-gradients that each client computes.
+            sizes: Size of each client's request in bytes.
+            log: The round's log, which records the late clients.
         """
         availability, clients = self._availability, list(work)
         asked = np.array(clients, dtype=np.int64)
@@ -43,7 +43,7 @@ class Clock:
             down = availability.bandwidth_down
             seconds = seconds + [availability.transfer(sizes[client], down) for client in clients]
         late = seconds > (math.inf if availability.deadline is None else availability.deadline)
-        # A client that is too late is not simulated: its work would be thrown away, and its state stays as it was.
+        # A late client does not train at all: its answer would be thrown away, and its state stays as it was.
         log.miss_deadline(asked[late].tolist())
         self._seconds = dict(zip(clients, seconds.tolist(), strict=True))
         if not availability.network or late.all():
@@ -52,7 +52,12 @@ class Clock:
         return in_time
 
     def arrive(self, sizes: Mapping[ClientId, int], log: RoundLog) -> list[ClientId]:
-        """Let answers of so many bytes travel; return the clients whose answers come too late."""
+        """Add the time that the answers need to reach the server; return the clients whose answers come too late.
+
+        Args:
+            sizes: Size of each client's answer in bytes.
+            log: The round's log, which records the late clients.
+        """
         availability = self._availability
         if not self._seconds or not availability.network:
             return []
@@ -65,7 +70,7 @@ class Clock:
         return late
 
     def pass_time(self, log: RoundLog) -> None:
-        """Add the seconds until the last client of the exchange is done, or until the deadline."""
+        """End the exchange: add the seconds of the slowest client to the log, but at most the deadline."""
         if self._seconds:
             last, deadline = max(self._seconds.values()), self._availability.deadline
             log.simulated_seconds += last if deadline is None else min(last, deadline)

@@ -27,11 +27,11 @@ class FederationConfig:
         model: The architecture, as a pure function of its parameters.
         classes: Number of classes, C.
         clients: Number of clients, N.
-        sizes: Number of samples of every client, n_k, shape (N,); None at real sites. A method uses the sizes only for
+        sizes: Number of samples n_k of every client, shape (N,); None at real sites. A method uses the sizes only for
             warnings and for simulated time, never for training.
-        server_data: Training samples that no client holds, for a method whose server has its own data; None at clients.
+        server_data: Training samples of the server itself, for methods that need some; None at clients.
         weight_diversity: Whether a method that combines models records how far they are from each other.
-        random: Whether the model's forward pass draws random numbers during training.
+        random: Whether the model's forward pass draws random numbers during training, as dropout does.
         privacy: The smallest number of samples that may contribute to an answer; a site may require more.
     """
 
@@ -55,7 +55,7 @@ class Failure:
         reason: The reason in words.
         error: The client's exception, if it raised one.
         bystander: Whether the answer is missing only because another client of the group failed.
-        refused: Whether an answer came that cannot be used.
+        refused: Whether the answer was refused: the server cannot use it, or the client withheld it.
     """
 
     reason: str
@@ -69,37 +69,44 @@ EngineEvent = tuple[str, list[ClientId], str]
 
 
 class RelaySession(Protocol):
-    """A relay: the model goes from client to client, in the order of the calls of ``hop``."""
+    """A relay: a model travels from client to client, and each call of ``hop`` is one client's work on it."""
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
-        """Let one client do its part. Values in the reply that depend on the model may be missing until ``finish``."""
+        """Let one client work on the model.
+
+        Values in the reply that depend on the model may be missing; ``finish`` returns the whole replies.
+        """
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the last part, with its client's new state; not called after a ``Failure``."""
+        """Accept or reject the last hop and its client's new state. It is not called after a ``Failure``."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the model after all accepted parts, and for each of them, in order, the whole reply or a failure."""
+        """Return the model after all accepted hops, and the whole reply or the failure of each of them, in order."""
 
 
 class Engine(ABC):
-    """An engine runs the clients, in this process, in others or at sites.
+    """An engine runs the clients: in this process, in other processes or at sites.
 
-    - **ask**: every client answers for itself, or all *together* as a group that can ``all_reduce_sum``; **ask_sum**
-      returns the sum of all answers, if the engine computes it in one pass;
-    - **relay**: a model goes from client to client;
-    - **commit**: a client's new state becomes valid only when its answer is accepted;
-    - **state by round**: if clients keep their states themselves (``keeps_states``), they return to the states after a
-      round (``restore``), and write their states to disk (``save``);
-    - **events**: events that do not belong to an answer, such as the loss of a site;
-    - **close**.
+    - ``ask`` lets clients answer requests, each alone or all *together* as a group that can add up tensors
+      (``all_reduce_sum``). ``ask_sum`` returns the sum of all answers if the engine can compute it in one pass.
+    - ``relay`` sends a model from client to client.
+    - ``commit`` makes the new states of clients valid, after their answers were accepted.
+    - ``save`` and ``restore`` matter if clients keep their states themselves (``keeps_states``): the clients write
+      their states to disk, and return to the states that they had after a certain round.
+    - ``events`` returns events that do not belong to an answer, such as the loss of a site.
     """
 
     keeps_states: ClassVar[bool] = False
-    """Whether clients keep their states themselves, so that a checkpoint of the server has none."""
+    """Whether clients keep their states themselves, so that the server's checkpoints do not contain these."""
 
     @abstractmethod
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """Return the answers, in any order; ``together`` runs all clients at the same time, as a group."""
+        """Return the answers of the clients, in any order.
+
+        Args:
+            requests: The request of each client.
+            together: Whether all clients run at the same time, as a group that can add up tensors.
+        """
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
         """Return the sum of all replies if the engine computes it in one pass, otherwise None."""
@@ -107,26 +114,34 @@ class Engine(ABC):
 
     @abstractmethod
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client work on a travelling model; return the new model and the reply."""
+        """Let one client work on the travelling model of a relay; return the new model and the reply."""
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay of tasks of one kind with the model ``weights``."""
+        """Begin a relay of tasks of one class.
+
+        Args:
+            kind: The class of the tasks.
+            weights: The model that the first client gets.
+        """
         return HopByHop(self, weights)
 
     @abstractmethod
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Keep the new states of these clients, and drop those of all others that were just asked."""
+        """Keep the new states of the accepted clients; discard those of the other clients of the last request."""
 
     def restore(self, round: int) -> None:
-        """Return the clients to their states after ``round``, before the first exchange; 0 for a new run."""
+        """Return the clients to the states that they had after ``round`` (0 for a new run).
+
+        It is called before the first exchange.
+        """
         return
 
     def save(self, round: int) -> None:
-        """Let the clients write their states to disk, before a checkpoint of the server."""
+        """Let the clients write their states after ``round`` to disk. It is called before each server checkpoint."""
         return
 
     def events(self) -> Iterable[EngineEvent]:
-        """Return the events since the last call."""
+        """Return the events that occurred since the last call."""
         return ()
 
     @abstractmethod
@@ -135,11 +150,11 @@ class Engine(ABC):
 
 
 class HopByHop:
-    """A relay whose model comes back after every hop; see ``RelaySession``.
+    """A relay whose model comes back to the server after every hop; see ``RelaySession``.
 
     Args:
         engine: The engine of the clients.
-        weights: The model to start with.
+        weights: The model that the first client gets.
     """
 
     def __init__(self, engine: Engine, weights: Weights) -> None:

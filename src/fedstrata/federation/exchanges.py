@@ -1,4 +1,4 @@
-"""The exchanges of a run: which clients are reached, which replies count, and what it costs; and the log of a round."""
+"""The exchanges of a run (which clients are reached, which replies count, how many bytes travel), and a round's log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedstrata.federation.reply_checks import Check, defect_of
 
 
 class Replies(dict[ClientId, Any]):
-    """Replies by client, ascending."""
+    """A mapping from clients, in ascending order, to their replies."""
 
     def total(self) -> Any:
         """Return the sum of all replies."""
@@ -26,7 +26,7 @@ class Replies(dict[ClientId, Any]):
 
 
 class RoundLog:
-    """What one round cost, who took part in it, and what happened.
+    """The log of a round: its bytes and simulated seconds, the clients that took part, and the events.
 
     Args:
         round: The round, counted from 1; 0 while clients enrol.
@@ -54,13 +54,13 @@ class RoundLog:
         self.events.append(event)
 
     def drop(self, clients: Iterable[ClientId]) -> None:
-        """Record clients that are not there; each once."""
+        """Record clients that are offline; each client is recorded once per round."""
         if new := [client for client in clients if client not in self.dropped]:
             self.dropped.update(new)
             self.note("dropped", new)
 
     def miss_deadline(self, clients: Iterable[ClientId]) -> None:
-        """Record clients that are too late; each once."""
+        """Record clients that are too late; each client is recorded once per round."""
         if new := [client for client in clients if client not in self.late]:
             self.late.update(new)
             self.note("late", new)
@@ -72,11 +72,11 @@ class RoundLog:
         self.note(kind, [client], f"client {client} in round {self.round} of {self.method}: {failure.reason}")
 
     def absent(self) -> set[ClientId]:
-        """Return the clients that were invited and did not answer at least once."""
+        """Return the clients that missed at least one exchange of the round: they were offline or late, or failed."""
         return self.dropped | self.late | self.failed
 
     def metrics(self) -> dict[str, Any]:
-        """Return counts of distinct clients, exchanges and hops, bytes, and simulated seconds."""
+        """Return the round's metrics: counts of distinct clients, of exchanges, hops and bytes, and simulated time."""
         taking_part: Mapping[str, Collection[ClientId]] = {
             "clients_invited": self.invited,
             "clients_returned": self.returned,
@@ -95,11 +95,11 @@ class RoundLog:
 
 
 class Exchanges:
-    """The exchanges of a run: which clients are reached, which replies count, and what it costs.
+    """The exchanges of a run: it decides which clients are reached and which replies count, and logs the costs.
 
     Args:
-        config: The settings on which server and clients agreed.
-        availability: Which clients are there in a round, and how fast they are.
+        config: The settings that server and clients share.
+        availability: Which clients are online in a round, and how fast they are.
         method: The method's name, for messages.
     """
 
@@ -107,11 +107,11 @@ class Exchanges:
         self._config, self._availability, self._method = config, availability, method
         self.log = RoundLog(0, method)
         self.answered: set[type[Request]] = set()
-        """Kinds of requests that some client answered."""
+        """The classes of the requests that at least one client has answered."""
         self.resumed = False
-        """Whether earlier rounds ran in another process, so that ``answered`` lacks what clients answered then."""
+        """Whether the run was resumed, so that ``answered`` lacks the requests of the rounds before."""
         self.clock: Clock | None = None
-        """Simulated time; None if nothing depends on it."""
+        """The clock of simulated time; None if the settings do not need it or the clients' sizes are unknown."""
         if config.sizes is not None and availability.simulates_time:
             self.clock = Clock(availability, config.seed)
         self._online: dict[ClientId, bool] = {}
@@ -121,7 +121,14 @@ class Exchanges:
         self.log, self._online = RoundLog(round, self._method), {}
 
     def reach_hop(self, client: ClientId, task: Request, model: int, work: Callable[[Any, int], float]) -> bool:
-        """Return whether a hop with a model of so many bytes reaches its client; cheap if an earlier hop did."""
+        """Return True if a hop reaches its client, and log it. It is fast if an earlier hop reached the client.
+
+        Args:
+            client: The client of the hop.
+            task: Its task.
+            model: Size of the travelling model in bytes.
+            work: See ``Federation.relay``.
+        """
         online = self._availability.always_online or self._online.get(client, False)
         if self.clock is None and client in self.log.invited and online:
             self.log.bytes_down += records.size(task) + model
@@ -129,10 +136,14 @@ class Exchanges:
         return bool(self.reach(Requests([task], {client: 0}), partial(work, task), model))
 
     def reach(self, requests: Requests, work: Work | None, model: int | None = None) -> Requests:
-        """Return the requests that reach their clients and will be answered in time.
+        """Return the requests that reach their clients and will be answered in time, and log them.
 
-        What is sent to clients that turn out to be late counts too. With each request of a relay goes a ``model`` of so
-        many bytes; None for an exchange.
+        The bytes of requests to late clients are logged too.
+
+        Args:
+            requests: The requests.
+            work: See ``Federation.ask``.
+            model: Size in bytes of the model that travels with the request in a relay; None outside a relay.
         """
         clients, log = sorted(requests), self.log
         if not clients:
@@ -153,11 +164,11 @@ class Exchanges:
         if self.clock is not None and self.log.round > 0:
             clients = self.clock.start({client: work.get(client, 0.0) for client in clients}, sizes, log)
             if model is not None:
-                self.clock.pass_time(log)  # the model goes on to the next client, and comes back only once
+                self.clock.pass_time(log)  # no reply travels back: the model goes on to the next client
         return requests.among(clients, work)
 
     def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
-        """Return the clients that are there; each is drawn once a round."""
+        """Return the clients that are online. Whether a client is online is decided once per round."""
         online = self._online
         if new := [client for client in clients if client not in online]:
             drawn = self._availability.online(np.array(new, dtype=np.int64), self.log.round, self._config.seed)
@@ -174,7 +185,14 @@ class Exchanges:
         together: bool,
         check: Check | None,
     ) -> Replies:
-        """Return the replies that count, and log why the others do not."""
+        """Return the replies that count, and log why the others do not.
+
+        Args:
+            asked: The requests that were sent.
+            outcomes: The reply or the failure of each client.
+            together: Whether the clients answered as a group.
+            check: A check in addition to ``Request.check``.
+        """
         log, replies = self.log, Replies()
         failures: dict[ClientId, Failure] = {}
         refused = False
@@ -196,12 +214,13 @@ class Exchanges:
             raised = sum(failure.error is not None for failure in failures.values())
             self.raise_if_hopeless(set(asked), raised, kinds, list(failures.items()))
         if together and len(replies) < len(outcomes):
-            # Every reply depends on sums to which a reply that does not count has contributed.
+            # The sums of the group include the part of a client that does not count, and every reply depends on them.
             void = Failure("the group's sums are void: another of its clients did not count", bystander=True)
             failures |= dict.fromkeys(replies, void)
             replies.clear()
         if failures:
-            # A client that only waited for one that failed has not failed itself. If nobody did, the group broke.
+            # A bystander only waited for a client that failed, and is not logged. If there are only bystanders, the
+            # group itself broke, and all are logged.
             broken = not refused and all(failure.bystander for failure in failures.values())
             for client, failure in failures.items():
                 if broken or not failure.bystander:
@@ -219,7 +238,17 @@ class Exchanges:
         kinds: set[type[Request]],
         failures: list[tuple[ClientId, Failure]],
     ) -> None:
-        """Raise if the program is at fault: several clients were asked, all raised, and none ever answered."""
+        """Raise ``ClientsFailedError`` if the program seems to be at fault.
+
+        That is so if several clients were asked (or the only one), all of them raised an exception, and no client has
+        ever answered a request of these kinds.
+
+        Args:
+            asked: The clients that were asked.
+            raised: Number of clients that raised an exception.
+            kinds: The classes of the requests.
+            failures: The failed clients and their failures, the first of which the message quotes.
+        """
         several = len(asked) >= min(2, self._config.clients)
         if self.resumed or not several or raised < len(asked) or kinds & self.answered:
             return
@@ -231,18 +260,18 @@ class Exchanges:
 
 
 def communication(weights: Weights, transfers: int, clients: int, round: int) -> dict[str, Any]:
-    """Return T = R × C × f and its parts, for the metrics.
+    """Return the metrics of communication: the bytes T = R × C × f that a client has sent, and the factors.
 
     Args:
-        weights: What is transferred: a model, or a gradient of its size.
-        transfers: Transfers of it in this round, over all clients. A client that gets a model and returns a gradient
-            takes part in one. A client that gets the travelling model and passes it on also takes part in one.
-        clients: N.
-        round: R, rounds so far.
+        weights: The model or gradient that is transferred; its size is C.
+        transfers: Number of transfers in this round, over all clients. One transfer is a client that gets a model and
+            returns a gradient, or a client that gets the travelling model and passes it on.
+        clients: Number of clients, N.
+        round: Number of rounds so far, R.
 
     Returns:
-        ``transfers``; ``transfers_per_client``, f, the mean over all clients; ``update_bytes``, C; and
-        ``client_bytes``, T, what a client has sent by now if every round was like this one.
+        ``transfers`` as given; ``transfers_per_client``, f, the mean over all clients; ``update_bytes``, C; and
+        ``client_bytes``, T, under the assumption that all rounds so far were like this one.
 
     >>> communication(Weights({}, {}), 30, 10, 2)["transfers_per_client"]
     3.0

@@ -1,9 +1,9 @@
-"""How a method on the server speaks to clients, wherever they live.
+"""How a method on the server communicates with clients, wherever they run.
 
-``ask`` sends typed requests, ``relay`` sends the model from client to client, and inside a client ``all_reduce_sum``
-adds tensors over all clients that answer the same request. An ``Engine`` knows where clients live. A method sees the
-``Federation``: it decides who can be reached, counts the bytes, refuses what cannot be used, and records why a client
-is absent.
+A method uses a ``Federation``: ``ask`` sends requests and collects the replies, ``relay`` sends the model from client
+to client. The federation decides which clients can be reached, counts bytes, refuses unusable replies, and records why
+a client is absent. It runs the clients through an ``Engine``. While clients answer a request as a group, they can add
+up tensors (``all_reduce_sum``).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Listener = Callable[[int, Mapping[ClientId, Any]], None]
 
 @dataclass(frozen=True)
 class Relayed:
-    """What came back from a relay.
+    """The result of a relay. A hop is one client's work on the travelling model.
 
     Args:
-        weights: The model after the last good hop.
-        replies: The reply of every task that was done, by its position; a failed hop is absent.
+        weights: The model after the last successful hop.
+        replies: A mapping from the position of each task to its reply; it lacks failed hops.
     """
 
     weights: Weights
@@ -42,7 +42,7 @@ class Relayed:
 
 @dataclass(frozen=True)
 class Summed:
-    """The sum of replies, and the clients that took part in it."""
+    """The sum of several replies, and the clients that they came from."""
 
     reply: Any
     clients: list[ClientId]
@@ -50,11 +50,11 @@ class Summed:
 
 @dataclass(frozen=True)
 class Leg:
-    """One exchange of an ``ask``.
+    """One exchange of requests and replies. An ``ask`` has one, or several if a codec needs them.
 
     Args:
-        requests: What travels to the clients.
-        check: Refuses a reply, beside ``Request.check``.
+        requests: The requests as they are sent.
+        check: A check of the replies in addition to ``Request.check``; None for no further check.
     """
 
     requests: Requests
@@ -62,27 +62,29 @@ class Leg:
 
 
 Legs = Callable[["Federation", Requests, Check | None], Generator[Leg, Replies, Replies]]
-"""How requests travel: a generator that yields each exchange, is sent its replies, and returns those of the method.
+"""A generator function that divides an ``ask`` into exchanges.
 
-Its arguments are the federation, the method's requests and the method's check of a reply.
+Its arguments are the federation, the method's requests and the method's check of a reply. It yields each exchange,
+receives the replies to it, and finally returns the replies for the method.
 """
 
 
 def one_leg(federation: Federation, requests: Requests, check: Check | None) -> Generator[Leg, Replies, Replies]:
-    """Let requests and replies travel as they are."""
+    """Send the requests in one exchange, without encoding."""
     return (yield Leg(requests, check))
 
 
 class Federation:
-    """Clients 0 … N−1 as a method sees them.
+    """The interface through which a method reaches the clients 0 … N−1.
 
     Args:
-        engine: Where they live.
-        config: The settings on which server and clients agreed.
-        availability: Which clients are there in a round, and how fast they are.
+        engine: Runs the clients.
+        config: The settings that server and clients share.
+        availability: Which clients are online in a round, and how fast they are.
         method: The method's name, for messages.
-        listener: Called with the round and the replies that count, after every ``ask``.
-        legs: How requests travel; ``fedstrata.federation.communication`` encodes them.
+        listener: Called after every ``ask`` with the round and the accepted replies.
+        legs: Divides an ``ask`` into exchanges. Default: one exchange without encoding. The ``Compression`` of
+            ``fedstrata.federation.communication`` encodes models and updates.
     """
 
     def __init__(
@@ -103,20 +105,23 @@ class Federation:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What happened in this round."""
+        """The recorded events of this round, such as dropouts and failures."""
         return self.log.events
 
     def begin(self, round: int) -> None:
-        """Begin a round; in round 0, when clients enrol, all clients are there."""
+        """Begin a round. In round 0 clients enrol, and all of them are online."""
         self.exchanges.begin(round)
         self.round, self.log = round, self.exchanges.log
 
     def rng(self, purpose: str, client: int = SERVER) -> np.random.Generator:
-        """Return a fresh generator for this round."""
+        """Return a new random generator for one purpose in this round, for the server or for a client."""
         return rng(self.config.seed, purpose, self.round, client)
 
     def candidates(self) -> NDArray[np.int64]:
-        """Return the clients that may be invited, ascending: all, or those online if availability is announced."""
+        """Return the clients that may be invited, in ascending order.
+
+        These are all clients, or only those that are online if the server knows this (``availability.announced``).
+        """
         clients = np.arange(self.config.clients)
         if not self.availability.announced or self.round == 0:
             return clients
@@ -140,20 +145,21 @@ class Federation:
 
         Args:
             clients: The clients to ask.
-            request: The same request for all, or one for each client by a mapping.
-            quorum: Fewest replies that are enough.
+            request: One request for all clients, or a mapping from each client to its request.
+            quorum: Smallest number of replies with which the round can go on.
             together: Let the clients run at the same time as one group for ``all_reduce_sum``. If one of them fails,
                 the sum is void and no reply counts.
-            work: Sample-gradients that an answer takes: as a function of a client's samples, or of each client.
-            check: Refuses a reply by what only the server knows, beside ``Request.check``.
+            work: Number of sample-gradients that an answer takes, for simulated time and the order of work: a function
+                of the client's number of samples, or a mapping from clients. Default: zero.
+            check: A check of replies in addition to ``Request.check``, which uses what only the server knows.
 
         Returns:
             The replies, sorted by client. A client that dropped out, failed, was late or was refused is absent;
             ``events`` says why.
 
         Raises:
-            QuorumError: Fewer than ``quorum`` answered.
-            ClientsFailedError: All clients raised an exception and none ever answered such a request.
+            QuorumError: Fewer than ``quorum`` clients answered.
+            ClientsFailedError: All clients raised an exception, and none has ever answered a request of this kind.
         """
         replies: Replies = self._ask(Requests.of(clients, request), quorum, together, work, check)
         return replies
@@ -167,10 +173,10 @@ class Federation:
         work: Work | None = None,
         check: Check | None = None,
     ) -> Summed | None:
-        """Send a request of which only the sum of the replies matters; see ``ask``.
+        """Send a request and return only the sum of the replies; the arguments are those of ``ask``.
 
-        An engine may compute the sum in one pass. Bytes count all the same: each client's request and reply with their
-        full size.
+        An engine may compute the sum in one pass. The log counts the same bytes in both cases: the full size of each
+        client's request and reply.
 
         Returns:
             The sum over the clients that answered; None if no client did.
@@ -189,7 +195,10 @@ class Federation:
         check: Check | None,
         at_once: bool = False,
     ) -> Any:
-        """Return ``Replies``; or ``Summed`` if the engine may compute the sum ``at_once`` and does."""
+        """Ask as in ``ask``; return the ``Replies``.
+
+        With ``at_once`` the engine may compute the sum of the replies in one pass; the result is then a ``Summed``.
+        """
         legs = self.legs(self, requests, check)
         leg = next(legs)
         while True:
@@ -213,16 +222,16 @@ class Federation:
         return replies
 
     def _sum(self, reached: Requests, check: Check | None) -> Summed | None:
-        """Return the sum that the engine computes in one pass; None if it computes none that can be used."""
+        """Return the sum of the replies if the engine can compute it in one pass, and it is usable; otherwise None."""
         clock, deadline = self.exchanges.clock, self.availability.deadline
-        # Whether a client is late depends on the size of its own reply if there are a network and a deadline.
+        # With a simulated network and a deadline, the size of a client's own reply decides whether it is late.
         alone = clock is not None and self.availability.network and deadline is not None
         if not reached or self.config.training.execution != "fused" or alone:
             return None
         total = self.engine.ask_sum(reached)
         first = next(iter(reached.values()))
         if total is None or defect_of(total, first.check_reply, check) is not None:
-            return None  # asked one by one, the clients show whose part cannot be used
+            return None  # the clients are then asked one by one, which shows whose part is unusable
         self.engine.commit(reached)
         size = records.size(total)
         if clock is not None:
@@ -233,14 +242,18 @@ class Federation:
         return Summed(total, list(reached))
 
     def measure(self, request: Request, *, check: Check | None = None) -> tuple[dict[ClientId, Any], int]:
-        """Send all clients a request that measures a model: it changes nothing and does not count in the round's log.
+        """Send all clients a request that measures a model.
 
-        All clients are reached: availability and simulated time concern training only. ``check`` refuses a reply as
-        in ``ask``.
+        It changes no client's state, and the round's log does not count its bytes. All clients are reached, because
+        availability and simulated time apply to training only.
+
+        Args:
+            request: The request.
+            check: See ``ask``.
 
         Returns:
-            The replies that can be used, sorted by client, and the bytes that went there and back. Events say who is
-            missing, and why.
+            The usable replies, sorted by client, and the bytes of all requests and of these replies. ``events`` says
+            which clients are missing, and why.
         """
         requests = Requests.of(range(self.config.clients), request)
         outcomes = self.engine.ask(requests, together=False)
@@ -264,18 +277,19 @@ class Federation:
         on_reply: Callable[[int, Any], None] = lambda position, reply: None,
         work: Callable[[Any, int], float] = lambda task, samples: 0.0,
     ) -> Relayed:
-        """Send the model from client to client; each works on it and passes it on.
+        """Send the model from client to client; each client works on it and passes it on.
 
-        A hop that fails, or whose client is not there, is skipped: the next client gets the last good model.
+        A hop is one client's work. A hop that fails, or whose client is offline, is skipped: the next client gets the
+        model of the last successful hop.
 
         Args:
-            tasks: Clients and their tasks, all of one kind. Each is taken only when the hop before it is over, so that
-                a generator may decide what comes next by the earlier replies.
-            weights: The model that sets out.
-            on_reply: Called after each hop with its position and its reply, None where there is none. An engine that
-                computes the relay in one pass may learn of a failure only at the end, and then calls once more with
-                None.
-            work: Sample-gradients that a task takes a client with so many samples.
+            tasks: Pairs of a client and its task; all tasks have the same class. A generator may choose the next pair
+                from earlier replies, because it is advanced only after the hop before.
+            weights: The model that the first client gets.
+            on_reply: Called after each hop with the position of its task in ``tasks`` and the reply, which is None if
+                the hop was skipped. If the engine computes the relay in one pass, it may learn of a failure only at the
+                end; ``on_reply`` is then called a second time for this hop, with None.
+            work: Returns the number of sample-gradients of a task, from the task and the client's number of samples.
         """
         replies: dict[int, Any] = {}
         failures: list[tuple[ClientId, Failure]] = []
@@ -321,7 +335,7 @@ class Federation:
                     self.log.bytes_up += records.size(outcome)
             raised = {client for client, failure in failures if failure.error is not None}
             if raised < reached:
-                # A task that asks for nothing may succeed and prove nothing, so that replies alone do not count.
+                # Replies alone do not show that clients can answer, because a task without work always succeeds.
                 self.exchanges.answered |= kinds
             else:
                 self.exchanges.raise_if_hopeless(reached, len(raised), kinds, failures)

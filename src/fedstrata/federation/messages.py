@@ -1,7 +1,7 @@
 """Messages between server and clients: frozen records of tensors and plain values.
 
-All tensors are on the CPU. A method that needs another request declares its own ``Request`` and ``Reply``, and a
-handler with which clients answer (``fedstrata.clients.handling``).
+All tensors are on the CPU. A method that needs another kind of request declares its own subclasses of ``Request`` and
+``Reply``, and a handler: the function with which a client answers (``fedstrata.clients.handling``).
 """
 
 from __future__ import annotations
@@ -17,54 +17,60 @@ from fedstrata.base.records import Message, record
 
 ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
-"""Sample-gradients that an answer takes: a function of the client's number of samples, or a number for each client."""
+"""How many sample-gradients a client computes for its answer.
+
+Either a function of the client's number of samples, or a mapping from each client to its count.
+"""
 Params = dict[str, Tensor]
-"""Tensors by name."""
+"""A mapping from names to tensors."""
 Extra = dict[str, dict[str, Tensor]]
-"""The message of an objective: groups of tensors by name."""
+"""What an objective sends in addition to the model: named groups of named tensors."""
 
 
 Phase = Literal["enrolment", "round", "evaluation"]
-"""Before the first round; in a round; after a round, to measure a model."""
+"""``enrolment`` is before the first round, ``round`` is in a round, and ``evaluation`` measures a model after it."""
 PHASES: tuple[Phase, ...] = ("enrolment", "round", "evaluation")
 
 Fact = Literal["labels", "sizes"]
-"""What a reply may disclose in the clear: which labels a client holds, and how many samples."""
+"""A fact that a reply may disclose: which labels a client holds (``labels``), or how many samples (``sizes``)."""
 
 
 class Order:
-    """Decides from a client's earlier requests in a phase whether it may answer the next one.
+    """A rule about the sequence of requests: it decides from earlier requests whether a client may answer the next one.
 
-    There is one instance per client and phase, which all request classes with the same order share.
+    Each client has one instance per phase. All request classes that name the same order share this instance.
     """
 
     def refusal(self, request: Any) -> str:
-        """Return why a request may not be answered now; empty if it may."""
+        """Return the reason why a request may not be answered now; an empty string if it may."""
         return ""
 
     def asked(self, request: Any) -> None:
-        """Note a request that is about to be answered."""
+        """Remember a request that is about to be answered."""
 
     def answered(self, request: Any, reply: Any) -> None:
-        """Note the reply to a request."""
+        """Remember the reply to a request."""
 
 
 @dataclass(frozen=True)
 class RequestRule:
-    """What holds for every request of a class, whatever the spec.
+    """The properties that all requests of a class have, whatever the spec says.
 
     Args:
-        description: What leaves the site with the reply: the rest of a sentence that begins with "It sends".
-        phase: When the request comes.
-        order: The order in which requests may come; any order by default.
-        after: The request of enrolment that a client must have answered before this one, if the job asks it at all.
-        relay: Whether the request comes with a travelling model.
-        together: Whether clients may answer as a group, whose sums the server forms. If a group breaks, the same
-            request may come again.
-        forms: The forms in which the same request may come again, beginning with its form now; by default only that.
-        merges: Whether replies over fewer samples than ``privacy.min_samples`` are merged if that holds them back.
-        discloses: What the reply discloses in the clear.
-        epsilon: The ε of local differential privacy that a reply costs; None for none.
+        description: What leaves the site with the reply, as the rest of a sentence that begins with "It sends".
+        phase: The phase in which the request comes.
+        order: The rule about the sequence of requests. Default: any sequence.
+        after: A request of the enrolment that a client must have answered before this one. It counts only for jobs
+            that ask it.
+        relay: Whether the request belongs to a relay, in which a model travels from client to client.
+        together: Whether clients may answer as a group, for which the server adds up tensors. If a group breaks, the
+            same request may come again.
+        forms: Returns the forms in which a request may be repeated; the first one is its present form. Default: only
+            the present form.
+        merges: Whether a client merges parts of batches with fewer samples than ``privacy.min_samples`` if
+            ``privacy.below`` is "hold-back".
+        discloses: The facts about the client that the server can read in the reply.
+        epsilon: The ε of local differential privacy that a reply costs; None if it costs none.
     """
 
     description: str
@@ -83,7 +89,9 @@ class Reply(Message):
     """A client's answer."""
 
     def split_update(self, sent: Weights) -> tuple[Params, Self]:
-        """Return the model update of this reply, by name, and the reply without it; the update may travel encoded.
+        """Return the model update of this reply as named tensors, and the reply without it.
+
+        A codec may then encode the update.
 
         Args:
             sent: The model of the request.
@@ -91,7 +99,12 @@ class Reply(Message):
         return {}, self
 
     def merge_update(self, sent: Weights, change: Params) -> Self:
-        """Return the reply with an update that ``split_update`` separated, or with a part of it."""
+        """Return the reply with its update again: the inverse of ``split_update``.
+
+        Args:
+            sent: The model of the request.
+            change: The update, or some of its tensors.
+        """
         return self
 
     def has_update(self) -> bool:
@@ -103,13 +116,15 @@ class Request(Message):
     """A request to a client."""
 
     reply_type: ClassVar[type[Reply]] = Reply
-    """The type of the reply."""
+    """The type of reply that this request expects."""
 
     rule: ClassVar[RequestRule]
-    """What a site is told of the class before it takes part. Needed only if a job is to run at real sites."""
+    """The rule that a site checks requests of this class against. Only jobs that run at real sites need it."""
 
     def check(self, reply: Any) -> None:
-        """Refuse a reply of the right type with wrong values; NaN and infinity are always refused.
+        """Refuse a reply of the right type with wrong values.
+
+        NaN and infinity need no check here: they are always refused.
 
         Raises:
             ReplyRefusedError: A value is wrong.
@@ -128,12 +143,12 @@ class Request(Message):
 
 
 class Requests(dict[ClientId, Request]):
-    """The request of each client, in which a request to several clients is stored once.
+    """A mapping from clients to their requests, which stores a request to several clients only once.
 
     Args:
-        distinct: The requests.
+        distinct: The different requests.
         which: For each client, the index of its request in ``distinct``.
-        work: Sample-gradients that each client's answer takes. Default: zero.
+        work: For each client, the number of sample-gradients that its answer takes. Default: zero.
     """
 
     def __init__(
@@ -144,7 +159,12 @@ class Requests(dict[ClientId, Request]):
 
     @classmethod
     def of(cls, clients: Iterable[ClientId], request: Request | Mapping[ClientId, Request]) -> Requests:
-        """Return one request for all clients, or the request of each client in a mapping."""
+        """Return the requests to some clients.
+
+        Args:
+            clients: The clients.
+            request: One request for all of them, or a mapping from each client to its request.
+        """
         if isinstance(request, Request):
             return cls([request], dict.fromkeys(map(int, clients), 0))
         if isinstance(request, Requests):
@@ -153,7 +173,12 @@ class Requests(dict[ClientId, Request]):
         return cls(list(by_client.values()), {client: index for index, client in enumerate(by_client)})
 
     def among(self, clients: Iterable[ClientId], work: Mapping[ClientId, float] | None = None) -> Requests:
-        """Return the requests of some of the clients, with their work."""
+        """Return the requests to a subset of the clients.
+
+        Args:
+            clients: The subset.
+            work: See ``Requests``. Default: the work as it is.
+        """
         return Requests(self.distinct, {client: self.which[client] for client in clients}, work or self.work)
 
 
@@ -199,18 +224,18 @@ def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: st
 
 
 class ModelRequest(Request):
-    """A request with a model.
+    """A request that contains a model.
 
-    Model and update may travel encoded; see ``fedstrata.federation.communication``.
+    A codec may encode the model, and the update in the reply; see ``fedstrata.federation.communication``.
     """
 
     weights: Weights
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors like those of the reply's update; none if the reply has no update.
+        """Return tensors with the names, shapes and dtypes of the reply's update; empty if the reply has no update.
 
         Args:
-            message: Tensors like those of the objective's message.
+            message: Tensors with the names, shapes and dtypes of the objective's message.
         """
         return {}
 
@@ -221,8 +246,8 @@ class FitReply(Reply):
 
     Args:
         weights: The model after local training.
-        samples: Number of samples that were used. ``samples``, ``steps`` and ``seen`` are 0 if the request does not
-            allow counts.
+        samples: Number of samples that were used. If the request does not allow counts, ``samples``, ``steps`` and
+            ``seen`` are 0.
         steps: Number of mini-batch steps, K.
         seen: Number of sample-gradients computed.
         loss: Mean training loss over the steps.
@@ -239,7 +264,7 @@ class FitReply(Reply):
     trained: bool = True
 
     def split_update(self, sent: Weights) -> tuple[Params, FitReply]:
-        """Return the change of the parameters and the objective's message; only floating-point tensors."""
+        """Return the floating-point tensors of the parameters' change and of the objective's message, and the rest."""
         after = self.weights.params
         moved = {name: after[name] - before for name, before in sent.params.items() if before.is_floating_point()}
         others = {name: tensor for name, tensor in after.items() if name not in moved}
@@ -267,11 +292,11 @@ class FitReply(Reply):
 
 
 def fit_changes(weights: Weights, message: Extra) -> Params:
-    """Return tensors like those of the update of a ``FitReply``.
+    """Return tensors with the names, shapes and dtypes of the update in a ``FitReply``.
 
     Args:
         weights: The model that was sent.
-        message: Tensors like those of the reply's message.
+        message: Tensors with the names, shapes and dtypes of the reply's message.
     """
     tensors = {f"params/{name}": tensor for name, tensor in weights.params.items()}
     tensors |= {f"message/{group}/{name}": t for group, part in message.items() for name, t in part.items()}
@@ -279,16 +304,16 @@ def fit_changes(weights: Weights, message: Extra) -> Params:
 
 
 class TrainingRequest(ModelRequest):
-    """A request to train locally, starting at ``weights``, which a ``FitReply`` answers."""
+    """A request to train locally from ``weights``; the reply is a ``FitReply``."""
 
     reply_type: ClassVar[type[Reply]] = FitReply
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors like the parameters and the objective's message."""
+        """Return tensors with the shapes of the parameters and of the objective's message."""
         return fit_changes(self.weights, message)
 
     def check(self, reply: FitReply) -> None:
-        """Refuse a model unlike the one that was sent, and counts below zero."""
+        """Refuse a model with other names, shapes or dtypes than the one that was sent, and negative counts."""
         reply.weights.require_like(self.weights)
         if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
             raise ReplyRefusedError("a negative count")
@@ -304,7 +329,7 @@ class Fit(TrainingRequest):
         message: The message of the objective's server side.
         keep: Probability with which each sample is used this round (data-level sampling).
         counts: Whether the reply may contain the number of samples that were used. With local differential privacy of
-            the clients' sizes it must not: this number and ``keep`` would reveal them.
+            the clients' sizes it must not, because this number and ``keep`` would reveal a client's size.
     """
 
     rule = RequestRule("the model as its own training changed it")
@@ -317,7 +342,7 @@ class Fit(TrainingRequest):
 
 
 def check_message(reply: FitReply, expected: Extra) -> None:
-    """Refuse a trained model whose message is not like ``expected``.
+    """Refuse a reply whose message has other names, shapes or dtypes than ``expected``.
 
     Raises:
         ReplyRefusedError: The message differs.

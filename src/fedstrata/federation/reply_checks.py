@@ -1,4 +1,4 @@
-"""Checks of replies: a reply that fails one is refused, with the reason."""
+"""Checks of replies: the server refuses a reply that fails one of them, and records the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
     | {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 )
-"""Types of tensors that all operations of the server support."""
+"""The dtypes that all operations of the server support."""
 
 
 Check = Callable[[Any], None]
@@ -29,13 +29,13 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
 
     Args:
         reply: The reply.
-        check: The request's check.
-        further: A check of the method.
+        check: The check of the request.
+        further: A second check, such as that of the method.
     """
     if not isinstance(reply, records.Message):
         return f"a {type(reply).__name__} is no message"
     try:
-        # Decoding has checked this already, except if the client runs in the same process.
+        # Decoding has checked the types of a reply that came as bytes. A client in this process sends objects.
         records.require_types(reply)
         for leaf in records.leaves_of(reply):
             if isinstance(leaf, Tensor):
@@ -60,7 +60,7 @@ def finite(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         if not leaf.is_floating_point():
             return not leaf.is_complex() or finite(torch.view_as_real(leaf))
-        # A finite sum proves that all values are finite, and is faster; the sum of finite values may still overflow.
+        # A finite sum shows that all values are finite, and is faster. If the sum overflows, the values are checked.
         return math.isfinite(leaf.sum().item()) or bool(torch.isfinite(leaf).all())
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "fc" or bool(np.isfinite(leaf).all())
@@ -72,7 +72,7 @@ def require_shape(got: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what:
 
     Args:
         got: The tensor.
-        shape: The expected shape; −1 for any length.
+        shape: The expected shape; −1 stands for any length of a dimension.
         dtype: The expected dtype.
         what: The tensor's name, for the message.
 

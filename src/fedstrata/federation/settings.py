@@ -13,7 +13,7 @@ from fedstrata.base.config import MayChange, Setting
 DEFAULT_EPOCHS = 5
 
 Threads = Annotated[PositiveInt, Field(le=1024)]
-"""Limited, because PyTorch ends the process if the system refuses a thread."""
+"""A number of threads. It is limited because PyTorch ends the process if the system cannot start another thread."""
 
 
 class Privacy(Setting):
@@ -23,12 +23,12 @@ class Privacy(Setting):
     of classes with fewer samples are left out. A site may require more samples than the spec.
 
     Args:
-        min_samples: Smallest number of samples in a client's part of Stratify's batch, in an update, in a class of
-            which a client sends a prototype or a count, and in a column of which it sends the mean. The value is
-            refused if no client could answer: with models that travel from sample to sample, and with ``local_steps``
-            that use fewer samples.
-        below: Use of a smaller part of Stratify's batch: ``hold-back`` merges it into the client's next part (or into
-            the part before, if it is the last one), so that no sample is lost. With ``refuse`` the client does not
+        min_samples: Smallest number of samples that may contribute to an update, to a client's part of Stratify's
+            batch, to the prototype or the count of a class, or to the mean of a column. The value is refused if no
+            client could ever answer: if ``local_steps`` use fewer samples, or if the model travels from sample to
+            sample.
+        below: Treatment of a part of Stratify's batch with fewer samples. ``hold-back``: the client merges it into its
+            next part (the last one into the part before), so that no sample is lost. ``refuse``: the client does not
             answer, and is absent for the rest of the epoch.
     """
 
@@ -49,7 +49,7 @@ class Training(Setting):
         clients_per_round: Clients invited per round. Default: 10, or all clients if there are fewer.
         local_epochs: Passes over its data that a client makes per round, E. Default: 5.
         local_steps: Mini-batch steps per round, instead of epochs.
-        batch_size: Samples in a mini-batch, or all samples of a client with fewer.
+        batch_size: Samples in a mini-batch. A client with fewer samples puts all of them into one.
         lr: Learning rate η.
         momentum: Momentum of the clients' SGD; its velocity starts at zero in each round.
         weight_decay: L2 penalty, added to the gradient.
@@ -59,9 +59,9 @@ class Training(Setting):
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: they are averaged like the parameters
             (for counters: the largest). ``local``: each client keeps its own, and the global model is evaluated with
             the statistics of the test batches. Stratify, SFL and FedTAN need ``average``.
-        execution: ``fused`` lets an engine compute sums over clients in one pass. ``per-client`` does not: it is
-            slower, and gives the same bits on every engine.
-        threads: Threads inside one operation. Results may depend on it in the last bit.
+        execution: ``fused``: an engine may compute the sum over clients in one pass. ``per-client``: each client's part
+            is computed alone, which is slower but gives the same bits on every engine.
+        threads: Threads with which PyTorch computes one operation. The last bits of results may depend on it.
         workers: Processes that train clients on this machine, with one thread each. Default: one per core, if that is
             faster. Results do not depend on it.
         precision: Precision of the forward and backward passes of local training: ``float32``, or ``bf16`` for the
@@ -103,11 +103,15 @@ class Training(Setting):
 
     @property
     def epochs(self) -> int:
-        """Number of epochs E, also for values that are counted in epochs although clients take steps."""
+        """Number of epochs E; the default if clients train for ``local_steps``."""
         return self.local_epochs or DEFAULT_EPOCHS
 
     def sample_gradients(self, samples: float, keep: float = 1.0) -> float:
-        """Return how many sample-gradients local training computes on a share ``keep`` of a number of samples.
+        """Return how many sample-gradients a client computes in a round of local training.
+
+        Args:
+            samples: The client's number of samples.
+            keep: The expected share of them that is used.
 
         >>> Training(local_epochs=2).sample_gradients(30), Training(local_steps=3, batch_size=32).sample_gradients(30)
         (60.0, 90.0)

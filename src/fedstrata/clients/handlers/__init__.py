@@ -1,1 +1,1 @@
-"""The handlers: how clients answer each kind of request."""
+"""The handlers: the functions with which clients answer each class of requests."""

@@ -1,7 +1,7 @@
 """Handlers of encoded requests.
 
-The client computes the model from the changes that it missed, answers the request, encodes the change of its answer,
-and remembers the error of the encoding.
+The client computes the new model from its old one and the changes that it missed. It answers the inner request, encodes
+the change in its reply (such as the model update), and keeps the error that the codec made.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import finite
 
 MODEL, MEMORY, PENDING = "model", "codec", "pending"
-"""State entries: the model that the client has, the error of its encoded changes, and an unfinished exchange."""
+"""Keys of a client's state: the model that it received last, the error of its encoded changes, an open exchange."""
 
 _MODELS = 8
-"""Number of model versions that the clients of a process share."""
+"""Number of model versions that a process keeps, so that clients with the same version share its tensors."""
 
 
 @record("HeldModel")
@@ -33,8 +33,8 @@ class HeldModel:
     """The last model that a client received.
 
     Args:
-        version: The model's number.
-        digest: The model's digest.
+        version: The version of the model, as in ``ModelDelivery``.
+        digest: The digest that identifies the version.
         params: The model's parameters.
     """
 
@@ -45,11 +45,12 @@ class HeldModel:
 
 @record("Residual")
 class Residual:
-    """The error of a client's encoded changes so far.
+    """The error that remains from a client's encoded changes, for error feedback.
 
     Args:
-        round: Round of the last change.
-        lost: The sum of the changes minus the sum of what they decode to, by name.
+        round: The round of the last change.
+        lost: The part of that change (including earlier errors) that its encoding lost: the change minus the decoded
+            change, as named tensors.
     """
 
     round: int
@@ -58,15 +59,15 @@ class Residual:
 
 @record("Pending")
 class Pending:
-    """An answer after the first sum of an exchange; it becomes valid with the second sum.
+    """A computed reply that the client keeps between the first and the second sum of a PowerSGD exchange.
 
     Args:
-        exchange: Number of the exchange.
-        round: Round of the exchange.
-        state: The client's state after the answer.
-        reply: The answer without its change.
-        change: The change to encode, with the error of earlier changes.
-        behind: Number of samples that contribute to the answer.
+        exchange: The id of the exchange.
+        round: The round of the exchange.
+        state: The client's state after the reply, which becomes valid with the second sum.
+        reply: The reply without its change.
+        change: The change to encode, to which the error of earlier changes has been added.
+        behind: Number of samples that contribute to the reply.
     """
 
     exchange: int
@@ -79,8 +80,8 @@ class Pending:
 
 @handles(Encoded)
 def answer(client: Client, request: Encoded) -> EncodedReply:
-    """Answer the inner request, and encode the change of the answer."""
-    client.state.pop(PENDING, None)  # from an exchange that was never finished
+    """Answer the inner request, and encode the change in the reply."""
+    client.state.pop(PENDING, None)  # left over if an earlier exchange was not finished
     inner, before = request.request, dict(client.state)
     if request.delivery is not None:
         inner = replace(inner, weights=Weights(_received(client, request.delivery), inner.weights.buffers))
@@ -92,7 +93,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
     if not all(map(finite, change.values())):
         raise FedstrataError("its change holds NaN or infinity, which a codec would hide")
     reply = reply.merge_update(inner.weights, unencoded)
-    # Without a change (no samples, or another kind of request) the client keeps the error of earlier changes.
+    # If the reply has no change (no samples, or a request without training), the error of earlier changes stays.
     remembers = isinstance(codec, WithMemory) and bool(change) and whole.has_update()
     if isinstance(codec, WithMemory) and remembers:
         change = _with_residual(client, codec, request.round, change)
@@ -109,7 +110,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
 
 @handles(Coefficients)
 def answer_second(client: Client, request: Coefficients) -> EncodedReply:
-    """Answer the second sum of an exchange, and finish the answer of the first."""
+    """Return the client's part of the second sum, with the reply that was computed for the first sum."""
     pending, codec = client.state.get(PENDING), client.context.communication.up
     if not isinstance(pending, Pending) or pending.exchange != request.exchange or not isinstance(codec, PowerSGD):
         raise FedstrataError(f"this client did not answer the first sum of exchange {request.exchange}")
@@ -124,7 +125,7 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
-    """Return a change plus the error of earlier changes."""
+    """Return a change plus the error of earlier changes, multiplied by the factor for its age."""
     before = client.state.get(MEMORY)
     if not isinstance(before, Residual):
         return change
@@ -137,10 +138,11 @@ def _remember(client: Client, round: int, change: Params, decoded: Params) -> No
 
 
 def _received(client: Client, delivery: ModelDelivery) -> Params:
-    """Return the model of a delivery, and keep it.
+    """Return the parameters of the delivered model, and keep them in the client's state.
 
     Raises:
-        FedstrataError: The changes apply to another model than the client has, or another model has the same digest.
+        FedstrataError: The changes apply to another version than the client has, or do not lead to the digest of the
+            delivery; or a whole model differs from an earlier one with the same digest.
     """
     state, shared = client.state.get(MODEL), client.context.cached(_models)
     held = state if isinstance(state, HeldModel) else None
@@ -169,7 +171,7 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
 
 
 def _close(one: Params, other: Params) -> bool:
-    """Return True if two models are equal up to rounding, which may differ between processors."""
+    """Return True if two models are equal except for rounding errors, which may differ between processors."""
     return one is other or (
         one.keys() == other.keys()
         and all(one[name].shape == other[name].shape for name in one)
@@ -178,5 +180,5 @@ def _close(one: Params, other: Params) -> bool:
 
 
 def _models(context: ClientContext) -> OrderedDict[bytes, Params]:
-    """Return the table of the last model versions by digest, which the clients of a process share."""
+    """Return an empty table from digests to models, for the last versions that the clients of a process received."""
     return OrderedDict()

@@ -24,7 +24,7 @@ from fedstrata.federation.messages import Weights
 
 @handles(Evaluate)
 def evaluate(client: Client, request: Evaluate) -> Evaluated:
-    """Return the sums and metrics of the client's own test or validation part; its state does not change.
+    """Return the sums and metrics of a model on the client's own test or validation part; no state changes.
 
     Raises:
         FedstrataError: No samples were held out for this part.
@@ -39,7 +39,7 @@ def evaluate(client: Client, request: Evaluate) -> Evaluated:
     client.authorize_release(len(parts[client.number]))
     local = context.config.training.batch_norm == "local" and bool(context.cached(statistics))
     weights = personal(client, request) if request.personal else request.weights
-    # If clients keep BatchNorm's statistics, a model without them is measured with those of each batch.
+    # If clients keep their own BatchNorm statistics, the global model has none: those of each batch are used instead.
     batch_statistics = local and not (request.personal and BUFFERS in client.state)
     predictions = predict(
         device.model,
@@ -58,7 +58,10 @@ def evaluate(client: Client, request: Evaluate) -> Evaluated:
 
 
 def personal(client: Client, request: Evaluate) -> Weights:
-    """Return the global model with the client's own statistics, tuned on its training samples."""
+    """Return the client's personal model: the global one with its own BatchNorm statistics, and fine-tuned if asked.
+
+    Fine-tuning takes ``request.epochs`` epochs on the client's training samples.
+    """
     weights = starting_point(client, request)
     if not request.epochs or not len(client):
         return weights
@@ -70,19 +73,19 @@ def personal(client: Client, request: Evaluate) -> Weights:
 
 @cache
 def tuning(epochs: int) -> Callable[[ClientContext], ClientContext]:
-    """Return a function that makes the context in which clients tune a model.
+    """Return a function that turns a context into the one in which clients fine-tune a model.
 
-    The context has its own number of epochs and its own random numbers.
+    Only the number of epochs and the seed differ.
 
     Args:
-        epochs: Epochs of the tuning.
+        epochs: Number of epochs of fine-tuning.
     """
 
     def make(context: ClientContext) -> ClientContext:
         config = context.config
         training = config.training.model_copy(update={"local_epochs": epochs, "local_steps": None})
         seed = int(rng(config.seed, "fine-tune").integers(2**63))
-        # Model and data are shared, so that a GPU does not hold them twice.
+        # Both contexts share the model and the data, so that a GPU does not hold them twice.
         prepared: dict[Callable[[ClientContext], Any], Any] = {on_device: context.cached(on_device)}
         return replace(context, config=replace(config, training=training, seed=seed), prepared=prepared)
 

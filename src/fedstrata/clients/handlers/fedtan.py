@@ -1,4 +1,8 @@
-"""The handler of FedTAN: BatchNorm normalises the first step over all clients, and keeps these statistics."""
+"""The handler of FedTAN.
+
+In a client's first step of a round, BatchNorm normalises with statistics over the batches of all clients of the round.
+In later steps it normalises with its running statistics from then.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,9 @@ from fedstrata.objectives.base import Context
 
 @record("FitTogether")
 class FitTogether(TrainingRequest):
-    """A request to train as in ``Fit``, with the first step together with the round's other clients; ``FitReply``.
+    """A request to train as in ``Fit``, but to take the first step together with the round's other clients.
+
+    The reply is a ``FitReply``.
 
     Args:
         round: The round, counted from 1.
@@ -49,18 +55,18 @@ class FitTogether(TrainingRequest):
     weights: Weights
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors like the parameters: clients answer with changes of them."""
+        """Return tensors with the shapes of the parameters: the update consists of changes of these."""
         return fit_changes(self.weights, {})
 
     def check(self, reply: FitReply) -> None:
-        """Refuse a model unlike the one that was sent, and any message."""
+        """Refuse what ``TrainingRequest`` refuses, and any message of the objective."""
         super().check(reply)
         check_message(reply, {})
 
 
 @handles(FitTogether)
 def fit_together(client: Client, request: FitTogether) -> FitReply:
-    """Train for a round: the first step normalises over the group, and later steps keep its statistics."""
+    """Train for a round; BatchNorm normalises over the group in the first step, and keeps the statistics afterwards."""
     first_batch = min(len(client), client.context.config.training.batch_size)
     client.authorize_release(first_batch)  # the sums are over the first batch only
     shared, model, group = client.context, client.model, client.group
@@ -87,7 +93,7 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
             seen += len(batch.y)
             _freeze(model.module)
         if not losses and group is not None:
-            # A client with fewer than two samples takes no step and adds zero to the sums that the others wait for.
+            # A client with fewer than two samples takes no step. It adds zeros to the sums, for which the others wait.
             with averaged(model.module, group, 0.0):
                 torch.autograd.grad(model(params, data.batch(slice(0, 0)).x).sum(), leaves, allow_unused=True)
         after = Weights({name: p.detach().clone() for name, p in params.items()}, model.current_buffers())

@@ -15,12 +15,12 @@ from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.sampling.messages import Compress, LossReport
 
 BUFFERS = "buffers"
-"""The entry of a client's state that holds its own BatchNorm statistics."""
+"""The key under which a client's state contains its own BatchNorm statistics."""
 
 
 @handles(Fit)
 def fit(client: Client, request: Fit) -> FitReply:
-    """Train on the samples that are used this round, and keep the objective's state."""
+    """Train on the client's samples for this round, and keep the objective's new state."""
     chosen, weights = samples_kept(client, request), starting_point(client, request)
     client.authorize_update(len(chosen))
     data = LocalData(client, chosen, client.context.cached(on_device).device)
@@ -29,7 +29,11 @@ def fit(client: Client, request: Fit) -> FitReply:
 
 
 def samples_kept(client: Client, request: Fit) -> NDArray[np.int64]:
-    """Return the samples that are used this round, by their positions among the client's own samples."""
+    """Draw the samples for this round, each with probability ``request.keep``.
+
+    Returns:
+        Their positions among the client's own samples, (n,).
+    """
     chosen = np.arange(len(client.indices))
     if request.keep < 1:
         chosen = chosen[client.rng("keep", request.round).random(len(chosen)) < request.keep]
@@ -45,25 +49,32 @@ def starting_point(client: Client, request: Fit | Compress | LossReport | Evalua
 
 
 def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> FitReply:
-    """Return the reply to a training request, and keep the rest of the outcome as the client's state."""
+    """Return the reply to a training request, and store in the client's state what stays at the client.
+
+    Args:
+        client: The client.
+        request: The request.
+        samples: Number of samples that were used.
+        outcome: The result of local training.
+    """
     if outcome.kept is not None:
         client.state[OBJECTIVE] = outcome.kept
     result = outcome.weights
     if client.context.config.training.batch_norm == "local" and (names := client.context.cached(statistics)):
-        # The client keeps its statistics, and the reply contains those of the request.
+        # The client keeps its own statistics. The reply contains those of the request in their place.
         client.state[BUFFERS] = {name: b for name, b in result.buffers.items() if name in names}
         sent = {name: b for name, b in request.weights.buffers.items() if name in names}
         result = Weights(result.params, {**result.buffers, **sent})
     counts = (samples, outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
     if not request.counts:
-        # BatchNorm counts batches, and the number of batches reveals the number of samples.
+        # BatchNorm counts batches, which would reveal the number of samples. The counters of the request are sent back.
         counters = {n: b for n, b in request.weights.buffers.items() if not b.is_floating_point()}
         result = Weights(result.params, {**result.buffers, **counters})
     return FitReply(result, *counts, outcome.loss, outcome.message, outcome.steps > 0)
 
 
 def statistics(context: ClientContext) -> frozenset[str]:
-    """Return the names of BatchNorm's buffers."""
+    """Return the names of the buffers of all BatchNorm layers."""
     modules = context.config.model.module.named_modules()
     layers = [(name, module) for name, module in modules if isinstance(module, _BatchNorm)]
     return frozenset(buffer for name, layer in layers for buffer, _ in layer.named_buffers(prefix=name))

@@ -1,4 +1,4 @@
-"""The handlers of samplers' requests."""
+"""The handlers of the requests with which samplers learn about clients."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from fedstrata.sampling.sketches import sketch
 
 @handles(SizeReport)
 def report_size(client: Client, request: SizeReport) -> SizeReply:
-    """Return the number of samples, with local differential privacy if the request has a bound."""
+    """Return the client's number of samples; with ``request.bound`` > 0, randomised for local differential privacy."""
     if request.bound == 0:
         client.authorize_release(len(client))
         return SizeReply(len(client))
-    # Without authorize_release(), because a missing answer would reveal that the client has few samples.
+    # authorize_release() is not called, because a missing answer would reveal that the client has few samples.
     client.n_contributing = len(client)
     # A simulation must be repeatable. At a real site the noise must not depend on the seed, which the server knows.
     simulated = client.context.config.sizes is not None
@@ -49,7 +49,7 @@ def compress(client: Client, request: Compress) -> CompressReply:
     weights = starting_point(client, request)
     flat = torch.zeros(sum(tensor.numel() for tensor in weights.params.values()))
     data = LocalData(client, np.arange(len(client)))
-    # In evaluation mode, so that gradients do not depend on the BatchNorm statistics of single batches.
+    # train=False, so that gradients do not depend on the BatchNorm statistics of single batches.
     with client.model.loaded(weights.params, weights.buffers, train=False) as params:
         leaves = list(params.values())
         for batch in data.in_order():
@@ -63,13 +63,13 @@ def compress(client: Client, request: Compress) -> CompressReply:
 
 
 class _TrainsLike(CrossEntropy):
-    """Cross-entropy on the parameters that another objective trains, so that sketches of both can be compared."""
+    """Cross-entropy that trains the same parameters as another objective, so that sketches of both can be compared."""
 
     _other: Objective = PrivateAttr(default_factory=CrossEntropy)
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Return cross-entropy on the parameters that ``objective`` trains."""
+        """Return cross-entropy that trains the same parameters as ``objective``."""
         if is_plain(objective, "trains"):
             return CrossEntropy()
         cross_entropy = cls()
@@ -83,7 +83,7 @@ class _TrainsLike(CrossEntropy):
 
 @handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
-    """Train for a round with cross-entropy, and return a sketch of the result; nothing else is kept."""
+    """Return a sketch of the model after a round of training with cross-entropy; the client's state does not change."""
     client.authorize_update(len(client))
     data = LocalData(client, np.arange(len(client)))
     objective = _TrainsLike.of(client.context.objective)
@@ -95,7 +95,7 @@ def send_sketch(client: Client, request: Sketch) -> SketchReply:
 @handles(LossReport)
 @torch.no_grad()
 def report_loss(client: Client, request: LossReport) -> LossReply:
-    """Return the mean cross-entropy over all samples at the global model; 0 without samples."""
+    """Return the mean cross-entropy of the global model over the client's samples; 0 if it has none."""
     client.authorize_release(len(client))
     data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
     total = 0.0

@@ -1,4 +1,4 @@
-"""The handler of sequential federated learning: each client trains the model that it gets from the client before."""
+"""The handler of sequential federated learning: a model travels from client to client, and each trains it in turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class VisitReply(Reply):
     """The counts and the loss of local training.
 
     Args:
-        samples: Number of the client's samples, n_k.
+        samples: Number of samples of the client, n_k.
         seen: Number of sample-gradients computed.
         loss: Mean training loss over the steps.
     """
@@ -31,7 +31,7 @@ class VisitReply(Reply):
 
 @record("Visit")
 class Visit(Request):
-    """A request to train the travelling model on all samples, as in ``Fit``.
+    """A request to train the travelling model on all samples of the client, with local training as for ``Fit``.
 
     Args:
         round: The round, counted from 1.

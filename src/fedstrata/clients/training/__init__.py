@@ -1,1 +1,1 @@
-"""Local training: one loop, and faster steps for some models."""
+"""Local training: one loop for all objectives, and faster gradient steps for some models."""

@@ -1,4 +1,4 @@
-"""The device that clients compute on: the CPU, or a GPU with its own copy of the model and the data."""
+"""The device on which clients compute: the CPU, or a GPU with its own copy of the model and perhaps of the data."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fedstrata.models.model import Model
 CPU = torch.device("cpu")
 
 RESIDENT = 0.25
-"""Share of a GPU's memory that the data set may use; a larger data set is copied batch by batch."""
+"""Largest share of a GPU's memory for the data set. A larger one stays in main memory, and is copied batch by batch."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The model and the data of a device.
+    """A device, with the model and the data to compute with.
 
     Args:
         device: The device.
-        model: The model on the device.
-        data: The data set, on the device if it is small enough.
+        model: The model, which lies on the device.
+        data: The data set, which lies on the device if it is small enough; see ``RESIDENT``.
     """
 
     device: torch.device
@@ -37,7 +37,7 @@ class Placed:
 
 
 def device_of(setting: str) -> torch.device:
-    """Return the device that ``training.device`` names.
+    """Return the device that a value of ``training.device`` stands for.
 
     Raises:
         SpecError: This machine does not have the device.
@@ -58,7 +58,7 @@ def device_of(setting: str) -> torch.device:
 
 
 def on_device(context: ClientContext) -> Placed:
-    """Return the model and the data on the device of the settings.
+    """Return the device of the settings, with the model and the data on it.
 
     Raises:
         SpecError: This machine does not have the device.
@@ -75,7 +75,7 @@ def on_device(context: ClientContext) -> Placed:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Return a tree of models, mappings, tuples and tensors on a device."""
+    """Return a copy of a tree with all its tensors on a device; its nodes are mappings, tuples and ``Weights``."""
     if isinstance(tree, Tensor):
         return tree.to(device)
     if isinstance(tree, Weights):

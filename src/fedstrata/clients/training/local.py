@@ -23,19 +23,22 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained
 
 OBJECTIVE = "objective"
-"""The entry of a client's state that holds the state of the objective."""
+"""The key under which a client's state contains the state of the objective."""
 
 GATHER_LIMIT = 128 << 20
-"""Bytes of inputs up to which a client's samples are converted to floats once per round, not once per batch."""
+"""Largest size in bytes of a client's inputs as floats with which they are converted once per round.
+
+Larger inputs are converted batch by batch.
+"""
 
 
 class LocalData:
-    """The samples that a client uses this round, as batches of tensors.
+    """The samples that a client uses in a round, which it reads as batches of tensors.
 
     Args:
         client: The client.
-        chosen: Positions of the samples among the client's own.
-        device: Device of the batches.
+        chosen: Positions of these samples among the client's own samples, (n,).
+        device: The device on which batches are returned.
     """
 
     def __init__(self, client: Client, chosen: NDArray[np.int64], device: torch.device = CPU) -> None:
@@ -51,31 +54,34 @@ class LocalData:
         return self._size
 
     def batch(self, positions: NDArray[np.int64] | slice) -> Batch:
-        """Return samples by their positions among the chosen samples."""
+        """Return the batch of the samples at these positions among the chosen samples."""
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions)
         x = self._inputs()[where] if self._fits else self._data.inputs(self._indices[where]).to(self.device)
         return Batch(x, self.y[where])
 
     def _inputs(self) -> Tensor:
-        """Return the inputs of all samples, which are gathered once."""
+        """Return the inputs of all chosen samples as one tensor, which is made at the first call."""
         if self._gathered is None:
-            with torch.inference_mode(False):  # autograd may use them after the steps
+            with torch.inference_mode(False):  # later calls outside inference mode may need them for autograd
                 self._gathered = self._data.inputs(self._indices).to(self.device)
         return self._gathered
 
     def in_order(self, size: int = 512) -> Iterator[Batch]:
-        """Yield all samples once, in their own order."""
+        """Yield all samples once, as batches in the order of ``chosen``."""
         for begin in range(0, len(self), size):
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
-        """Yield the mini-batches of a round: local epochs in a new random order each, or ``local_steps`` batches.
+        """Yield the mini-batches of a round.
+
+        They come from several epochs, each in a new random order. With ``local_steps`` there are that many batches, all
+        of the same size.
 
         Args:
-            training: The settings.
-            generator: Draws the orders.
-            pairs: Whether a step needs two samples, as BatchNorm does. A single sample at the end of an epoch then
-                joins the batch before it, and a client with a single sample takes no step.
+            training: The settings: batch size, and epochs or steps.
+            generator: The source of the random orders.
+            pairs: Whether a step needs at least two samples, as BatchNorm does. A single sample at the end of an epoch
+                then joins the batch before it, and a client with a single sample takes no step.
         """
         n = self._size
         size = min(training.batch_size, n)
@@ -87,7 +93,7 @@ class LocalData:
         done = 0
         while done < steps:
             order = generator.permutation(n)
-            # If less than half of the samples are used, they are read batch by batch.
+            # If the remaining steps use less than half of the samples, these are read batch by batch instead.
             whole = self._fits and steps - done > n // size // 2
             shuffled = self._permuted(order, once=steps <= batches) if whole else None
             for begin in range(0, n - size + 1 if full_batches else n, size):
@@ -105,17 +111,18 @@ class LocalData:
                     break
 
     def _permuted(self, order: NDArray[np.int64], once: bool) -> Batch:
-        """Return all samples in a new order, so that batches are views.
+        """Return all samples in a new order, so that each mini-batch can be a slice of the result without a copy.
 
         Args:
             order: Positions among the chosen samples, shape (n,).
-            once: Whether this is the only order of the round, so that samples need not be gathered before.
+            once: Whether the round has only this epoch. The samples are then read in this order directly, and not
+                gathered in their own order first.
         """
         where = torch.from_numpy(order)
         if once and self._gathered is None:
             x = self._data.inputs(self._indices[where]).to(self.device)
         elif (inputs := self._inputs()).dim() == 4:
-            # Images keep the memory format of the data set, in which the channels of a pixel lie together.
+            # In the data set, the channels of a pixel lie side by side (channels-last). This keeps that format.
             x = inputs.permute(0, 2, 3, 1).index_select(0, where.to(self.device)).permute(0, 3, 1, 2)
         else:
             x = inputs.index_select(0, where.to(self.device))
@@ -132,7 +139,7 @@ class Outcome:
         seen: Number of sample-gradients computed.
         loss: Mean loss over the steps.
         message: The objective's message to the server.
-        kept: The objective's new state at the client.
+        kept: The new state of the objective, which the client keeps.
     """
 
     weights: Weights
@@ -145,12 +152,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """How the clients of a process train on one objective; computed once for all clients.
+    """The parts of local training that depend only on the model and the objective, not on the client.
 
     Args:
-        chain: The model as a chain of layers with handwritten gradients; None if autograd trains it.
+        chain: The model as a chain of layers with handwritten gradients; None if autograd computes the gradients.
         trained: Names of the parameters that the objective trains.
-        pairs: Whether a step needs two samples, as BatchNorm does.
+        pairs: Whether a step needs at least two samples, as BatchNorm does.
         corrects: Whether the objective corrects the gradient.
         finishes: Whether the objective has work to do after the last step.
     """
@@ -187,16 +194,17 @@ def train(
 ) -> Outcome:
     """Train on a client's data for one round, starting at ``weights``.
 
-    Each step is SGD with momentum μ and weight decay λ, on the objective's gradient g plus its correction r:
-    d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
+    Each step is SGD with learning rate η, momentum μ and weight decay λ. It follows the gradient g of the objective's
+    loss plus the objective's correction r: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
 
     Args:
         client: The client.
         weights: The model to start with.
         data: The samples to train on.
         round: The round, counted from 1.
-        message: The message of the objective's server side.
-        objective: An objective that keeps no state. Default: that of the context, with its state at the client.
+        message: The message that the objective's server side sent.
+        objective: An objective that keeps no state. Default: the objective of the context, whose state the client
+            keeps.
     """
     shared, device, model = client.context, data.device, client.model
     config, training = shared.config, shared.config.training
@@ -215,7 +223,7 @@ def train(
             stack.enter_context(torch_seeded(config.seed, "layers", round, client.number, device))
         if setup.chain is None:
             params = stack.enter_context(model.loaded(weights.params, weights.buffers, train=True))
-        else:  # a chain of layers uses neither random numbers nor the module itself
+        else:  # handwritten gradients need neither random numbers nor the module
             params = {name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.params.items()}
         batches = data.shuffled(training, client.rng("batches", round), setup.pairs)
         losses, seen = _descend(setup, model, params, objective, context, training, batches)
@@ -234,13 +242,13 @@ def train(
 
 
 def computing(training: Training, device: str = "cpu") -> AbstractContextManager[None]:
-    """Return a context manager for passes in the precision of the settings.
+    """Return a context manager for forward and backward passes with the precision ``training.precision``.
 
     Parameters must not change inside it, because autocast caches converted copies of them.
 
     Args:
         training: The settings.
-        device: Type of the device that computes.
+        device: Type of the device that computes, ``cpu`` or ``cuda``.
     """
     return torch.autocast(device, torch.bfloat16) if training.precision == "bf16" else nullcontext()
 
@@ -259,10 +267,10 @@ def _descend(
     training: Training,
     batches: Iterable[Batch],
 ) -> tuple[list[Tensor], int]:
-    """Take one step on each batch, in place.
+    """Take one step on each batch; the parameters change in place.
 
     Returns:
-        The loss before each step, and the number of sample-gradients.
+        The loss before each step, and the number of sample-gradients that were computed.
     """
     chain, losses, seen = setup.chain, list[Tensor](), 0
     if chain is not None and not (training.momentum or training.clip or setup.corrects):
@@ -281,7 +289,7 @@ def _descend(
         else:
             with computing(training, batch.x.device.type):
                 loss = objective.loss(model, params, batch, context)
-            # A parameter that the loss does not use has gradient zero: correction and weight decay still apply.
+            # A parameter that the loss does not use gets the gradient zero. Correction and weight decay still apply.
             gradient = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
         correction = objective.correction(params, context) if setup.corrects else None
         sgd.step(trained, gradient, None if correction is None else [correction[name] for name in names])
@@ -291,5 +299,5 @@ def _descend(
 
 
 def is_plain(objective: Objective, *hooks: str) -> bool:
-    """Return True if an objective does not override any of these hooks."""
+    """Return True if an objective overrides none of these methods of ``Objective``."""
     return all(getattr(type(objective), hook) is getattr(Objective, hook) for hook in hooks)

@@ -1,9 +1,10 @@
 """Steps of SGD: with gradients of autograd, or with handwritten gradients for simple networks.
 
-For a mini-batch of an MLP, autograd's bookkeeping takes as long as the arithmetic. ``ManualSGD`` computes the gradients
-of ``nn.Linear`` layers with ``nn.ReLU`` between them and cross-entropy at the end. It adds a weight's gradient ``δᵀ a``
-to the weight (``addmm_``) without storing it. The sums are the same as in autograd, except for their order. FedAvg on
-an MLP is 1.6 times as fast as with autograd (``benchmarks/fast_paths.py``).
+For a mini-batch of an MLP, autograd's bookkeeping takes as long as the arithmetic. ``ManualSGD`` avoids autograd: it
+computes the gradients of a chain of ``nn.Linear`` layers with ``nn.ReLU`` between them and cross-entropy at the end.
+The gradient of a weight is a product ``δᵀ a``, which ``addmm_`` adds to the weight without storing it. The results are
+those of autograd, except that sums are added in another order. FedAvg on an MLP is 1.6 times as fast as with autograd
+(``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ _THRESHOLD = torch.ops.aten.threshold_backward.default
 
 
 class SGD:
-    """SGD on the same parameters, step by step: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
+    """SGD with momentum: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
+
+    An instance keeps the velocity v, so that all its steps must be on the same parameters.
 
     Args:
-        training: Momentum μ, weight decay λ and the clip.
-        lr: η.
+        training: The settings: momentum μ, weight decay λ, and the largest norm for ``clip``.
+        lr: The learning rate η.
     """
 
     def __init__(self, training: Training, lr: float) -> None:
@@ -38,14 +41,14 @@ class SGD:
 
     @torch.no_grad()
     def step(self, params: Tensors, gradient: Tensors, correction: Tensors | None = None) -> None:
-        """Change the parameters in place.
+        """Take one step, which changes the parameters in place.
 
         Args:
             params: The parameters w.
             gradient: The gradient g, in the shapes of ``params``.
             correction: The objective's correction r, in the shapes of ``params``, or None.
         """
-        # Never in place on autograd's tensors: two parameters may share one gradient tensor.
+        # The gradients must not change in place, because two parameters may share one gradient tensor of autograd.
         if correction is not None:
             gradient = torch._foreach_add(gradient, correction)
         if self.training.clip is not None:
@@ -74,7 +77,7 @@ class ManualSGD:
     """A chain of linear layers with ReLU between them, as a function of its parameters.
 
     Args:
-        names: The names of each layer's weight (out, in) and bias (out,); "" for a layer without bias.
+        names: For each layer, the names of its weight (out, in) and of its bias (out,), which is "" if it has none.
 
     >>> chain = ManualSGD.of(nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False)))
     >>> params = {"1.weight": torch.zeros(2, 1)}
@@ -87,7 +90,7 @@ class ManualSGD:
 
     @classmethod
     def of(cls, module: nn.Module) -> ManualSGD | None:
-        """Return the chain that a module is; None if it is anything else, or if a hook watches one of its layers."""
+        """Return a module as a chain; None if it is not such a chain, or if one of its layers has a hook."""
         if any(_has_hooks(part) for part in module.modules()) or any(True for _ in module.buffers()):
             return None
         parts = list(_parts(module, ""))
@@ -108,10 +111,10 @@ class ManualSGD:
         """Take one step of SGD in place: w ← w − η (∇ loss + λ w); call it in ``torch.inference_mode``.
 
         Args:
-            params: The parameters, without gradients.
-            batch: Inputs and labels.
-            lr: η.
-            weight_decay: λ.
+            params: The parameters w by name; autograd does not track them.
+            batch: The inputs and labels.
+            lr: The learning rate η.
+            weight_decay: The weight decay λ.
 
         Returns:
             The mean loss before the step, a scalar.
@@ -127,7 +130,7 @@ class ManualSGD:
 
     @torch.no_grad()
     def gradient(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the mean loss and its gradients, in the order of ``params``."""
+        """Return the mean loss, and its gradients for the parameters in the order of ``params``."""
         loss, parts = self._backward(params, x, y)
         gradients: Params = {}
         for (weight, bias), (delta, inputs) in zip(self.names, parts, strict=True):
@@ -137,10 +140,11 @@ class ManualSGD:
         return loss, [gradients[name] for name in params]
 
     def _backward(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the mean loss, and for each layer the factors of its gradient.
+        """Return the mean loss, and for each layer the two factors of its weight's gradient.
 
         Returns:
-            The loss. For each layer, the gradient δ of the loss with respect to its output, (B, out), and its input.
+            The loss; and for each layer, the gradient δ of the loss with respect to the layer's output, (B, out), and
+            the layer's input, (B, in).
         """
         inputs, output = [x.flatten(1)], x
         for weight, bias in self.names:
@@ -159,9 +163,12 @@ class ManualSGD:
 
 
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that a module calls one after another; the module itself if it is not a sequence."""
+    """Yield the layers that a module calls one after another, each with the prefix of its parameters' names.
+
+    A module that is not a sequence is yielded itself.
+    """
     if type(module) in (nn.Sequential, Classifier):  # a Classifier lists body and head in the order of their calls
-        # named_children() would omit a layer that occurs twice.
+        # named_children() would yield a layer that occurs twice only once.
         for child, part in module._modules.items():
             if part is not None:
                 yield from _parts(part, f"{name}{child}.")

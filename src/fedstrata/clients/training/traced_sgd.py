@@ -1,15 +1,16 @@
 """SGD steps on single samples, replayed from a trace of tensor operations.
 
-With one sample per step, most of the time goes into bookkeeping: autograd records a graph and allocates gradients as
-large as the parameters, and an optimiser adds them. This module traces one step (forward, backward, update) into a list
-of operations, simplifies the list, and replays it for each sample. Views of parameters are made once, and a weight's
-gradient ``aᵀ b`` is added to the weight (``addmm_``) without storing it. A trace takes a tenth of a second and needs no
-compiler.
+With one sample per step, most of the time is spent on bookkeeping: autograd records a graph and allocates gradients as
+large as the parameters, and an optimiser adds them to the parameters. This module records the tensor operations of one
+step (forward, backward, update) in a graph, simplifies the graph, and runs it for each sample. Views of parameters are
+made once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` adds to the weight without storing it.
+Tracing takes a tenth of a second and needs no compiler.
 
-A model cannot be traced if its forward pass depends on values, or on tensors other than its parameters. Autograd trains
-such a model instead. Both ways compute the sums of SGD, possibly in another order.
+A model cannot be traced if the operations of its forward pass depend on the values of tensors, or if it uses tensors
+other than its parameters. Such a model is trained by autograd. The results are the same, except that sums may be added
+in another order.
 
-Stratify single is 2.4 times as fast as with autograd on an MLP, and 1.9 times with convolutions
+On an MLP, Stratify with single samples is 2.4 times as fast as with autograd; on a convolutional network, 1.9 times
 (``benchmarks/fast_paths.py``).
 """
 
@@ -27,7 +28,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 Params = dict[str, Tensor]
 Loss = Callable[[Params, Tensor, Tensor], Tensor]
-"""``loss(params, x, y)``: a scalar; a pure function of its arguments."""
+"""A function ``loss(params, x, y)`` that returns a scalar and depends only on its arguments."""
 
 _ATEN = torch.ops.aten
 _VIEWS = {_ATEN.t.default, _ATEN.view.default, _ATEN.permute.default, _ATEN.transpose.int, _ATEN.unsqueeze.default}
@@ -41,9 +42,9 @@ class TracedSGD:
     Args:
         loss: The function to minimise.
         params: The initial parameters; they are copied.
-        x: A batch of one sample, for its shape, (1, …).
-        y: The sample's label, (1,).
-        weight_decay: λ.
+        x: An example input (1, …); only its shape and dtype matter.
+        y: An example label (1,); only its dtype matters.
+        weight_decay: The weight decay λ.
 
     Raises:
         Exception: The loss cannot be traced.
@@ -67,12 +68,12 @@ class TracedSGD:
         self._bound = bound
 
     def load(self, params: Params) -> None:
-        """Set the parameters to these values."""
+        """Copy these values into the parameters."""
         with torch.no_grad():
             torch._foreach_copy_(list(self._params.values()), [params[name] for name in self._params])
 
     def params(self) -> Params:
-        """Return clones of the present parameters."""
+        """Return copies of the current parameters."""
         return {name: tensor.clone() for name, tensor in self._params.items()}
 
     def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
@@ -81,13 +82,13 @@ class TracedSGD:
         Args:
             x: Inputs, (n, …), n ≥ 1.
             y: Labels, (n,).
-            lr: η.
+            lr: The learning rate η.
 
         Returns:
             The loss of each sample before its step, (n,).
         """
         step, bound = self._step, self._bound
-        # For a batch of one, the setup of a oneDNN operation takes longer than it saves.
+        # With a single sample, preparing a oneDNN operation takes longer than the operation saves.
         with torch.inference_mode(), _without_onednn():
             samples = zip(torch.split(_plain_strides(x), 1), torch.split(y, 1), strict=True)
             losses = [step(*bound, sample, label, -lr) for sample, label in samples]
@@ -96,10 +97,11 @@ class TracedSGD:
 
 
 def _plain_strides(tensor: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor with the strides of a new tensor; any other tensor as it is.
+    """Return a view of a contiguous tensor with the strides that a new tensor of its shape has.
 
-    Images of one channel are contiguous in two memory formats at the same time. Convolutions choose the format by the
-    strides, and the channels-last format takes five times as long.
+    A tensor that is not contiguous is returned as it is. The view matters for images of one channel, which are
+    contiguous in two memory formats at the same time. Convolutions choose the format from the strides, and take five
+    times as long with the channels-last format.
     """
     if not tensor.is_contiguous():
         return tensor
@@ -115,7 +117,10 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _traced(loss: Loss, params: Params, x: Tensor, y: Tensor) -> fx.Graph:
-    """Return the graph of a step: its inputs are the parameters, x and y, its outputs are gradients and loss."""
+    """Return the graph of a forward and backward pass.
+
+    Its inputs are the parameters, x and y; its outputs are the gradient of each parameter, and the loss.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     names = list(params)
@@ -127,7 +132,7 @@ def _traced(loss: Loss, params: Params, x: Tensor, y: Tensor) -> fx.Graph:
             by_leaf = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
         return [*by_leaf, value.detach()]
 
-    # Fake tensors have no values: a forward pass that depends on one fails here, instead of being traced wrongly.
+    # Fake tensors have no values. Tracing a pass whose operations depend on values therefore fails, as it should.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         traced = make_fx(gradients, tracing_mode="fake")(*params.values(), x, y)
@@ -157,7 +162,7 @@ def _mutated(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _simplify(graph: fx.Graph) -> None:
-    """Remove operations without effect: detaching, transposing twice, and sums over a single row."""
+    """Remove operations without effect: detaching, transposing twice, and summing over a dimension of length 1."""
     changed = _mutated(graph)
     for node in list(graph.nodes):
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
@@ -183,7 +188,17 @@ def _simplify(graph: fx.Graph) -> None:
 
 
 def _bind_views(graph: fx.Graph, params: list[Tensor]) -> list[Tensor]:
-    """Make views of parameters inputs of the graph; they follow updates of the parameters in place."""
+    """Turn views of parameters into inputs of the graph, so that they are not made again in each step.
+
+    A view shares the memory of its parameter, and so stays valid when the parameter changes in place.
+
+    Args:
+        graph: The graph, which changes in place.
+        params: The parameters, which are the first inputs.
+
+    Returns:
+        The tensors for the first inputs of the graph, up to x: the parameters, followed by the views.
+    """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     bound = dict(zip(inputs, params, strict=False))
     for node in list(graph.nodes):
@@ -205,10 +220,10 @@ def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
     *gradients, loss = results
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = placeholders[: len(gradients)]
-    # Parameters and views of them: a product with one of these must be computed before any parameter is updated.
+    # A product with a parameter, or with a view of one, must be computed before any parameter is updated.
     changed = _mutated(graph) | set(placeholders[:-2])
     with graph.inserting_after(placeholders[-1]):
-        rate = graph.placeholder("rate")  # −η
+        rate = graph.placeholder("rate")  # the negative learning rate, −η
     with graph.inserting_before(output):
         keep: Any = 1.0
         if weight_decay:
@@ -237,7 +252,12 @@ def _append_update(
 
 
 def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
-    """Let max-pooling read its input in the channels-last format, for which it is vectorised."""
+    """Let max-pooling read its input in the channels-last format, for which PyTorch has a vectorised kernel.
+
+    Args:
+        graph: The graph, which changes in place.
+        inputs: Tensors or numbers like the inputs of the graph.
+    """
     pools = [node for node in graph.nodes if node.target is _ATEN.max_pool2d_with_indices.default]
     copies = []
     for pool in pools:
@@ -252,14 +272,14 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
     try:
         FakeTensorProp(fx.GraphModule(nn.Module(), graph)).propagate(*inputs)
     except RuntimeError:
-        # A later operation takes a view that exists only in the original format.
+        # A later operation makes a view that is only possible in the original format: undo the change.
         for copy, source in copies:
             copy.replace_all_uses_with(source)
             graph.erase_node(copy)
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:
-    """Return the factors of a product and the nodes that they are views of."""
+    """Return the factors of a product; for factors that are views, also the nodes that they are made from."""
     roots: set[fx.Node] = set()
     for factor in product.args:
         node = factor

@@ -1,1 +1,1 @@
-"""How models and updates travel: codecs, their memories, and the model as what a client missed of it."""
+"""Compression of models and updates: codecs, error feedback, and deliveries of the changes that a client missed."""

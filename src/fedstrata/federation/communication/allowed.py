@@ -1,4 +1,4 @@
-"""What a job may ask if models or updates travel encoded: the same requests, in envelopes."""
+"""The list of requests that a job may put to its clients if models or updates are encoded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fedstrata.federation.messages import ModelRequest
 
 
 def encoded(allowed: list[Allowed], communication: Communication) -> list[Allowed]:
-    """Return requests as they travel.
+    """Return the list with each request that contains a model replaced by its envelope.
 
     Args:
-        allowed: The requests as methods and samplers put them.
+        allowed: The requests without encoding, as methods and samplers declare them.
         communication: The codecs.
     """
     if communication.plain:

@@ -1,4 +1,4 @@
-"""Changes of a model, on both sides: which tensors are encoded, and the model after some changes."""
+"""Functions on changes of a model, which server and clients share: selection for encoding, application and digests."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fedstrata.federation.messages import Params
 
 
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
-    """Return the tensors of a change that are encoded, and those that travel unencoded.
+    """Return the tensors of a change that are encoded, and those that are sent without encoding.
 
-    With error feedback, the errors of several rounds are added up. Messages that must not be added up, such as
-    prototypes, therefore travel unencoded.
+    With error feedback, the errors of several rounds are added up. Groups of an objective's message that must not be
+    added up, such as prototypes, are therefore sent without encoding.
 
     Args:
-        change: The change of a client's answer.
+        change: The change in a client's reply.
         codec: The codec of the change.
-        additive: Names of the objective's messages that may be added up over rounds.
+        additive: Names of the groups in the objective's message that may be added up over rounds.
     """
     unencoded = {name for name in change if isinstance(codec, WithMemory) and not _adds_up(name, additive)}
     encoded = {name: tensor for name, tensor in change.items() if name not in unencoded}
@@ -34,7 +34,13 @@ def _adds_up(name: str, additive: Collection[str]) -> bool:
 
 
 def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
-    """Return a model after some encoded changes."""
+    """Return the parameters of a model after some encoded changes.
+
+    Args:
+        params: The parameters before.
+        changes: The changes, encoded and packed, oldest first.
+        codec: The codec of the changes.
+    """
     for change in changes:
         step = codec.decode(unpack(change, codec.forms(params)), params)
         params = {name: tensor + step[name] if name in step else tensor for name, tensor in params.items()}
@@ -42,8 +48,13 @@ def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
 
 
 def digest_of(before: bytes, after: Params | Tensor) -> bytes:
-    """Return the digest of a model: from the digest ``before`` and an encoded change, or from a whole model.
+    """Return the digest that identifies a version of the model.
 
-    The digest depends on the bytes that were sent. Computed parameters may differ in the last bit between processors.
+    It is computed from the bytes that were sent, because parameters that a client computes from changes may differ in
+    the last bit between processors.
+
+    Args:
+        before: The digest of the version before; empty for a whole model.
+        after: The encoded change since then, or the parameters of the whole model.
     """
     return hashlib.blake2b(before + records.encode(after), digest_size=16).digest()

@@ -1,8 +1,9 @@
 """Codecs: they encode the change of a model in fewer bytes, and decode it.
 
-A *change* is a table of named floating-point tensors, such as a model update or a gradient. A *payload* is its encoded
-form: tensors by name and part. Their shapes and dtypes depend only on those of the change. Both ends know them, so that
-only the numbers travel (``pack``), and the size of a message does not depend on its values.
+A *change* is a mapping from names to floating-point tensors, such as a model update or a gradient. A *payload* is an
+encoded change: a mapping from names to parts, which are tensors too. Their shapes and dtypes (*forms*) depend only on
+those of the change, and both ends know them. Only the values are therefore sent (``pack``), and the size of a message
+does not depend on them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from fedstrata.federation.messages import Params
 from fedstrata.federation.reply_checks import finite
 
 Payload = dict[str, dict[str, Tensor]]
-"""An encoded change: parts by name, where a name is that of a tensor, or one of the codec for all tensors."""
+"""An encoded change: for each name, its parts. A name is that of a tensor, or ``all`` if a codec joins all tensors."""
 
 Forms = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
-"""Shape and dtype of every part of a payload while it travels.
+"""Shape and dtype with which every part of a payload is sent.
 
-int8 stands for float32 that is rounded by ``rounded``, plus one byte for the power of two. Codes of a codec are uint8.
+The dtype int8 means float32 values that ``rounded`` has rounded: they are sent as one byte each, with one more byte for
+the exponent that they share.
 """
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -37,26 +39,26 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.in
 class Codec(Setting):
     """A codec encodes and decodes changes.
 
-    A codec is stateless: with error feedback, the sender keeps the error between two changes.
+    A codec has no state. With error feedback, the sender of the changes keeps the error of the encoding.
     """
 
     feedback: ClassVar[bool] = False
     """Whether the sender adds the error of a change to its next change (error feedback)."""
 
     linear: ClassVar[bool] = False
-    """Whether a sum of payloads decodes to the sum of their changes."""
+    """Whether decoding the sum of several payloads gives the sum of their decoded changes."""
 
     @abstractmethod
     def forms(self, like: Params) -> Forms:
-        """Return the forms of the payload of a change with the names and shapes of ``like``."""
+        """Return the shapes and dtypes of the payload for a change with the names, shapes and dtypes of ``like``."""
 
     @abstractmethod
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
         """Return the payload of a change.
 
         Args:
-            change: Finite tensors of float32.
-            generator: For codecs that round at random.
+            change: The change; all values are finite.
+            generator: A source of random numbers for codecs that round at random.
         """
 
     @abstractmethod
@@ -69,7 +71,7 @@ class Codec(Setting):
 
 
 def pack(payload: Payload, forms: Forms) -> Tensor:
-    """Return the numbers of all tensors of a payload as bytes, one tensor after another.
+    """Return the values of all tensors of a payload as bytes, one tensor after another.
 
     Args:
         payload: The payload.
@@ -79,7 +81,7 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
         The bytes, uint8, (bytes,).
 
     Raises:
-        FedstrataError: The payload has other forms, because the codec's ``forms`` and ``encode`` do not agree.
+        FedstrataError: The payload has other forms, because the codec's ``forms`` and ``encode`` contradict each other.
     """
     actual = {name: {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} for name, parts in payload.items()}
     for name in actual | forms:
@@ -111,9 +113,10 @@ def unpack(packed: Tensor, forms: Forms) -> Payload:
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that a receiver decodes if ``tensor`` travels as ``dtype``.
+    """Return the values that a receiver decodes if ``tensor`` is sent as ``dtype``.
 
-    For int8 these are float32 multiples k · 2ᵉ with |k| ≤ 127, with the smallest e that covers the largest value.
+    For int8 these are float32 values k · 2ᵉ with whole numbers |k| ≤ 127. The exponent e is the same for all values,
+    and is the smallest one with which the largest value can be represented.
 
     >>> rounded(torch.tensor([1.0, 0.5, 0.004]), torch.int8).tolist()
     [1.0, 0.5, 0.0]
@@ -125,7 +128,10 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _exponent(tensor: Tensor) -> int:
-    """Return the smallest e of a signed byte for which all values are at most 127 · 2ᵉ; ``rounded`` keeps it."""
+    """Return the smallest e, from −128 to 127, with which all absolute values are at most 127 · 2ᵉ.
+
+    For the result of ``rounded`` it is the same e as for its argument.
+    """
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     if not math.isfinite(largest):
         return 127  # with this exponent, infinity stays infinity
@@ -138,7 +144,7 @@ def _in_memory(dtype: torch.dtype) -> torch.dtype:
 
 
 def _length(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of a part."""
+    """Return the number of bytes with which a part is sent."""
     numbers = math.prod(shape)
     return numbers * dtype.itemsize + (dtype == torch.int8 and numbers > 0)
 
@@ -153,7 +159,7 @@ def _bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(piece: Tensor, dtype: torch.dtype) -> Tensor:
-    # A slice may begin at an address that its dtype does not allow; a copy does not.
+    # The clone begins at an aligned address; the slice may not, and then cannot be viewed as its dtype.
     flat = piece.clone().view(dtype)
     if dtype != torch.int8:
         return flat
@@ -161,12 +167,12 @@ def _numbers(piece: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Uncompressed(Codec):
-    """No encoding: changes travel as they are."""
+    """No encoding: changes are sent as they are."""
 
     linear = True
 
     def forms(self, like: Params) -> Forms:
-        """Return one part per tensor, with its dtype."""
+        """Return one part per tensor, with the tensor's shape and dtype."""
         return {name: {"": (tuple(t.shape), t.dtype)} for name, t in like.items()}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
@@ -182,7 +188,7 @@ class BFloat16(Codec):
     """Rounding to bfloat16: half the bytes, and a relative error of at most 2⁻⁸."""
 
     def forms(self, like: Params) -> Forms:
-        """Return one part of bfloat16 per tensor."""
+        """Return one part per tensor, with the tensor's shape and dtype bfloat16."""
         return {name: {"": (tuple(t.shape), torch.bfloat16)} for name, t in like.items()}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
@@ -190,20 +196,20 @@ class BFloat16(Codec):
         return {name: {"": tensor.to(torch.bfloat16)} for name, tensor in change.items()}
 
     def decode(self, payload: Payload, like: Params) -> Params:
-        """Return the tensors in their own dtypes."""
+        """Return the tensors in the dtypes of ``like``."""
         return {name: payload[name][""].to(t.dtype) for name, t in like.items()}
 
 
 class QSGD(Codec):
     """Stochastic rounding to ``levels`` steps between 0 and the largest value of a bucket (Alistarh et al. 2017).
 
-    The result is unbiased: E[decode(encode(x))] = x. The variance of a coordinate is at most (M / s)² / 4, for a
-    bucket's largest absolute value M and s levels. A bucket's scale is M, as in the paper's experiments. A code takes
-    ⌈log₂(2 s + 1)⌉ bits.
+    A bucket is a group of consecutive coordinates. Its scale M is its largest absolute value, as in the paper's
+    experiments. The result is unbiased: E[decode(encode(x))] = x. With s levels, the variance of a coordinate is at
+    most (M / s)² / 4, and a code takes ⌈log₂(2 s + 1)⌉ bits.
 
     Args:
         levels: Number of steps on each side of 0, s.
-        bucket: Number of coordinates that share a scale.
+        bucket: Number of coordinates in a bucket.
     """
 
     levels: int = Field(default=7, ge=1, le=2**15 - 1)
@@ -215,25 +221,25 @@ class QSGD(Codec):
         return (2 * self.levels).bit_length()
 
     def forms(self, like: Params) -> Forms:
-        """Return one name with two parts: the buckets' scales, and the packed codes of all coordinates."""
+        """Return one name, ``all``, with two parts: the buckets' scales, and the packed codes of all coordinates."""
         d = _coordinates(like)
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
         parts = {"scales": ((-(-d // self.bucket),), torch.float32), "codes": ((_packed(d, self.bits),), torch.uint8)}
         return {"all": parts}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return codes from 0 (for −M) to 2 s (for M), and the scales M."""
+        """Return the scale M of each bucket and the code of each coordinate, from 0 (for −M) to 2 s (for M)."""
         flat = _flat(change)
         rows = np.pad(flat, (0, -len(flat) % self.bucket)).reshape(-(-len(flat) // self.bucket), self.bucket)
         scales = np.abs(rows).max(axis=1, initial=0.0)
-        # In float64, because the product of a large value and ``levels`` could overflow in float32.
+        # The product of a large value and ``levels`` could overflow in float32, so it is computed in float64.
         steps = rows * (self.levels / np.where(scales > 0, scales, 1).astype(np.float64))[:, None]
         codes = np.floor(steps + generator.random(steps.shape)).astype(np.int64) + self.levels
         codes = np.clip(codes, 0, 2 * self.levels).ravel()[: len(flat)]
         return {"all": {"scales": torch.from_numpy(scales), "codes": _pack(codes, self.bits)}}
 
     def decode(self, payload: Payload, like: Params) -> Params:
-        """Return the values of the codes, times the scale of their bucket."""
+        """Return the value of each code: (code − s) × M / s, with the scale M of its bucket."""
         d, parts = _coordinates(like), payload["all"]
         codes, scales = _unpack(parts["codes"], self.bits, d), parts["scales"].numpy().astype(np.float64)
         if d and codes.max() > 2 * self.levels:
@@ -247,13 +253,14 @@ class QSGD(Codec):
 class WithMemory(Codec):
     """A codec with error feedback: the sender adds the error of a change to its next change.
 
-    The decoded changes so far and the remaining error are together the sum of all changes (Seide et al. 2014;
-    Karimireddy et al. 2019). If clients take part rarely, their errors refer to an old model and pull towards it.
+    At any time, the changes decoded so far and the remaining error add up to the sum of all changes (Seide et al. 2014;
+    Karimireddy et al. 2019). If a client takes part rarely, its error comes from an old model, and adding it pulls the
+    new model towards the old one. ``damping`` and ``forget_after`` limit this effect.
 
     Args:
-        damping: Factor that is applied to the error for each round of its age.
-        forget_after: Rounds after which an error is dropped. Default: never.
-        start: The first round with compression; changes of earlier rounds travel unencoded.
+        damping: Factor by which the error is multiplied for each round of its age.
+        forget_after: Largest age of an error in rounds; an older one is dropped. Default: no limit.
+        start: The first round with compression; changes of earlier rounds are sent without encoding.
     """
 
     feedback = True
@@ -263,14 +270,14 @@ class WithMemory(Codec):
     start: PositiveInt = 1
 
     def kept(self, age: int) -> float:
-        """Return the factor of an error that is ``age`` rounds old."""
+        """Return the factor with which an error that is ``age`` rounds old is multiplied."""
         if self.forget_after is not None and age > self.forget_after:
             return 0.0
         return float(self.damping**age)
 
 
 class TopK(WithMemory):
-    """The coordinates with the largest absolute values over all tensors, with error feedback.
+    """Selection of the coordinates with the largest absolute values over all tensors, with error feedback.
 
     The server learns which coordinates a client has changed most.
 
@@ -284,21 +291,21 @@ class TopK(WithMemory):
         return min(max(1, round(self.fraction * d)), d)
 
     def forms(self, like: Params) -> Forms:
-        """Return one name with two parts: the packed indices of the coordinates, and their values."""
+        """Return one name, ``all``, with two parts: the packed indices of the coordinates, and their values."""
         d = _coordinates(like)
         k = self._sent(d)
         indices = ((_packed(k, _bits(d)),), torch.uint8)
         return {"all": {"places": indices, "values": ((k,), torch.float32)}}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return the largest coordinates; of equal values the first ones."""
+        """Return the indices and values of the largest coordinates; of equal absolute values, the first ones."""
         flat = _flat(change)
         k = self._sent(len(flat))
         indices = _largest(np.abs(flat), k)
         return {"all": {"places": _pack(indices, _bits(len(flat))), "values": torch.from_numpy(flat[indices])}}
 
     def decode(self, payload: Payload, like: Params) -> Params:
-        """Return the values at their indices, and zero elsewhere."""
+        """Return tensors with the values at their indices, and zeros elsewhere."""
         d, parts = _coordinates(like), payload["all"]
         indices = _unpack(parts["places"], _bits(d), self._sent(d))
         if len(indices) and (indices[-1] >= d or (np.diff(indices) <= 0).any()):
@@ -311,17 +318,18 @@ class TopK(WithMemory):
 class PowerSGD(WithMemory):
     """A low-rank approximation of every matrix, with error feedback (Vogels et al. 2019).
 
-    Each tensor is a matrix of its first dimension by all others. For the sum of the clients' matrices M = Σ M_k, two
-    sums travel: P = Σ M_k Q, which is made orthonormal and sent back, then Q = Σ M_kᵀ P. The decoded matrix is P Qᵀ.
-    The next exchange begins with this Q, so that each exchange is one power iteration. A client's error is
-    M_k − P (M_kᵀ P)ᵀ. Tensors of one dimension, and tensors that would not become smaller, travel unencoded.
+    A tensor is seen as a matrix: its first dimension gives the rows, all other dimensions the columns. The clients' sum
+    M = Σ M_k is approximated in two steps. The clients send M_k Q; the server makes the sum P = Σ M_k Q orthonormal and
+    sends it back. The clients then send M_kᵀ P, whose sum is the new Q. The decoded matrix is P Qᵀ. The next exchange
+    begins with this Q, so that each exchange is one power iteration. A client's error is M_k − P (M_kᵀ P)ᵀ. Tensors of
+    one dimension, and tensors that would not become smaller, are not approximated.
 
     The server needs only the sums, except if a method needs each client's change.
 
     Args:
         rank: Rank of the approximation.
-        factors: Type in which P and Q travel. With ``int8``, each tensor has one more byte for the power of two of its
-            numbers. Error feedback includes the error of this rounding.
+        factors: Type in which P and Q are sent. With ``int8``, each tensor has one more byte for the power of two by
+            which its values are scaled. Error feedback includes the error of this rounding.
     """
 
     linear = True
@@ -330,7 +338,7 @@ class PowerSGD(WithMemory):
     factors: Literal["float32", "bfloat16", "int8"] = "float32"
 
     def split(self, like: Params) -> tuple[list[str], list[str]]:
-        """Return the names of the tensors that are compressed, and of those that travel unencoded."""
+        """Return the names of the tensors that are approximated, and the names of the others."""
         matrices = []
         for name, tensor in like.items():
             rows, columns = _sides(tensor)
@@ -339,7 +347,7 @@ class PowerSGD(WithMemory):
         return matrices, [name for name in like if name not in matrices]
 
     def first_basis(self, like: Params, generator: np.random.Generator) -> Payload:
-        """Return Q of the first exchange: normal random numbers."""
+        """Return the matrices Q for the first exchange: random numbers of the normal distribution."""
         drawn = {
             name: generator.standard_normal(parts["q"][0], np.float32)
             for name, parts in self.forms_of_basis(like).items()
@@ -347,20 +355,20 @@ class PowerSGD(WithMemory):
         return {name: {"q": self.rounded(torch.from_numpy(basis))} for name, basis in drawn.items()}
 
     def rounded(self, tensor: Tensor) -> Tensor:
-        """Return a tensor, rounded as it is when it travels."""
+        """Return a tensor, rounded to the type ``factors``."""
         return rounded(tensor, DTYPES[self.factors])
 
     def project(self, change: Params, basis: Payload) -> Payload:
-        """Return a client's part of the first sum: P_k = M_k Q."""
+        """Return a client's part of the first sum: P_k = M_k Q for each matrix."""
         return {name: {"p": self.rounded(_matrix(change[name]) @ parts["q"].float())} for name, parts in basis.items()}
 
     def orthonormal(self, summed: Payload) -> Payload:
-        """Return P of the first sum with orthonormal columns."""
+        """Return P with orthonormal columns for each matrix, from the first sum."""
         frames = {name: torch.linalg.qr(parts["p"].double()).Q.float() for name, parts in summed.items()}
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return a client's part of the second sum, Q_k = M_kᵀ P, and the unencoded tensors."""
+        """Return a client's part of the second sum: Q_k = M_kᵀ P for each matrix, and all other tensors, rounded."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()
@@ -368,20 +376,25 @@ class PowerSGD(WithMemory):
         return payload | {name: {"": self.rounded(change[name])} for name in rest}
 
     def forms_of_basis(self, like: Params) -> Forms:
-        """Return the forms of Q: (columns, rank) for every matrix."""
+        """Return the forms of Q: the shape (columns, rank) for each matrix."""
         return {name: {"q": parts["q"]} for name, parts in self.forms(like).items() if "q" in parts}
 
     def forms_of_frame(self, like: Params) -> Forms:
-        """Return the forms of P and of ``project``: (rows, rank) for every matrix."""
+        """Return the forms of P and of the result of ``project``: the shape (rows, rank) for each matrix."""
         return {name: {"p": parts["p"]} for name, parts in self.forms(like).items() if "p" in parts}
 
     def forms_of_coefficients(self, like: Params) -> Forms:
-        """Return the forms of ``coefficients``."""
+        """Return the forms of the result of ``coefficients``."""
         whole = self.forms(like)
         return {name: {part: form for part, form in parts.items() if part != "p"} for name, parts in whole.items()}
 
     def next_basis(self, payload: Payload, before: Payload) -> Payload:
-        """Return Q of the next exchange: the sum of this exchange, normalised; the previous Q if the sum is zero."""
+        """Return the matrices Q for the next exchange.
+
+        Args:
+            payload: The second sum of this exchange, which is normalised.
+            before: The matrices Q of this exchange. They stay if the sum is zero.
+        """
         basis = {}
         for name, parts in before.items():
             new = payload[name]["q"].double()
@@ -390,7 +403,7 @@ class PowerSGD(WithMemory):
         return basis
 
     def forms(self, like: Params) -> Forms:
-        """Return the forms of both factors of every matrix, and of the unencoded tensors."""
+        """Return the forms of both factors P and Q of each matrix, and of all other tensors."""
         matrices, rest = self.split(like)
         dtype, forms = DTYPES[self.factors], Forms()
         for name in matrices:
@@ -399,7 +412,7 @@ class PowerSGD(WithMemory):
         return forms | {name: {"": (tuple(like[name].shape), dtype)} for name in rest}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return both factors of a single change, after two power iterations from a random basis."""
+        """Return both factors P and Q of a single change, after two power iterations from random matrices Q."""
         basis = self.first_basis(change, generator)
         for _ in range(2):
             frame = self.orthonormal(self.project(change, basis))
@@ -408,7 +421,7 @@ class PowerSGD(WithMemory):
         return with_frame(payload, frame)
 
     def decode(self, payload: Payload, like: Params) -> Params:
-        """Return P Qᵀ for every matrix, in the shapes of ``like``."""
+        """Return P Qᵀ for each matrix, and all other tensors, in the shapes of ``like``."""
         change = {}
         for name, tensor in like.items():
             parts = payload[name]
@@ -418,7 +431,12 @@ class PowerSGD(WithMemory):
 
 
 def with_frame(payload: Payload, frame: Payload) -> Payload:
-    """Return the coefficients of a second sum, together with their frame P."""
+    """Return a payload of ``PowerSGD`` with both factors P and Q of each matrix.
+
+    Args:
+        payload: The coefficients Q of a second sum.
+        frame: The matrices P.
+    """
     return payload | {name: {**parts, **payload[name]} for name, parts in frame.items()}
 
 
@@ -446,7 +464,7 @@ def _shaped(flat: NDArray[np.float32], like: Params) -> Params:
 
 
 def _largest(sizes: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Return the indices of the k largest values, ascending; of equal values those of the first.
+    """Return the indices of the k largest values, in ascending order; of equal values, the first ones are taken.
 
     >>> _largest(np.array([2.0, 1.0, 2.0, 3.0, 2.0], dtype=np.float32), 3)
     array([0, 2, 3])
@@ -459,7 +477,7 @@ def _largest(sizes: NDArray[np.float32], k: int) -> NDArray[np.int64]:
 
 
 def _bits(d: int) -> int:
-    """Return the number of bits of the largest index of ``d`` coordinates."""
+    """Return how many bits an index of ``d`` coordinates needs."""
     return max(1, (d - 1).bit_length())
 
 
@@ -508,8 +526,8 @@ class Communication(Setting):
 
     Args:
         up: Codec of the changes that clients send.
-        down: Codec of the model that clients receive. With ``none`` the whole model travels; otherwise the encoded
-            changes that a client missed, if these are smaller.
+        down: Codec of the model that clients receive. With ``none`` the whole model is sent. With any other codec, the
+            encoded changes that a client missed are sent, or the whole model if that is smaller.
     """
 
     up: AnyCodec = Uncompressed()
@@ -517,7 +535,7 @@ class Communication(Setting):
 
     @model_validator(mode="after")
     def _remembers_nothing(self) -> Self:
-        """Refuse settings of a client's error feedback: the server keeps the error of the model itself."""
+        """Refuse settings about the age of errors for ``down``: the server's own error never grows old."""
         if isinstance(self.down, WithMemory):
             for key, usual in (("damping", 1.0), ("forget_after", None)):
                 if getattr(self.down, key) != usual:

@@ -1,4 +1,4 @@
-"""The server's side of compression: which model the clients have, and how their encoded replies are read."""
+"""The server's side of compression: it keeps track of the model that clients have, and decodes their replies."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from fedstrata.federation.reply_checks import Check, finite
 
 @record("ChannelState")
 class CompressionState:
-    """What the server remembers of what travelled; it is part of a checkpoint.
+    """The state of compression on the server, which is part of a checkpoint.
 
     Args:
-        exchange: The number of the last exchange.
-        version: The version of the model that clients have; −1 before the first.
-        digest: The digest that identifies this version.
-        params: The model that clients have, as their copies of it are.
-        changes: The last changes of it, as they travel, oldest first.
-        confirmed: The version that each client has, (N,); −1 if none is known.
-        basis: Q of the next exchange of PowerSGD.
+        exchange: Id of the last exchange.
+        version: The last version of the model that clients get; −1 before the first one.
+        digest: The digest of this version.
+        params: The parameters of this version. They differ from the server's model by what the codec lost.
+        changes: The encoded changes that lead to this version, one for each of the last versions, oldest first.
+        confirmed: The version that each client has, (N,); −1 if the server knows of none.
+        basis: The matrices Q with which the next exchange of PowerSGD begins.
     """
 
     exchange: int
@@ -61,16 +61,16 @@ class CompressionState:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads encoded replies to one request.
+    """A reader checks and decodes the encoded replies to one request.
 
     Args:
-        request: The request, with the server's own model.
+        request: The request, with the model as the server has it.
         codec: The codec of the change.
-        like: Tensors like those of the change.
+        like: Tensors with the names, shapes and dtypes of the change.
         forms: The shapes and dtypes of the payload.
-        frame: P of PowerSGD, if the payload holds coefficients along it.
-        first: Whether the replies are parts of a first sum, which cannot be decoded alone.
-        method_check: What the method expects of the decoded reply.
+        frame: The matrices P of PowerSGD if the payload contains coefficients; otherwise empty.
+        first: Whether the replies are parts of PowerSGD's first sum, which cannot be decoded alone.
+        method_check: The method's check of a decoded reply; None for no check.
     """
 
     request: ModelRequest
@@ -82,10 +82,10 @@ class Reader:
     method_check: Check | None = None
 
     def check(self, answer: EncodedReply) -> None:
-        """Refuse a payload of another form, and a decoded reply that does not fit the request.
+        """Refuse a payload of the wrong size, and a decoded reply that does not fit the request.
 
         Raises:
-            ReplyRefusedError: With what is wrong.
+            ReplyRefusedError: The reply is refused; the message says what is wrong.
         """
         if self.first:
             unpack(answer.payload, self.forms)
@@ -103,23 +103,23 @@ class Reader:
             self.method_check(reply)
 
     def read(self, answer: EncodedReply) -> Reply:
-        """Return the reply as the client would have sent it without a codec."""
+        """Return the reply with its decoded change."""
         assert answer.reply is not None
         return answer.reply.merge_update(self.request.weights, self._decode(unpack(answer.payload, self.forms)))
 
     def without_change(self, answer: EncodedReply) -> Reply:
-        """Return the reply without its change, whatever the client put in the place of one."""
+        """Return the reply without its change, even if the client has put tensors in its place."""
         assert answer.reply is not None
         weights = self.request.weights
         return answer.reply.merge_update(weights, self.like).split_update(weights)[1]
 
     def total(self, answers: Iterable[EncodedReply]) -> Reply:
-        """Return the sum of all replies of a linear codec: the sum of the payloads is decoded once."""
+        """Return the sum of all replies for a linear codec, for which the sum of the payloads is decoded once."""
         rest: Reply = reduce(records.add, map(self.without_change, answers))
         return rest.merge_update(self.request.weights, self._decode(self.sum_payloads(answers)))
 
     def sum_payloads(self, answers: Iterable[EncodedReply]) -> Payload:
-        """Return the sum of all payloads, in client order and in double precision."""
+        """Return the sum of all payloads, added in the order of the clients and in double precision."""
         return reduce(records.add, [_double(unpack(answer.payload, self.forms)) for answer in answers])
 
     def _decode(self, payload: Payload) -> Params:
@@ -127,7 +127,7 @@ class Reader:
 
 
 class _DecodedReplies(Replies):
-    """Decoded replies; those of a linear codec are summed before they are decoded."""
+    """Decoded replies. With a linear codec, their total is decoded from the sum of the payloads."""
 
     def __init__(self, reader: Reader, answers: Replies) -> None:
         super().__init__({client: reader.read(answer) for client, answer in answers.items()})
@@ -138,14 +138,15 @@ class _DecodedReplies(Replies):
 
 
 class Compression:
-    """Encodes the requests about a model and decodes their replies, by the codecs of a run.
+    """The compression of a run: it encodes requests that contain a model, and decodes the replies to them.
 
     Args:
         communication: The codecs.
-        clients: N.
-        seed: The experiment's.
-        expected: Returns tensors like those of an objective's message, for a model.
-        additive: Names of an objective's messages that add up as changes do.
+        clients: Number of clients, N.
+        seed: The experiment's seed.
+        expected: Returns tensors with the names, shapes and dtypes of the objective's message, from the model and the
+            settings.
+        additive: Names of the groups in the objective's message that may be added up over rounds.
     """
 
     def __init__(
@@ -161,13 +162,13 @@ class Compression:
         unconfirmed = np.full(clients, -1, dtype=np.int64)
         self.state = CompressionState(0, -1, b"", {}, [], unconfirmed, {})
         self._renewed_in, self._renewed_from = 0, Params()
-        """The round and the model that the clients' model was last renewed for."""
+        """The round and the server's parameters from which the last version of the clients' model was made."""
 
     def legs(self, federation: Federation, requests: Requests, check: Check | None) -> Generator[Leg, Replies, Replies]:
-        """Let a request about a model travel encoded, and any other as it is; see ``fedstrata.federation.Legs``.
+        """Encode requests that contain a model, and send others as they are; see ``fedstrata.federation.federation``.
 
         Raises:
-            FedstrataError: The requests are about models, and not the same for all clients.
+            FedstrataError: The requests contain a model, and are not the same for all clients.
         """
         request: Any = next(iter(requests.values()), None)
         if not isinstance(request, ModelRequest):
@@ -204,7 +205,10 @@ class Compression:
         return _DecodedReplies(reader, answers)
 
     def _basis(self, codec: Codec, like: Params) -> Payload:
-        """Return Q of PowerSGD: that of the last exchange, or random numbers at first."""
+        """Return the matrices Q of PowerSGD: those that the last exchange left, or random ones; empty for other codecs.
+
+        They are random in the first exchange, and if the shapes have changed since the last one.
+        """
         if not isinstance(codec, PowerSGD):
             return {}
         fresh = codec.first_basis(like, rng(self.seed, "codec/basis"))
@@ -217,7 +221,14 @@ class Compression:
     def _deliver(
         self, federation: Federation, clients: Requests, request: Encoded, check: Check
     ) -> Generator[Leg, Replies, Replies]:
-        """Send each client the model in the way that is shortest for it."""
+        """Send each client the request with the shortest delivery of the model that it can use.
+
+        Args:
+            federation: The federation.
+            clients: The requests of the method; only their clients are used.
+            request: The envelope, whose inner request contains the model.
+            check: The check of the encoded replies.
+        """
         if isinstance(self.down, Uncompressed):
             return (yield Leg(Requests.of(clients, request), check))
         inner, confirmed = request.request, self.state.confirmed.copy()
@@ -227,13 +238,13 @@ class Compression:
         versions = [replace(request, request=bare, delivery=self._delivery(base)) for base in index_of]
         answers = yield Leg(Requests(versions, {client: index_of[base] for client, base in bases.items()}), check)
         confirmed[list(answers)] = self.state.version
-        # A client whose answer failed may or may not have the model; one that was never reached has what it had.
+        # A client whose answer failed may or may not have the new version. One that was not reached has its old one.
         confirmed[[client for client in clients if client in federation.log.failed]] = -1
         self.state = replace(self.state, confirmed=confirmed)
         return answers
 
     def _renew(self, round: int, params: Params) -> None:
-        """Let the clients' model follow the server's, once for each model of a round."""
+        """Make the server's parameters the next version of the clients' model, if this round has not done so yet."""
         if self._renewed_in == round and self._renewed_from is params:
             return
         self._renewed_in, self._renewed_from = round, params
@@ -243,7 +254,7 @@ class Compression:
             params = {name: tensor.clone() for name, tensor in params.items()}
             self.state = replace(state, version=version, digest=digest_of(b"", params), params=params, changes=[])
             return
-        # What a codec loses stays in this difference: the server needs no memory of its own.
+        # This difference contains what the codec lost before, so that the server needs no separate error feedback.
         missed = {name: tensor - state.params[name] for name, tensor in params.items()}
         encoded = self.down.encode(missed, rng(self.seed, f"codec/down/{version}", round))
         change = pack(encoded, self.down.forms(missed))
@@ -269,5 +280,5 @@ class Compression:
 
 
 def _double(payload: Payload) -> Payload:
-    # No sum of numbers that float32 can hold is beyond float64: nobody's part makes it infinite.
+    # A sum of float32 values cannot overflow in float64, so that no client can make the sum infinite.
     return {name: {part: tensor.double() for part, tensor in parts.items()} for name, parts in payload.items()}

@@ -1,4 +1,8 @@
-"""Messages with encoded models and updates: a request inside another one, and a reply in parts."""
+"""Messages with encoded models and updates: an envelope around a request, and a reply whose change is encoded.
+
+PowerSGD needs two sums of tensors over the clients, and therefore two requests in one exchange: ``Encoded`` asks for
+the parts of the first sum, ``Coefficients`` for those of the second.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,15 @@ from fedstrata.federation.messages import ModelRequest, Order, Params, Reply, Re
 
 @record("ModelDelivery")
 class ModelDelivery(Message):
-    """A model: whole, or as the changes that a client missed.
+    """The delivery of a model to a client: the whole model, or the changes that the client missed.
 
     Args:
-        version: Number of the model's version.
-        digest: Digest of this version: of the whole model at first, then of the previous digest and the change.
+        version: Version of the model, counted from 0.
+        digest: Digest of this version. That of a whole model is computed from its parameters, and every later one from
+            the digest before and the encoded change.
         base: The version to which the changes apply; −1 for a whole model.
-        changes: The changes from each version to the next, encoded and packed.
-        params: The whole model; empty if there are changes.
+        changes: The changes from each version to the next, encoded and packed into bytes.
+        params: The parameters of the whole model; empty if the client needs only changes, or has the model already.
     """
 
     version: int
@@ -33,11 +38,11 @@ class ModelDelivery(Message):
 
 @record("EncodedReply")
 class EncodedReply(Reply):
-    """A reply in parts.
+    """A reply whose change is encoded.
 
     Args:
-        reply: The reply without its change; None in the answer to a first sum.
-        payload: The change, encoded and packed, or the client's part of a first sum.
+        reply: The reply without its change; None if the payload is a part of PowerSGD's first sum.
+        payload: The encoded change, or the client's part of the first or second sum, packed into bytes.
     """
 
     reply: Reply | None
@@ -45,13 +50,13 @@ class EncodedReply(Reply):
 
 
 class Sums(Order):
-    """The numbers of exchanges ascend, and the second sum of an exchange follows its first sum."""
+    """An order in which the ids of exchanges ascend, and the second sum of an exchange follows its first sum."""
 
     def __init__(self) -> None:
         self._last = self._pending = 0
 
     def refusal(self, request: Any) -> str:
-        """Refuse an exchange that is over, and a second sum without a first one."""
+        """Return why a request may not be answered: its exchange is over, or no first sum came before the second."""
         if isinstance(request, Encoded) and request.exchange <= self._last:
             return f"exchange {request.exchange} comes after {self._last}; accepted: larger numbers"
         if isinstance(request, Coefficients) and request.exchange != self._pending:
@@ -59,7 +64,7 @@ class Sums(Order):
         return ""
 
     def asked(self, request: Any) -> None:
-        """Note the exchange, and whether a second sum follows."""
+        """Remember the exchange, and whether a second sum is to follow."""
         if isinstance(request, Encoded):
             self._last, self._pending = request.exchange, request.exchange if len(request.basis) else 0
         else:
@@ -67,10 +72,10 @@ class Sums(Order):
 
 
 def repeated_forms(request: Encoded) -> list[Request]:
-    """Return the forms in which an encoded request may come again after a broken exchange.
+    """Return the forms in which an encoded request may be repeated after an exchange failed.
 
-    The number of the exchange may differ. A client that answered the first sum has the model already: the model may
-    then come as the name of its version.
+    The id of the exchange may differ. A client that has received the model already does not need its changes again:
+    the delivery then contains only the version and the digest.
     """
     same = replace(request, exchange=0)
     if (delivery := request.delivery) is None:
@@ -81,15 +86,15 @@ def repeated_forms(request: Encoded) -> list[Request]:
 
 @record("Encoded")
 class Encoded(Request):
-    """A request whose model, or whose reply's change, travels encoded.
+    """An envelope around a request, for which the model or the change in the reply is encoded.
 
     Args:
-        request: The inner request; its parameters are empty if there is a ``delivery``.
+        request: The inner request; its model has no parameters if there is a ``delivery``.
         round: The round, counted from 1.
-        exchange: Number of the exchange in this run.
+        exchange: Id of the exchange in this run; ids ascend from 1.
         delivery: The encoded model; None if the inner request contains the model.
-        plain: Whether the change travels unencoded, whatever the codec.
-        basis: Q of PowerSGD, packed; empty if the change travels in one exchange.
+        plain: Whether the change is sent without encoding, even if the spec names a codec.
+        basis: The matrices Q of PowerSGD, packed into bytes; empty if the reply is to contain the whole encoded change.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
@@ -105,11 +110,11 @@ class Encoded(Request):
 
 @record("Coefficients")
 class Coefficients(Request):
-    """A request for the second sum of a PowerSGD exchange: the coefficients of the change in the frame P.
+    """A request for the parts of PowerSGD's second sum: the coefficients of the change along the columns of P.
 
     Args:
-        exchange: Number of the exchange, as in the first sum.
-        frame: P of PowerSGD, packed; its columns are orthonormal.
+        exchange: Id of the exchange, the same as for the first sum.
+        frame: The matrices P of PowerSGD, packed into bytes; their columns are orthonormal.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
@@ -119,6 +124,6 @@ class Coefficients(Request):
     frame: Tensor
 
     def check(self, reply: EncodedReply) -> None:
-        """Refuse a reply without the answer to the inner request."""
+        """Refuse a reply that lacks the reply to the inner request."""
         if reply.reply is None:
             raise ReplyRefusedError("the second sum lacks the answer")
