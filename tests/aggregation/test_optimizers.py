@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+import fedstrata as fs
+from fedstrata.aggregation.base import Mean
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
 from fedstrata.base import records
 from fedstrata.base.config import LARGEST, build
@@ -125,3 +127,45 @@ def test_any_settings_that_are_accepted_can_step(name, size):
     stepper.step({"w": torch.ones(3)}, 2)
     with pytest.raises(SpecError, match=r"lr = 1.7e\+308: too large; accepted: at most 1e\+18"):
         ServerOptimizer(optimizer=name, lr=1.7e308)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_schedule_is_a_constant_rate_of_the_round(name):
+    rates = {"inverse": [LR, LR / 2, LR / 3], "cosine": [LR, LR * 0.75, LR * 0.25]}
+    for schedule, expected in rates.items():
+        for round, lr in enumerate(expected, start=1):
+            params = {"w": torch.tensor(W0, dtype=torch.float32)}
+            update = {"w": torch.tensor(UPDATES[0], dtype=torch.float32)}
+            scheduled, _ = settings(name, schedule=schedule).apply(params, update, None, round, 3)
+            constant, _ = settings(name).model_copy(update={"lr": lr}).apply(params, update, None)
+            torch.testing.assert_close(scheduled["w"], constant["w"])
+
+
+def test_the_round_reaches_the_aggregator_and_its_optimizer():
+    rounds = []
+
+    class Noting(Mean):
+        def coefficients(self, selection, returned, samples):
+            rounds.append((selection.round, selection.rounds))
+            return super().coefficients(selection, returned, samples)
+
+    def moved(**server):
+        spec = fs.Experiment(
+            method=fs.FedAvg(aggregator=Noting(server=server)),
+            partition=fs.IID(clients=2),
+            training={"rounds": 2, "local_steps": 1},
+            evaluation={"every": 0},
+        )
+        with fs.Simulation(fs.prepare(spec)) as simulation:
+            before = simulation.state.weights.params
+            simulation.step()
+            middle = simulation.state.weights.params
+            simulation.step()
+            after = simulation.state.weights.params
+        return [{name: b[name] - a[name] for name in a} for a, b in ((before, middle), (middle, after))]
+
+    constant, inverse = moved(), moved(schedule="inverse")
+    assert rounds == [(1, 2), (2, 2)] * 2
+    for name in constant[0]:
+        torch.testing.assert_close(inverse[0][name], constant[0][name])  # the same model is sent in both rounds
+        torch.testing.assert_close(inverse[1][name], constant[1][name] / 2, rtol=1e-3, atol=1e-6)

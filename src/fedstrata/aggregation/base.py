@@ -81,7 +81,7 @@ class Aggregator(Setting):
         if not a.any():
             return weights, state
         update = weighted_update(weights.params, [reply.weights.params for reply in answers], a)
-        params, state = self.server.apply(weights.params, update, state)
+        params, state = self.server.apply(weights.params, update, state, selection.round, selection.rounds)
         buffers = weights.buffers and mean_buffers(weights.buffers, [reply.weights.buffers for reply in answers], a)
         return Weights(params, buffers), state
 

@@ -12,6 +12,7 @@ from fedstrata.base.config import Setting, from_word
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
 from fedstrata.federation.messages import Params
+from fedstrata.federation.settings import scheduled
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 BETAS = (0.9, 0.99)
@@ -29,6 +30,8 @@ class ServerOptimizer(Setting):
             v ← v − (1 − β₂) g² sign(v − g²)) or ``adagrad`` (FedAdagrad: v ← v + g², with β₁ = 0).
         lr: The server's learning rate η. Default: 1 for ``sgd``, which then adds the update unchanged; 0.01 for the
             other optimisers.
+        schedule: Learning rate over the rounds: ``inverse`` or ``cosine``, as for ``training.schedule``. Default: it is
+            constant.
         momentum: Coefficient of momentum of ``sgd``.
         betas: β₁ and β₂ of ``adam`` and ``yogi``.
         eps: τ of the adaptive optimisers.
@@ -37,6 +40,7 @@ class ServerOptimizer(Setting):
 
     optimizer: Literal["sgd", "adam", "adagrad", "yogi"] = "sgd"
     lr: PositiveFloat | None = None
+    schedule: Literal["inverse", "cosine"] | None = None
     momentum: float = Field(default=0.0, ge=0, lt=1)
     betas: tuple[Beta, Beta] = BETAS
     eps: PositiveFloat = 1e-3
@@ -57,12 +61,18 @@ class ServerOptimizer(Setting):
         """The server's learning rate η."""
         return self.lr or (1.0 if self.optimizer == "sgd" else 0.01)
 
-    def apply(self, params: Params, update: Params, state: Tree) -> tuple[Params, Tree]:
-        """Take one step with an update as the negative gradient; return the new parameters and the new state."""
+    def apply(
+        self, params: Params, update: Params, state: Tree, round: int = 1, rounds: int = 1
+    ) -> tuple[Params, Tree]:
+        """Take one step with an update as the negative gradient; return the new parameters and the new state.
+
+        The schedule decides the learning rate of ``round``, counted from 1, in a run of ``rounds`` rounds.
+        """
+        lr = None if self.schedule is None else scheduled(self.rate, self.schedule, round, rounds)
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:
-            lr = self.lr or 1.0
-            return {name: w.add(update[name], alpha=lr) for name, w in params.items()}, None
-        stepper = Stepper(self, params, state)
+            alpha = (self.lr or 1.0) if lr is None else lr
+            return {name: w.add(update[name], alpha=alpha) for name, w in params.items()}, None
+        stepper = Stepper(self, params, state, lr)
         stepper.step({name: -delta for name, delta in update.items()})
         return stepper.params(), stepper.state()
 

@@ -16,6 +16,23 @@ Threads = Annotated[PositiveInt, Field(le=1024)]
 """A number of threads. It is limited because PyTorch ends the process if the system cannot start another thread."""
 
 
+def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float:
+    """Return a learning rate on a schedule.
+
+    Args:
+        lr: The learning rate η of the first round.
+        schedule: ``inverse``, ``cosine`` or another name for a constant rate; see ``Training``.
+        round: The round, counted from 1.
+        rounds: The number of rounds of the run.
+    """
+    t = round - 1
+    if schedule == "inverse":
+        return lr / (1 + t)
+    if schedule == "cosine":
+        return lr * 0.5 * (1 + math.cos(math.pi * min(t, rounds) / rounds))
+    return lr
+
+
 class Privacy(Setting):
     """The smallest number of samples that may contribute to anything that a client sends.
 
@@ -126,12 +143,7 @@ class Training(Setting):
         >>> Training(lr=0.1, schedule="inverse").lr_at(2)
         0.05
         """
-        t = round - 1
-        if self.schedule == "inverse":
-            return self.lr / (1 + t)
-        if self.schedule == "cosine":
-            return self.lr * 0.5 * (1 + math.cos(math.pi * min(t, self.rounds) / self.rounds))
-        return self.lr
+        return self.lr if self.schedule == "constant" else scheduled(self.lr, self.schedule, round, self.rounds)
 
     def invited(self, clients: int) -> int:
         """Return how many of ``clients`` a round invites."""

@@ -316,6 +316,7 @@ class Recipe(Method):
         objective, aggregator = self.objective, self.aggregator
         config, weights = federation.config, state.weights
         selection, clients_state = sampler.select(federation, state.clients, weights)
+        selection = replace(selection, round=federation.round, rounds=config.training.rounds)
         invited = selection.clients.tolist()
         keep, data_state, data_metrics = data.keep(federation, state.data, invited)
 

@@ -171,8 +171,9 @@ def _grows(was: Any, will: Any) -> bool:
 
 def _rounds_decide(spec: Mapping[str, Any]) -> str | None:
     """Return a setting whose effect on every round depends on the total number of rounds; None if there is none."""
-    if spec.get("training.schedule") == "cosine":
-        return "training.schedule = 'cosine'"
+    for key, value in spec.items():
+        if key.rpartition(".")[2] == "schedule" and value == "cosine":
+            return f"{key} = 'cosine'"
     return "method.mode = 'hybrid'" if spec.get("method.mode") == "hybrid" else None
 
 

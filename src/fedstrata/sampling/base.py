@@ -34,6 +34,8 @@ class Selection:
         stratum_chance: The probability that each stratum gets a draw, shape (H,), if the numbers of draws are random.
             None if they are not random.
         metrics: The sampler's metrics of the round.
+        round: The round, counted from 1. A recipe sets it, so that aggregators can read it.
+        rounds: The number of rounds of the run, also set by the recipe.
     """
 
     clients: Ints
@@ -44,6 +46,8 @@ class Selection:
     stratum_samples: Ints | None = None
     stratum_chance: Floats | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    round: int = 1
+    rounds: int = 1
 
     @classmethod
     def plain(cls, clients: Ints, population: int) -> Selection:

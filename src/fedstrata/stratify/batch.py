@@ -18,7 +18,7 @@ from fedstrata.federation.allowed import Agreed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Summed
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.settings import Training
+from fedstrata.federation.settings import Training, scheduled
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.messages import (
     ALL,
@@ -41,11 +41,12 @@ def rate(training: Training, server: ServerOptimizer | None, scale: float, round
 
     Args:
         training: The settings of training, with the learning rate of the round.
-        server: The server's optimiser, whose ``lr`` multiplies training's.
+        server: The server's optimiser, whose ``lr``, on its own schedule, multiplies training's.
         scale: A further factor.
         round: The round.
     """
-    return training.lr_at(round) * ((server.lr if server else None) or 1.0) * scale
+    factor = 1.0 if server is None else scheduled(server.lr or 1.0, server.schedule, round, training.rounds)
+    return training.lr_at(round) * factor * scale
 
 
 @dataclass(frozen=True)
