@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from fedstrata.cli import common
 from fedstrata.cli.common import Commands, add_command, add_output, located, print_json, run_folder
 
 if TYPE_CHECKING:
+    from fedstrata.evaluation.history import History
     from fedstrata.experiments.sweep import Sweep
 
 FORMATS = ("console", "markdown", "latex", "csv", "json")
@@ -24,6 +26,7 @@ def add_table(commands: Commands) -> None:
         fedstrata table runs/first
         fedstrata table runs/first --baseline fedavg --format latex
         fedstrata table runs/first --metric best_accuracy,rounds_to_0.8 --at bytes=5e7
+        fedstrata table runs/hospitals --by-client auroc --format latex
     """
     help = "compare methods with a baseline: intervals, paired differences, tests"
     parser = add_command(commands, "table", help, examples, work=_table)
@@ -35,6 +38,8 @@ def add_table(commands: Commands) -> None:
     parser.add_argument("--at", action="append", metavar="WHAT[=AMOUNT]", help=budgets)
     tests = "the test of paired differences (default: t)"
     parser.add_argument("--test", choices=("t", "wilcoxon"), default="t", help=tests)
+    by_client = "a row per client: the results of its own test part (default: accuracy)"
+    parser.add_argument("--by-client", nargs="?", const="accuracy", metavar="RESULT", help=by_client)
     parser.add_argument("--format", choices=FORMATS, default="console", help="(default: console)")
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="short for --format json")
 
@@ -56,6 +61,11 @@ def _table(options: argparse.Namespace) -> None:
         problem = f"there are: {', '.join(finished)}{nearest(options.baseline, finished)}"
         raise SpecError("--baseline", problem, options.baseline)
     members = {data: histories(runs) for data, runs in by_data(finished).items()}
+    if options.by_client is not None:
+        for data, of_data in members.items():
+            _print_heading(options.format, data, len(members))
+            _print_by_client(of_data, options.by_client, options.format)
+        return
     tables = {}
     for data, of_data in members.items():
         baseline = options.baseline if options.baseline in of_data else None
@@ -72,12 +82,34 @@ def _table(options: argparse.Namespace) -> None:
         sys.stdout.write(contrasts.to_csv(tables))
         return
     for data, table in tables.items():
-        if len(tables) > 1:
-            print({"latex": "% ", "markdown": "\n", "console": ""}[options.format] + f"On {data or 'unnamed data'}:\n")
+        _print_heading(options.format, data, len(tables))
         if options.format == "console":
             rich.print(contrasts.to_rich(table))
         else:
             sys.stdout.write({"markdown": contrasts.to_markdown, "latex": contrasts.to_latex}[options.format](table))
+
+
+def _print_heading(format: str, data: str, tables: int) -> None:
+    """Print the name of a data set if there are several tables, and the format has a place for it."""
+    if tables > 1 and format in ("latex", "markdown", "console"):
+        print({"latex": "% ", "markdown": "\n", "console": ""}[format] + f"On {data or 'unnamed data'}:\n")
+
+
+def _print_by_client(runs: Mapping[str, Sequence[History]], column: str, format: str) -> None:
+    import rich
+
+    from fedstrata.reporting import by_client
+
+    table = by_client.by_client(runs, column)
+    if format == "console":
+        rich.print(by_client.to_rich(table, column))
+    elif format == "json":
+        print_json({name: {label: asdict(each) for label, each in row.items()} for name, row in table.items()})
+    elif format == "csv":
+        sys.stdout.write(by_client.to_csv(table))
+    else:
+        to_text = {"markdown": by_client.to_markdown, "latex": by_client.to_latex}[format]
+        sys.stdout.write(to_text(table, column))
 
 
 def _budget(text: str) -> tuple[str, float | None]:

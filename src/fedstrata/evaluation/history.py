@@ -306,7 +306,10 @@ class History(Sequence[Record]):
                 }
             if (folder / CLIENTS).is_file():
                 with (folder / CLIENTS).open(encoding="utf-8", newline="") as file:
-                    self.clients = [{key: _cell(text) for key, text in row.items()} for row in csv.DictReader(file)]
+                    self.clients = [
+                        {key: text if key == "name" else _cell(text) for key, text in row.items()}
+                        for row in csv.DictReader(file)
+                    ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{folder}: cannot read its {EVALUATIONS} or {CLIENTS}: {error}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Any
@@ -42,7 +42,7 @@ FATE_NAMES = (*(name for name, _ in FATES.values()), "refused")
 _SOURCES = {name: name.replace("_", " ") for name in ("test", "validation", "clients", "test_clients")}
 _SOURCES["personal"] = "personal models"
 _STATISTICS = {"mean": "mean", "worst_10": "worst tenth"}
-_NOT_METRICS = ("client", "in_partition", "train_samples", "samples")
+_NOT_METRICS = ("client", "name", "in_partition", "train_samples", "samples")
 """Columns of the clients' table that are not metrics."""
 
 
@@ -230,12 +230,17 @@ def _class_names(run: Run) -> list[str]:
     return []
 
 
+def _by_name(rows: Iterable[Mapping[str, Any]]) -> dict[Any, Mapping[str, Any]]:
+    """Return the rows of a table of clients by the clients' names; a client without a name has its number."""
+    return {row.get("name", row["client"]): row for row in rows}
+
+
 def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     """Return a heat map of clients and methods per seed and column; partitions differ between seeds."""
     maps = list[dict[str, Any]]()
     for seed in dict.fromkeys(run.name for members in runs.values() for run in members):
         tables = [
-            next(({row["client"]: row for row in run.history.clients} for run in members if run.name == seed), {})
+            next((_by_name(run.history.clients) for run in members if run.name == seed), {})
             for members in runs.values()
         ]
         columns = _numbers(row for table in tables for row in table.values())

@@ -287,6 +287,8 @@ class Simulation:
         last_reply = self.loop_state.last_reply.tolist()
         clients = len(last_reply)
         columns: dict[str, list[Any]] = {"client": list(range(clients))}
+        assignment = self.prepared.assignment
+        columns |= {} if assignment.codes is None else {"name": assignment.names(self.prepared.data)}
         columns |= {} if held.numbers is None else {"in_partition": held.numbers[:clients].tolist()}
         columns |= {} if sizes is None else {"train_samples": sizes.tolist()}
         columns |= {"heard": last_reply} | score.table

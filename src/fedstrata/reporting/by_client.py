@@ -1,0 +1,140 @@
+"""A table of the clients' own results: one row per client, one column per method."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fedstrata.base.errors import SpecError, nearest
+from fedstrata.evaluation.history import History
+from fedstrata.reporting import contrasts, tables
+from fedstrata.reporting.statistics import Estimate
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ByClient = dict[str, dict[str, Estimate]]
+"""A mapping from clients, by name, to an estimate for each label."""
+
+NOT_RESULTS = ("client", "name", "in_partition", "train_samples", "samples", "heard")
+"""Columns of a run's table of clients that are not results."""
+
+
+def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -> ByClient:
+    """Return each client's result with each label's model, over the seeds.
+
+    Args:
+        runs: The histories of each label's seeds.
+        column: A column of results in the runs' tables of clients (``clients.csv``).
+
+    Returns:
+        The clients in the order of the runs' tables. A client without a value, such as one without samples of a class,
+        has an empty estimate.
+
+    Raises:
+        SpecError: No run has a table of clients, the column is unknown, or the clients of several seeds are different
+            ones because each seed divides the data in another way.
+    """
+    results = {label: [history.clients for history in members] for label, members in runs.items()}
+    rows = [row for members in results.values() for table in members for row in table]
+    if not rows:
+        problem = "these runs have no results of single clients. Set evaluation.client_test, such as 0.2, and run them"
+        raise SpecError("--by-client", problem)
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in NOT_RESULTS]
+    if column not in columns:
+        accepted = f"{', '.join(columns)}{nearest(column, columns)}"
+        raise SpecError("--by-client", f"no such result; there are: {accepted}", column)
+    if not all("name" in row for row in rows) and any(len(members) > 1 for members in results.values()):
+        problem = "each seed divides the data in another way, so that client 0 of one seed is not client 0 of another"
+        raise SpecError("--by-client", f"{problem}; accepted: clients that come with the data, or runs of one seed")
+    names = dict.fromkeys(str(row.get("name", row["client"])) for row in rows)
+    values = {
+        label: [{str(row.get("name", row["client"])): _number(row[column]) for row in table} for table in members]
+        for label, members in results.items()
+    }
+    return {
+        name: {label: Estimate.over(seed.get(name) for seed in members) for label, members in values.items()}
+        for name in names
+    }
+
+
+def _number(cell: object) -> float | None:
+    return float(cell) if isinstance(cell, (int, float, str)) and cell != "" else None
+
+
+def _how(column: str) -> tables.Measure:
+    return tables.Measure("", 100, 2) if column.endswith("accuracy") else tables.Measure("", 1, 4)
+
+
+def _cells(table: ByClient, column: str) -> tuple[list[str], list[list[str]]]:
+    """Return the labels, and a row of text per client: its name, and mean and interval for each label."""
+    how, labels = _how(column), list(next(iter(table.values())))
+    rows = []
+    for name, estimates in table.items():
+        cells = [name]
+        for label in labels:
+            estimate = estimates[label]
+            text = tables.MISSING if estimate.mean is None else tables.number(estimate.mean, how)
+            if estimate.interval is not None:
+                low, high = (tables.number(end, how) for end in estimate.interval)
+                text += f" [{low}, {high}]"
+            cells.append(text)
+        rows.append(cells)
+    return labels, rows
+
+
+def caption(table: ByClient, column: str) -> str:
+    """Return a sentence that explains the numbers."""
+    seeds = max(estimate.n for row in table.values() for estimate in row.values())
+    unit = ", in %" if column.endswith("accuracy") else ""
+    over = f"mean over {seeds} seeds with its 95 % interval" if seeds > 1 else "one seed"
+    return f"{column} on each client's own test part{unit}; {over}."
+
+
+def to_rich(table: ByClient, column: str) -> Table:
+    """Return the table for a terminal."""
+    labels, rows = _cells(table, column)
+    shown = tables.rich_table(labels, rows)
+    shown.caption, shown.caption_justify = caption(table, column), "left"
+    return shown
+
+
+def to_markdown(table: ByClient, column: str) -> str:
+    """Return the table in Markdown, with its caption."""
+    labels, rows = _cells(table, column)
+    return f"{tables.markdown_table(['client', *labels], rows)}\n{caption(table, column)}\n"
+
+
+def to_latex(table: ByClient, column: str) -> str:
+    """Return the table for a paper, with all text escaped; it needs the package booktabs."""
+    labels, rows = _cells(table, column)
+    lines = [" & ".join(map(contrasts.escape, cells)) + r" \\" for cells in (["client", *labels], *rows)]
+    return "\n".join(
+        [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{contrasts.escape(caption(table, column))}}}",
+            rf"\begin{{tabular}}{{l{'r' * len(labels)}}}",
+            r"\toprule",
+            lines[0],
+            r"\midrule",
+            *lines[1:],
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def to_csv(table: ByClient) -> str:
+    """Return CSV with one row per client and label, with all digits; missing numbers are empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["client", "label", "n", "mean", "sd", "low", "high"])
+    for name, estimates in table.items():
+        for label, each in estimates.items():
+            writer.writerow([name, label, each.n, each.mean, each.sd, *(each.interval or ("", ""))])
+    return text.getvalue()
