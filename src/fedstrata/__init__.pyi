@@ -113,6 +113,8 @@ from .spec.experiment import Experiment as Experiment
 from .spec.experiment import variants as variants
 from .spec.tracking import MLflow as MLflow
 from .spec.tracking import TensorBoard as TensorBoard
+from .stratify.label_counts import LabelCounts as LabelCounts
+from .stratify.label_counts import allowed_label_counts as allowed_label_counts
 from .stratify.method import Stratify as Stratify
 
 __version__: str
