@@ -133,6 +133,28 @@ def test_speeds_are_lognormal_and_a_clients_own():
     assert (fs.Always().seconds(some, np.array([1.0, 2.0]), 0) == [0.001, 0.002]).all()
 
 
+def test_each_seed_has_slow_clients_of_its_own():
+    model, work = fs.Always(speed_spread=0.5), np.ones(400)
+    slow = [set(np.argsort(model.seconds(EVERYBODY, work, seed))[-40:].tolist()) for seed in (0, 1, 2)]
+    assert slow[0] == set(np.argsort(model.seconds(EVERYBODY, work, 0))[-40:].tolist())
+    # Forty clients drawn twice of 400 have four in common, and more than 15 once in a billion times.
+    assert all(len(slow[i] & slow[j]) <= 15 for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        fs.Bernoulli(p=0.5),
+        fs.Persistent(p=0.5, period=3),
+        fs.Grouped(groups=[AvailabilityGroup(clients=400, p=0.5)]),
+    ],
+    ids=lambda model: model.name,
+)
+def test_each_seed_draws_who_is_there(model):
+    same = (drawn(model, range(1, 31, 3)) == drawn(model, range(1, 31, 3), seed=1)).mean()
+    assert near_to(same, 0.5, 4000)
+
+
 # What the federation makes of it.
 
 
@@ -167,6 +189,14 @@ def test_announced_availability_is_what_the_server_invites_from(tiny):
     assert 0 < len(candidates) < 40
     assert list(federation.fit(*candidates)) == candidates
     assert federation.log.dropped == set()
+
+
+def test_announced_absences_are_of_rounds_and_everybody_may_enrol(tiny):
+    federation = tiny(40, availability=fs.Bernoulli(p=0.5, announced=True))
+    federation.begin(0)
+    assert federation.candidates().tolist() == list(range(40))
+    federation.begin(1)
+    assert len(federation.candidates()) < 40
 
 
 def test_late_dropped_failed_and_returned_are_different_counts(tiny, broken):

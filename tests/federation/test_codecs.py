@@ -147,6 +147,12 @@ def test_top_k_by_hand() -> None:
     assert found["b"].tolist() == [2.0]
 
 
+def test_of_equal_values_top_k_sends_the_first() -> None:
+    codec, change = TopK(fraction=0.5), {"a": torch.tensor([2.0, -1.0, -2.0, 3.0, 2.0, 0.0])}
+    found = codec.decode(codec.encode(change, chance()), change)
+    assert found["a"].tolist() == [2.0, 0.0, -2.0, 3.0, 0.0, 0.0]
+
+
 def test_power_sgd_by_hand_for_two_clients() -> None:
     codec = PowerSGD(rank=1)
     ones = torch.ones(3, 1)
@@ -162,6 +168,39 @@ def test_power_sgd_by_hand_for_two_clients() -> None:
     decoded = [codec.decode(with_frame(codec.coefficients(c, frame), frame), c)["w"] for c in (first, second)]
     torch.testing.assert_close(decoded[0], torch.tensor([[0.5, 0.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0]]))
     torch.testing.assert_close(decoded[1], torch.tensor([[1.5, 1.0, 0.0], [0.0, 0.0, 0.0], [1.5, 1.0, 0.0]]))
+
+
+def test_the_next_basis_has_length_one_and_stays_where_a_sum_is_zero() -> None:
+    """By hand: Q is divided by its norm, here √(9 + 16 + 64 + 80) = 13."""
+    codec = PowerSGD(rank=2)
+    before = {"v": {"q": torch.full((2, 1), 7.0)}, "w": {"q": torch.zeros(2, 2)}}
+    summed = {"v": {"q": torch.zeros(2, 1)}, "w": {"q": torch.tensor([[3.0, 4.0], [8.0, 80.0**0.5]])}}
+    after = codec.next_basis(summed, before)
+    torch.testing.assert_close(after["w"]["q"], summed["w"]["q"] / 13)
+    assert after["w"]["q"].norm().item() == pytest.approx(1)
+    assert torch.equal(after["v"]["q"], before["v"]["q"])
+
+
+def test_however_large_a_change_is_the_next_one_is_encoded() -> None:
+    """Without its length of 1, the basis of one exchange times the matrix of the next would be infinite."""
+    codec, change = PowerSGD(rank=1), {"w": 1e20 * normal(20, 1) @ normal(1, 30)}
+    basis = codec.first_basis(change, chance())
+    for _ in range(2):
+        payload = codec.coefficients(change, frame := codec.orthonormal(codec.project(change, basis)))
+        basis = codec.next_basis(payload, basis)
+    found = codec.decode(with_frame(payload, frame), change)
+    torch.testing.assert_close(found["w"], change["w"], atol=1e15, rtol=1e-4)
+
+
+def test_power_sgd_alone_makes_two_iterations() -> None:
+    """P is M Mᵀ M Q of the first basis Q, normalised."""
+    codec, change = PowerSGD(rank=1), {"w": normal(5, 7)}
+    first = codec.first_basis(change, chance())["w"]["q"].double()
+    matrix = change["w"].double()
+    frame = matrix @ matrix.T @ matrix @ first
+    frame /= frame.norm()
+    found = codec.decode(codec.encode(change, chance()), change)["w"]
+    torch.testing.assert_close(found, (frame @ frame.T @ matrix).float(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rank", [1, 3])

@@ -36,6 +36,10 @@ class Told(Reply):
     """A change that the test knows."""
 
     change: Params
+    trained: bool = True
+
+    def has_update(self) -> bool:
+        return self.trained
 
     def split_update(self, sent: Weights) -> tuple[Params, Told]:
         return self.change, replace(self, change={})
@@ -50,6 +54,7 @@ class Tell(ModelRequest):
 
     round: int
     weights: Weights
+    idle: int = -1
 
     def changes(self, message: Extra) -> Params:
         return self.weights.params
@@ -60,7 +65,8 @@ def tell(client: Client, request: Tell) -> Told:
     """A change that depends on the client and the round; the model that came is kept for the test to see."""
     client.state["seen"] = dict(request.weights.params)
     client.state["answers"] = client.state.get("answers", 0) + 1
-    return Told(truth(client.number, request.round, request.weights.params))
+    client.authorize_release(10 + client.number)
+    return Told(truth(client.number, request.round, request.weights.params), client.number != request.idle)
 
 
 def truth(client: ClientId, round: int, like: Params) -> Params:
@@ -72,9 +78,12 @@ class Flaky(LocalEngine):
     """The local engine, in which some clients are lost at some kind of question."""
 
     lost: Mapping[type[Request], set[ClientId]] = {}
+    behind: Mapping[ClientId, int] = {}
+    """The samples behind each of the last answers, as a site records them."""
 
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool, group: Any = None) -> Any:
         outcomes = dict(super().ask(requests, together=together))
+        self.behind = {client: self.n_contributing(client) for client in requests}
         for client, request in requests.items():
             if client in self.lost.get(type(request), ()):
                 outcomes[client] = Failure("lost on the way")
@@ -105,10 +114,10 @@ class World:
         self.params = prepared.config.model.params()
         self.round = 0
 
-    def ask(self, clients: set[int] | None = None, *, summed: bool = False) -> Any:
+    def ask(self, clients: set[int] | None = None, *, summed: bool = False, idle: int = -1) -> Any:
         self.round += 1
         self.federation.begin(self.round)
-        request = Tell(self.round, Weights(self.params, {}))
+        request = Tell(self.round, Weights(self.params, {}), idle)
         put = self.federation.ask_sum if summed else self.federation.ask
         return put(sorted(clients or range(N)), request)
 
@@ -168,6 +177,67 @@ def test_power_sgd_projects_the_sum_on_the_directions_of_the_sum() -> None:
     torch.testing.assert_close(found, left @ (left.T @ total), atol=1e-4, rtol=1e-4)
 
 
+def spread(changes: list[Params], like: Params) -> float:
+    """Return the root mean square error of the mean of some changes."""
+    off = [torch.stack([change[name].double() for change in changes]).mean(0) - t for name, t in like.items()]
+    return float(torch.cat([part.flatten() for part in off]).square().mean().sqrt())
+
+
+def test_the_errors_of_qsgd_average_out_over_rounds() -> None:
+    """Each exchange draws its own numbers, so that the error of the mean over R rounds falls as 1 / √R."""
+    world = World(up={"name": "qsgd", "levels": 1})
+    always = truth(2, 1, world.params)
+    decoded = []
+    for round in range(1, 65):
+        world.federation.begin(round)
+        decoded.append(world.federation.ask([2], Tell(1, Weights(world.params, {})))[2].change)
+    once = spread(decoded[:1], always)
+    assert spread(decoded[:16], always) == pytest.approx(once / 4, rel=0.1)
+    assert spread(decoded, always) == pytest.approx(once / 8, rel=0.1)
+
+
+def test_the_errors_of_the_servers_qsgd_average_out_over_rounds() -> None:
+    world = World(down={"name": "qsgd", "levels": 1})
+    world.ask({2})
+    always, received = truth(9, 1, world.params), []
+    for _ in range(64):
+        before = world.compression.state.params
+        world.params = records.add(before, always)  # always the same distance from what the clients have
+        world.ask({2})
+        received.append({name: t - before[name] for name, t in world.store.get(2)["seen"].items()})
+    once = spread(received[:1], always)
+    assert spread(received[:16], always) == pytest.approx(once / 4, rel=0.1)
+    assert spread(received, always) == pytest.approx(once / 8, rel=0.1)
+
+
+def test_two_exchanges_of_a_round_draw_different_numbers() -> None:
+    world = World(up="qsgd", down="qsgd")
+    world.ask()
+    for way in ("up", "down"):
+        found = []
+        for _ in range(2):
+            before = world.compression.state.params
+            if way == "down":
+                world.params = records.add(before, truth(9, 1, before))
+            change = world.federation.ask([0], Tell(1, Weights(world.params, {})))[0].change
+            received = {name: t - before[name] for name, t in world.store.get(0)["seen"].items()}
+            found.append(change if way == "up" else received)
+        off = max(float((found[0][name] - t).abs().max()) for name, t in found[1].items())
+        assert off > 0.1, way
+
+
+def test_each_exchange_of_power_sgd_goes_on_from_the_basis_of_the_one_before() -> None:
+    world = World(up={"name": "powersgd", "rank": 1})
+    world.ask()
+    name = next(name for name, tensor in world.params.items() if tensor.ndim > 1)
+    basis, lost = world.compression.state.basis[name]["q"], [world.store.get(k)[MEMORY].lost[name] for k in range(N)]
+    total = sum(truth(client, 2, world.params)[name] + lost[client] for client in range(N))
+    frame = total @ basis
+    frame = frame / frame.norm()
+    found = world.ask(summed=True).reply.change[name]
+    torch.testing.assert_close(found, frame @ (frame.T @ total), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [Encoded, Coefficients])
 def test_an_answer_that_is_lost_leaves_the_memory_as_it_was(kind: type[Request]) -> None:
     """Also between the two sums: then nothing of the exchange counts for the client."""
@@ -185,6 +255,35 @@ def test_an_answer_that_is_lost_leaves_the_memory_as_it_was(kind: type[Request])
     after = world.store.get(2)
     assert after["answers"] == 2
     assert PENDING not in after
+
+
+def test_the_model_that_came_with_a_first_sum_stays_when_the_second_is_lost() -> None:
+    """The server knows that the client has it, and sends only what changed since."""
+    world = World(up=CODECS["powersgd"], down="qsgd")
+    world.ask()
+    for lost, answered in (({2}, {0, 1, 3}), (set(), {0, 1, 2, 3})):
+        world.params = {name: tensor + 0.1 for name, tensor in world.params.items()}
+        world.engine.lost = {Coefficients: lost}
+        assert set(world.ask()) == answered
+    assert world.store.get(2)[MODEL].version == 2
+
+
+@pytest.mark.parametrize("label", WITH_MEMORY)
+def test_who_took_no_step_keeps_its_memory(label: str) -> None:
+    world = World(up=CODECS[label])
+    world.ask()
+    before = world.store.get(1)[MEMORY]
+    world.ask(idle=1)
+    assert world.store.get(1)[MEMORY] is before
+    assert world.store.get(0)[MEMORY].round == 2
+
+
+@pytest.mark.parametrize("label", CODECS)
+def test_as_many_samples_are_behind_an_encoded_answer_as_behind_the_answer(label: str) -> None:
+    """This holds for the second sum of PowerSGD too, which has its own entry in a site's ledger."""
+    world = World(up=CODECS[label])
+    world.ask()
+    assert world.engine.behind == {0: 10, 1: 11, 2: 12, 3: 13}
 
 
 def test_memories_grow_old() -> None:
@@ -214,6 +313,16 @@ def test_an_uncompressed_beginning() -> None:
     )
 
 
+def test_going_down_too_the_beginning_may_be_uncompressed() -> None:
+    world = World(down={"name": "top-k", "fraction": 0.01, "start": 3})
+    exact = []
+    for _ in range(4):
+        world.params = {name: t + truth(9, world.round, world.params)[name] for name, t in world.params.items()}
+        world.ask()
+        exact.append(all(torch.equal(world.store.get(1)["seen"][name], t) for name, t in world.params.items()))
+    assert exact == [True, True, False, False]
+
+
 @pytest.mark.parametrize("label", CODECS)
 def test_everybody_has_the_model_that_the_server_thinks_they_have(label: str) -> None:
     """Whoever was away gets what was missed, or the whole model where that is smaller."""
@@ -232,6 +341,19 @@ def test_everybody_has_the_model_that_the_server_thinks_they_have(label: str) ->
     far = max(float((world.compression.state.params[n] - t).abs().max()) for n, t in world.params.items())
     assert far < 0.08
     assert sizes[1] < sizes[0]
+
+
+def test_whoever_missed_more_than_a_model_is_long_is_sent_the_whole_one() -> None:
+    world = World(down="qsgd")
+    world.ask({3})
+    whole = world.federation.log.bytes_down
+    for _ in range(20):
+        world.params = {name: tensor + 0.1 for name, tensor in world.params.items()}
+        world.ask({0})
+    kept = world.compression.state.changes
+    assert 0 < sum(map(records.size, kept)) < records.size(world.params)
+    world.ask({3})
+    assert world.federation.log.bytes_down <= whole + 100  # the digest of a first model is shorter
 
 
 def test_a_client_that_has_another_model_than_was_thought_is_sent_the_whole_one() -> None:

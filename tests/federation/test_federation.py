@@ -18,8 +18,9 @@ from fedstrata.clients.handlers.fit import fit
 from fedstrata.clients.handling import handles, handles_hop
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
+from fedstrata.federation.engine import Failure
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Fit, Reply, Request, Weights
+from fedstrata.federation.messages import Fit, Reply, Request, Requests, Weights
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.runs.simulation import make_context
 from fedstrata.sampling.messages import SizeReply, SizeReport
@@ -357,6 +358,37 @@ def test_a_member_whose_reply_does_not_count_voids_those_of_the_others(tiny, mon
     assert federation.log.failed == {2}
     assert federation.log.returned == set()
     assert [event["clients"] for event in federation.events] == [[2]]
+
+
+def test_where_all_of_a_group_only_waited_all_of_them_failed(tiny):
+    """A client that only waited for a failed client has not failed. If no client failed, the whole group broke."""
+    federation = tiny(5)
+    asked = Requests.of((1, 2), Meet(-1))
+    waited, raised = Failure("waited", bystander=True), Failure("raised")
+    assert federation.exchanges.collect(asked, {1: waited, 2: raised}, True, None) == {}
+    assert federation.log.failed == {2}
+    federation.begin(2)
+    assert federation.exchanges.collect(asked, {1: waited, 2: waited}, True, None) == {}
+    assert federation.log.failed == {1, 2}
+    # A refused reply is somebody's fault.
+    federation.begin(3)
+    assert federation.exchanges.collect(asked, {1: waited, 2: Said("two", torch.ones(1))}, True, None) == {}
+    assert federation.log.failed == {2}
+
+
+def test_a_measurement_changes_nothing_at_a_client_and_is_none_of_the_rounds_costs(tiny):
+    federation = tiny(3, availability=fs.Bernoulli(p=1e-9))
+    request = Say("1")
+    replies, size = federation.measure(request, check=unwanted)
+    assert list(replies) == [0, 2]
+    assert size == 3 * len(encode(request)) + sum(len(encode(reply)) for reply in replies.values())
+    assert [federation.store.get(client) for client in range(3)] == [{}, {}, {}]
+    assert federation.log.metrics() == dict.fromkeys(federation.log.metrics(), 0)
+    [event] = federation.events
+    assert (event["kind"], event["clients"]) == ("not measured", [1])
+
+
+# Relays.
 
 
 # Relays.

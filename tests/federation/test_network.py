@@ -10,6 +10,7 @@ import pytest
 import fedstrata as fs
 from fedstrata.base import records
 from fedstrata.base.errors import SpecError
+from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.federation.messages import Fit
 
 SLOW: dict[str, Any] = {"bandwidth_up": 0.01, "bandwidth_down": 0.1, "latency": 0.5, "seconds_per_sample": 0.25}
@@ -51,6 +52,33 @@ def test_who_gets_the_model_too_late_is_not_asked_and_who_answers_too_late_does_
         assert federation.log.simulated_seconds == pytest.approx(expected)
         # What came too late is no part of the books.
         assert federation.log.bytes_up == sum(records.size(reply) for reply in replies.values())
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_a_relay_takes_the_way_and_the_work_of_every_hop(tiny, network):
+    settings = SLOW if network else {"seconds_per_sample": 0.25, "deadline": 1e6}
+    federation, task = tiny(3, availability=fs.Always(**settings)), Visit(1)
+    federation.relay([(k, task) for k in range(3)], federation.weights, work=lambda _, samples: samples)
+    way = seconds(records.size(task) + records.size(federation.weights), 0.1) if network else 0.0
+    assert federation.log.hops == 3
+    assert federation.log.simulated_seconds == pytest.approx(3 * (way + 0.25 * 8))
+
+
+@pytest.mark.parametrize("execution", ["fused", "per-client"])
+def test_a_part_of_a_sum_may_come_too_late(execution):
+    spec = {
+        "data": {"name": "digits", "limit": 200},
+        "partition": {"name": "iid", "clients": 5},
+        "method": {"name": "stratify", "cap": 10},
+        "availability": {"name": "always", "bandwidth_up": 1, "speed_spread": 2.0},
+        "training": {"rounds": 1, "batch_size": 25, "execution": execution},
+    }
+    assert fs.run(spec)[0]["clients_late"] == 0
+    # To send a gradient takes longer than this, however fast a client computes it.
+    hurried = {**spec, "availability": {**spec["availability"], "deadline": 0.01}}
+    with pytest.warns(UserWarning, match="never took a step"):
+        (record,) = fs.run(hurried)
+    assert (record["clients_late"], record["clients_returned"]) == (5, 5)
 
 
 def test_codecs_buy_time():
