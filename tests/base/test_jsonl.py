@@ -76,6 +76,19 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
         MetricsLog(path).append({"round": 4})
 
 
+def test_a_line_that_is_changed_together_with_its_checksum_shows_in_the_next_line(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(*RECORDS)
+    lines = log.path.read_bytes().splitlines(keepends=True)
+    forged = MetricsLog(tmp_path / "forged.jsonl")
+    forged.append(*RECORDS[:2], {**RECORDS[2], "accuracy": 0.9})
+    changed = forged.path.read_bytes().splitlines(keepends=True)
+    assert changed[:2] == lines[:2]
+    log.path.write_bytes(b"".join([*lines[:2], changed[2], *lines[3:]]))
+    with pytest.raises(DataError, match="line 4: its checksum says that it, or a line before it, is not what was"):
+        read_jsonl(log.path)
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

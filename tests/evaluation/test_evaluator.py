@@ -7,7 +7,10 @@ import torch.nn.functional as F
 from sklearn import metrics as reference
 
 import fedstrata as fs
-from fedstrata.evaluation.evaluator import over_clients
+from fedstrata.evaluation.evaluator import Evaluator, over_clients
+from fedstrata.evaluation.messages import Evaluated
+from fedstrata.evaluation.predictions import Predictions
+from fedstrata.evaluation.sums import sums_of
 
 ALL = ["accuracy", "balanced-accuracy", "macro-f1", "auroc", "log-loss", "ece"]
 TABLE = {
@@ -145,6 +148,26 @@ def test_the_table_of_clients_and_the_matrices_are_files(tmp_path):
         assert loaded.confusion[key].counts.tolist() == history.confusion[key].counts.tolist()
     again = fs.run(spec(evaluation={"fine_tune": 1}), out=tmp_path / "run", resume=True)
     assert again.clients == history.clients
+
+
+def test_the_worst_tenth_of_eleven_clients_are_two():
+    values = np.arange(11)[::-1, None] / 10
+    (found,) = over_clients(values, np.ones(11, dtype=int), np.array([True]))
+    assert found["worst_10"] == pytest.approx(0.05)
+
+
+def test_of_clients_of_which_one_withholds_its_values_only_the_sum_is_known(run):
+    simulation, _, _ = run
+    held = simulation.prepared.held
+    place = simulation.prepared
+    evaluator = Evaluator(simulation.spec.evaluation, place.config.model, place.data, held, 3, remote=True)
+    part = sums_of(Predictions.of(np.array([0, 1]), np.eye(2)))
+    told, withheld = Evaluated(part, {"accuracy": 1.0}), Evaluated(part, None)
+    question = evaluator._question(simulation.evaluated(), 1, "test")
+    total, values, sizes = evaluator._asked(question, lambda _: {0: told, 2: withheld})
+    assert (total.samples, values, sizes.tolist()) == (4, None, [2, 0, 2])
+    total, values, sizes = evaluator._asked(question, lambda _: {0: told, 2: told})
+    assert values[:, 0].tolist() == [1.0, pytest.approx(np.nan, nan_ok=True), 1.0]
 
 
 def test_over_clients_by_hand():

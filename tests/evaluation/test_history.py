@@ -51,6 +51,12 @@ def test_deviation_is_over_the_last_twenty_evaluated_rounds() -> None:
     assert History(wild[:1]).summary["accuracy_sd_last20"] is None
 
 
+def test_deviation_is_over_no_fewer_than_twenty_rounds() -> None:
+    """Ten of 0 and ten of 1: their squares about a half add up to 5, over 19."""
+    rounds = [{"round": i + 1, "accuracy": float(i >= 10)} for i in range(20)]
+    assert History(rounds).summary["accuracy_sd_last20"] == pytest.approx(math.sqrt(5 / 19))
+
+
 def test_summary_of_nothing_and_of_a_run_never_evaluated() -> None:
     for records in ([], [{"round": 1, "bytes_up": 3}]):
         summary = History(records).summary

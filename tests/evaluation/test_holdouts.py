@@ -103,6 +103,21 @@ def test_a_client_with_two_samples_has_one_to_test_on():
     assert found.assignment.sizes.tolist() == [1, 2, 24]
 
 
+def test_every_client_keeps_a_sample_to_train_on():
+    """A share of 0.9 of 3 samples rounds to all of them. At least one stays for training, also of a single sample."""
+    lists = [[0, 1, 2], [3], list(range(4, 24))]
+    found = prepared({"validation": 0.9}, fs.Given(indices=lists))
+    assert found.held.own_validation.sizes.tolist() == [2, 0, 18]
+    assert found.assignment.sizes.tolist() == [1, 1, 2]
+
+
+def test_the_start_of_the_systematic_sample_is_the_seeds():
+    """With ten labels of one sample each there is nothing to shuffle, so only the random start decides."""
+    owners, labels = np.zeros(10, dtype=int), np.arange(10)
+    taken = {tuple(np.flatnonzero(held_by_label(owners, labels, np.array([1]), seed, "t"))) for seed in range(40)}
+    assert len(taken) > 5
+
+
 def test_where_clients_come_with_the_data_validation_is_a_part_of_each():
     lists = [list(range(0, 100)), list(range(100, 400))]
     found = prepared({"validation": 0.1, "client_test": 0.2}, fs.Given(indices=lists))

@@ -3,9 +3,11 @@ from __future__ import annotations
 import math
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as reference
@@ -99,6 +101,25 @@ def test_auroc_of_histograms_is_within_its_bound(seed, classes, bins):
     error = metric.error_of_sums(sums)
     assert abs(metric.of_sums(sums) - metric.of(found)) <= error + 1e-12
     assert bins < 400 or error < 0.05
+
+
+def test_auroc_of_two_bins_by_hand():
+    """One of each two others is in each bin, and both of the class in the upper: of 4 pairs 2 are right and 2 tied."""
+    metric = METRICS.parse({"name": "auroc", "bins": 2})
+    sums = sums_of(Predictions.of(np.array([0, 1]), np.zeros((2, 2))), 2)
+    by_class = torch.tensor([[[0, 2], [1, 1]], [[1, 1], [0, 2]]])
+    found = replace(sums, samples=4, scores=by_class)
+    assert metric.of_sums(found) == 0.75
+    assert metric.error_of_sums(found) == 0.25  # had the tied pairs been right, 1; wrong, 0.5
+
+
+def test_scores_at_the_ends_and_confidence_at_an_edge_by_hand():
+    # So certain that a probability is 1 and its log-odds are infinite: a member in the last bin, another in the first.
+    certain = sums_of(Predictions.of(np.array([0, 1]), np.array([[800.0, 0.0], [0.0, 800.0]])), 4)
+    assert certain.scores.tolist() == [[[1, 0, 0, 0], [0, 0, 0, 1]]] * 2
+    # A half is the upper edge of the first of two bins, and belongs to it.
+    even = sums_of(Predictions.of(np.array([0, 1]), np.zeros((2, 2))), confidence_bins=2)
+    assert even.calibration.tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
 def test_what_has_no_value():

@@ -286,3 +286,15 @@ def test_one_under_the_name_of_another_round_is_damaged(tmp_path):
     shutil.rmtree(tmp_path / "round-00000001")
     with pytest.raises(CheckpointError, match="round-00000007: it is of round 2"):
         checkpoint.load(tmp_path)
+
+
+def test_the_last_round_that_is_considered_is_one_of_them(tmp_path):
+    for round in (1, 2, 3):
+        checkpoint.save(tmp_path, round, f"state {round}", StateStore())
+    found = [checkpoint.load(tmp_path, last) for last in (None, 3, 2, 1)]
+    assert [each and (each.round, each.state) for each in found] == [
+        (3, "state 3"),
+        (3, "state 3"),
+        (2, "state 2"),
+        None,
+    ]

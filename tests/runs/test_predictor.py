@@ -227,6 +227,17 @@ def test_labels_are_what_the_data_had(tmp_path: Path) -> None:
     assert accuracy(predictor, data["x_test"], data["y_test"]) == history.final_accuracy
 
 
+def test_names_that_only_look_like_numbers_stay_names(tmp_path: Path) -> None:
+    """As numbers "07" and "7" would be the same label."""
+    data = offset(np.int64)
+    labels = np.array(["07", "7", "8"])
+    data |= {key: labels[data[key]] for key in ("y_train", "y_test")}
+    history = fs.run(spec(model="tabular"), out=tmp_path / "run", data=data)
+    predictor = fs.load(tmp_path / "run")
+    assert predictor.classes == ("07", "7", "8")
+    assert accuracy(predictor, data["x_test"], data["y_test"]) == history.final_accuracy
+
+
 def test_a_single_sample_keeps_its_last_digits(tmp_path: Path) -> None:
     """In a single row of float64 nothing shows that float32 would lose what tells it from the others."""
     data = offset(np.float64)

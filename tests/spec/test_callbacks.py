@@ -126,6 +126,18 @@ def test_early_stopping_by_another_metric_and_direction():
     assert len(fs.run(spec(upside_down))) == rises
 
 
+def test_what_has_no_value_is_never_better():
+    with fs.Simulation(fs.prepare(spec())) as simulation:
+        best = fs.KeepBest(metric="log-loss")
+        assert best.improves(simulation, 0.5, None)
+        assert not best.improves(simulation, None, None)
+        assert not best.improves(simulation, None, 0.5)
+        assert [best.improves(simulation, value, 0.5) for value in (0.25, 0.5, 0.75)] == [True, False, False]
+        # A round without a value leaves nothing behind.
+        best.on_round(simulation, {"round": 1, "accuracy": None, "loss": None, "validation": {"log-loss": None}})
+        assert simulation.memory == {}
+
+
 def test_small_improvements_do_not_count():
     assert len(fs.run(spec({"name": "early-stopping", "patience": 3, "min_delta": 1.0}))) == 4
 
