@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
 
 from fedstrata.objectives.fedbabu import BodyOnly
-from fedstrata.sampling.messages import Sketch
+from fedstrata.sampling.messages import Compress, Sketch
+from fedstrata.sampling.quantization import restore
 
 
 def test_an_introduction_trains_what_the_objective_trains(tiny):
@@ -17,3 +21,19 @@ def test_an_introduction_trains_what_the_objective_trains(tiny):
     for name, start in federation.weights.params.items():
         moved = (parts[name] != start.flatten().numpy()).any()
         assert moved == (name not in head)
+
+
+@pytest.mark.slow
+def test_a_gradient_is_of_the_mean_over_all_samples_though_they_come_in_batches(tiny):
+    """700 samples are a batch of 512 and one of 188."""
+    federation = tiny(sizes=[700])
+    context, weights = federation.engine.context, federation.weights
+    reply = federation.ask([0], Compress(1, weights, 255, 0))[0]
+    assert reply.length == 57, "as few parameters as that have a centre each"
+    values = restore(reply.centres.numpy(), reply.codes.numpy(), 57)
+    params = {name: w.clone().requires_grad_() for name, w in weights.params.items()}
+    where = torch.arange(700)
+    logits = torch.func.functional_call(context.config.model.module, params, (context.data.inputs(where),))
+    F.cross_entropy(logits, context.data.y_train[where]).backward()
+    expected = torch.cat([w.grad.flatten() for w in params.values()])
+    torch.testing.assert_close(torch.from_numpy(values), expected, atol=1e-6, rtol=1e-4)

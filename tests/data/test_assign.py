@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.data.partitions.assign import deal_by_mix, hold_classes, log_dirichlet, taken_from_largest
+from fedstrata.data.partitions.assign import (
+    deal_by_mix,
+    deal_to_holders,
+    hold_classes,
+    log_dirichlet,
+    taken_from_largest,
+    top_up,
+)
 
 
 @pytest.mark.parametrize("alpha", [1e-9, 1e-3, 1.0, 1e9])
@@ -53,3 +60,28 @@ def test_holders_are_balanced_and_distinct(each, seed):
     assert len(set(zip(owner.tolist(), held.tolist(), strict=True))) == sum(each)
     holders = np.bincount(held, minlength=6)
     assert holders.max() - holders.min() <= 1
+
+
+def test_what_an_even_split_leaves_is_drawn_among_the_holders():
+    """Of ten samples each of three holders gets three, and each gets the tenth in about a third of the draws."""
+    zeros = np.zeros(10, dtype=np.int64)
+    owners, classes = np.array([4, 5, 6]), np.zeros(3, dtype=np.int64)
+    sizes = np.array(
+        [
+            np.bincount(deal_to_holders(zeros, owners, classes, np.random.default_rng(seed)), minlength=7)[4:]
+            for seed in range(300)
+        ]
+    )
+    assert (np.sort(sizes, axis=1) == [3, 3, 4]).all()
+    assert (sizes == 4).mean(axis=0) == pytest.approx([1 / 3] * 3, abs=0.1)
+
+
+def test_what_is_given_to_small_clients_comes_from_all_that_give():
+    """Two clients of ten samples give three each. On average, half of what a small client gets is from each."""
+    before = np.repeat([0, 1], 10)
+    from_first = []
+    for seed in range(200):
+        after = top_up(before, 4, 3, np.random.default_rng(seed))
+        assert np.bincount(after).tolist() == [7, 7, 3, 3]
+        from_first.append([(before[after == client] == 0).sum() for client in (2, 3)])
+    assert np.mean(from_first, axis=0) == pytest.approx([1.5, 1.5], abs=0.2)

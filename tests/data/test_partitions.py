@@ -171,6 +171,13 @@ def test_groups_count_their_clients():
         PARTITIONS.parse({"name": "groups", "groups": "x"})
 
 
+def test_a_shard_is_a_random_part_of_its_label():
+    """Neighbouring samples of the same label belong to the same client in about a fifth of the places."""
+    owner = Shards(clients=5, per_client=1).assign(np.zeros(100, dtype=np.int64), None, np.random.default_rng(0))
+    assert np.bincount(owner).tolist() == [20] * 5
+    assert 5 < (np.diff(owner) == 0).sum() < 40
+
+
 def test_shards_are_consecutive_labels(labelled):
     labels = np.repeat(np.arange(10), 200)
     counts = table(Shards(clients=50, per_client=2), labelled(labels))

@@ -159,3 +159,17 @@ def test_other_rules_are_certain(rule):
     by_hand = {"neyman": [0, 5, 0], "neyman-at-least-one": [1, 3, 1], "proportional": [3, 1, 1]}
     assert found.tolist() == by_hand[rule]
     assert chance.tolist() == (found > 0).astype(float).tolist()
+
+
+def test_the_floor_of_random_allocation_and_the_chance_of_a_draw_by_hand():
+    # A budget of 2 for three strata has a floor of a third of a draw; the first stratum has all the spread.
+    sizes, spreads = np.array([10, 10, 10]), np.array([1.0, 0.0, 0.0])
+    drawn = [allocated("neyman-random", 2, sizes, spreads, np.random.default_rng(seed)) for seed in range(200)]
+    counts, chance = np.array([count for count, _ in drawn]), drawn[0][1]
+    assert chance == pytest.approx([1, 1 / 3, 1 / 3])
+    assert counts.mean(axis=0) == pytest.approx([4 / 3, 1 / 3, 1 / 3], abs=0.1)
+    assert (counts > 0).mean(axis=0) == pytest.approx(chance, abs=0.1)
+    # However large the budget is, the floor is one draw: 8 and 1, not 6.75 and 2.25.
+    counts, chance = allocated("neyman-random", 9, sizes[:2], spreads[:2], np.random.default_rng(0))
+    assert counts.tolist() == [8, 1]
+    assert chance.tolist() == [1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from sklearn.cluster import OPTICS
 
 from fedstrata.base import records
 from fedstrata.federation.availability import Bernoulli
+from fedstrata.federation.messages import FitReply
 from fedstrata.sampling import fedssar
 from fedstrata.sampling.fedssar import FedSSARSampler, cluster, shares
 from fedstrata.sampling.sketches import Sketches, no_sketches, sketch, update_sketches
@@ -107,6 +109,13 @@ def test_with_more_clusters_than_places_shares_are_right_on_average():
     np.testing.assert_allclose(drawn.mean(axis=0), 8 * sizes / sizes.sum(), atol=4 * 0.5 / np.sqrt(3000))
 
 
+def test_with_more_clusters_than_places_every_client_that_is_there_is_as_likely():
+    """One client of a cluster of ten and both of a cluster of two are available: each gets a third of the places."""
+    generator = np.random.default_rng(0)
+    drawn = np.array([shares(1, np.array([10, 2]), np.array([1, 2]), generator) for _ in range(3000)])
+    assert drawn.mean(axis=0) == pytest.approx([1 / 3, 2 / 3], abs=0.04)
+
+
 def test_everybody_introduces_itself_once(tiny):
     federation = tiny(6, clients_per_round=2)
     sampler = FedSSARSampler()
@@ -162,6 +171,22 @@ def test_participants_have_new_parameters_and_the_others_their_last(tiny):
     before = state.sketches.points
     np.testing.assert_array_equal(after.sketches.points[[0, 2, 4]], before[[0, 2, 4]])
     np.testing.assert_allclose(after.sketches.points[[1, 3]], 2 * before[[1, 3]])
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_who_took_no_step_keeps_its_last_sketch(tiny, updates):
+    """Such a client returns the model that it received, which says nothing about its data."""
+    federation = tiny(3)
+    before = no_sketches().with_rows(np.array([1]), np.full((1, 57), 7, dtype=np.float32))
+    before = replace(before, sent=sketch(federation.weights.params, 0, 0))
+    replies = federation.fit()
+    assert {len(sketch(reply.weights.params, 0, 0)) for reply in replies.values()} == {57}
+    idle = {1: FitReply(federation.weights, 0, 0, 0, 0.0, {}, trained=False)}
+    assert update_sketches(before, idle, 0, 0, updates=updates) is before
+    after = update_sketches(before, {**replies, **idle}, 0, 0, updates=updates)
+    assert after.known.tolist() == [0, 1, 2]
+    assert (after.points[1] == 7).all()
+    assert (after.points[[0, 2]] != 7).any(axis=1).all()
 
 
 def test_updates_are_relative_to_what_was_sent(tiny):

@@ -61,3 +61,24 @@ def test_strata_and_deviations_are_those_of_all_rows(scale, monkeypatch):
         assert together / scale == pytest.approx(spread(whole.astype(np.float32), 0 * clusters.labels, 1)[0], rel=1e-4)
     assert clusters.renewed == 12 * 5 + 3
     assert records.encode(records.decode(records.encode(clusters))) == records.encode(clusters)
+
+
+def test_the_bounds_hold_for_every_row_however_the_centres_move():
+    """Upper bounds are no smaller than the distance to the own centre, and lower ones no larger than any other."""
+    g = np.random.default_rng(2)
+    group = np.arange(90) % 3
+    matrix = (2 * np.eye(3, 2)[group] + g.normal(size=(90, 2))).astype(np.float32)
+    rows, known = RowStore.of(matrix), np.arange(90)
+    clusters = Clusters.of(rows, group).converged(rows)
+    for step in range(10):
+        # One group of neighbours moves away: its centre moves far, and the others hardly do.
+        places = np.sort(g.choice(np.flatnonzero(clusters.labels == step % 3), 8, replace=False))
+        new = (rows.take(places) + 3 * g.normal(size=2)).astype(np.float32)
+        clusters = clusters.without(places, rows.take(places))
+        known, rows = rows.joined(known, places, new)
+        clusters = clusters.converged(rows)
+        distances = np.linalg.norm(rows.whole().astype(np.float64)[:, None] - clusters.centres[None], axis=2)
+        own = distances[np.arange(90), clusters.labels]
+        distances[np.arange(90), clusters.labels] = np.inf
+        assert (clusters.upper >= own - 1e-5).all()
+        assert (clusters.lower <= distances.min(axis=1) + 1e-5).all()

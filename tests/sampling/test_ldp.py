@@ -94,6 +94,14 @@ def test_the_estimate_by_hand():
     assert estimated_total([1, 1], bound=100, alpha=0.1) == 1.0  # far below zero, and still at least 1
 
 
+def test_a_client_as_large_as_the_bound_is_clipped_and_one_smaller_is_not(tiny):
+    """M = 8 reports 8 samples as 7."""
+    settings = FedSTaSData(epsilon=1.0, bound=8)
+    with pytest.warns(UserWarning, match="M = 8 clips 1 of 2 clients, which hold up to 8 samples"):
+        settings.check(tiny(sizes=[7, 8]).config)
+    settings.check(tiny(sizes=[7, 7]).config)
+
+
 def test_at_a_real_site_the_seed_does_not_take_the_noise_off(tiny):
     """Sites do not tell their sizes, and the server knows the experiment's seed."""
     federation = tiny(1, sizes=[40])

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fedstrata.base.errors import SpecError
+from fedstrata.federation.messages import Weights
 from fedstrata.sampling.messages import LossReport
 from fedstrata.sampling.power_of_choice import PowerOfChoice
 
@@ -50,6 +51,30 @@ def test_only_candidates_are_asked_and_large_clients_are_candidates_more_often(t
         assert len(federation.log.invited) == 2
         asked[list(federation.log.invited)] += 1
     assert asked[5] > 40 > asked[:5].max()
+
+
+def test_twice_as_many_candidates_as_clients_unless_there_are_fewer(tiny):
+    for clients, invited, expected in ((8, 3, 6), (4, 3, 4)):
+        federation = tiny(clients, clients_per_round=invited)
+        sampler = PowerOfChoice()
+        state = sampler.init(federation)
+        federation.begin(2)
+        selection, _ = sampler.select(federation, state, federation.weights)
+        assert len(federation.log.invited) == expected
+        assert len(selection.clients) == invited
+
+
+def test_of_clients_for_whom_the_model_is_as_bad_each_is_taken_sometimes(tiny):
+    """With a model of zeros every loss is log 3."""
+    federation = tiny(5, clients_per_round=1)
+    sampler = PowerOfChoice(candidates=5)
+    state = sampler.init(federation)
+    nothing = Weights({name: torch.zeros_like(w) for name, w in federation.weights.params.items()}, {})
+    taken = set()
+    for round in range(1, 40):
+        federation.begin(round)
+        taken |= set(sampler.select(federation, state, nothing)[0].clients.tolist())
+    assert taken == set(range(5))
 
 
 @pytest.mark.parametrize(("candidates", "words"), [(7, "the partition has 6 clients"), (1, "give at least that")])

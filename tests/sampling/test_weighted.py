@@ -43,6 +43,14 @@ def test_who_is_missing_is_made_up_for_within_its_stratum():
     assert a[selection.clients[returned] == 1] == pytest.approx(0.7)
 
 
+def test_where_fewer_are_there_than_are_wanted_all_are_drawn():
+    selection = without_replacement(np.array([2, 5, 7]), np.array([10, 70, 20]), 5, np.random.default_rng(0))
+    assert selection.clients.tolist() == [2, 5, 7]
+    assert selection.draws.tolist() == [1, 1, 1]
+    a = MeanBySize().coefficients(selection, np.arange(3), np.array([10, 70, 20]))
+    assert a == pytest.approx([0.1, 0.7, 0.2])
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=25), st.integers(1, 25), st.integers(0, 9999))
 def test_m_different_clients_with_the_right_probabilities(sizes, m, seed):
