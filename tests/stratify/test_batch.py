@@ -574,3 +574,19 @@ def test_clients_step_with_the_rate_of_the_server(start, balanced):
         rates.append(started.state.weights.params)
     for name, tensor in rates[0].items():
         torch.testing.assert_close(tensor, rates[1][name], atol=1e-6, rtol=1e-5)
+
+
+def test_samples_arrive_once_whatever_the_round(start, balanced):
+    """The two halves of each label's samples are disjoint and complete, also if they arrive in different rounds."""
+    started = start(spec_of("iid", clients=5), balanced)
+    none = torch.empty(0, dtype=torch.int64)
+
+    def arrived(round, window):
+        client = Client(2, started.engine.context, {})
+        request = Reserve(round, none, none, none, True, window)
+        return {label: pool.order.tolist() for label, pool in opened(client, {}, request, range(5)).items()}
+
+    first, second, both = arrived(1, (0.0, 0.5)), arrived(2, (0.5, 1.0)), arrived(3, (0.0, 1.0))
+    for label in range(5):
+        assert len(first[label]) > 0 < len(second[label])
+        assert sorted(first[label] + second[label]) == sorted(both[label])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.base.errors import SpecError
+from fedstrata.base.errors import ReplyRefusedError, SpecError
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
@@ -22,8 +22,11 @@ from fedstrata.federation.messages import Weights
 from fedstrata.models.batchnorm import federate_batchnorm
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import make_context
+from fedstrata.stratify.batch import BatchPlan
 from fedstrata.stratify.client_batch import gathered
 from fedstrata.stratify.messages import GatheredReply, Gradient, Reserve
+from fedstrata.stratify.roster import Roster
+from fedstrata.stratify.schedule import Holders
 
 NONE = torch.empty(0, dtype=torch.int64)
 
@@ -120,6 +123,31 @@ def test_what_no_part_can_take_stays_in_its_pool(seven):
     one = Reserve(1, torch.tensor([3]), torch.tensor([0]), NONE, False)
     last = engine.ask({0: one}, together=False)[0]
     assert (last.batches.tolist(), last.exhausted.tolist()) == ([5], [0])
+
+
+def test_a_label_of_too_few_samples_is_not_drawn_from_though_others_would_go_with_it(seven):
+    """Client 1 holds one sample of label 0 and two of label 2. It names only label 2: no request draws from label 0."""
+    split = {"name": "given", "indices": [[0, 1, 3, 4], [2, 5, 6]]}
+    engine = engine_of(private(split, clients=2, least=2), seven)
+    asked = Reserve(1, torch.tensor([0, 0, 0]), torch.tensor([0, 2, 2]), NONE, True)
+    reply = engine.ask({1: asked}, together=False)[1]
+    assert reply.missing.tolist() == [True, False, False]
+    assert reply.held.tolist() == [False, False, False]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_who_held_back_is_asked_again_before_anything_is_given_up(start, seed):
+    """Two clients hold two samples each of one label.
+
+    If one client is asked for one sample, it holds it back, and the other is asked for three and has two. The first
+    client is then asked for both of its samples.
+    """
+    y = np.array([0, 0, 0, 0, 1, 1, 1, 1])
+    data = fs.from_arrays(np.arange(16.0).reshape(8, 2), y, np.zeros((2, 2)), [0, 1])
+    split = {"name": "given", "indices": [[0, 1], [2, 3], [4, 5, 6, 7]]}
+    spec = private(split, clients=3, least=2, schedule="uncapped", batch_size=2).model_copy(update={"seed": seed})
+    metrics = start(spec, data).step()
+    assert (metrics["samples"], metrics["held_back"]) == (8, 0)
 
 
 @pytest.mark.parametrize("execution", ["fused", "per-client"])
@@ -251,6 +279,18 @@ def test_a_client_that_lies_about_where_its_positions_went_is_done_without(start
     assert metrics["clients_failed"] == 1
     assert any(problem in event.get("reason", "") for event in started.federation.events)
     assert all(bool(torch.isfinite(w).all()) for w in started.state.weights.params.values())
+
+
+def test_the_first_batch_that_there_is_not_is_refused(start, balanced):
+    started = start(private("iid", clients=4), balanced)
+    holders = Holders(np.array([0]), np.array([0, 1]), np.array([1]), np.array([9]))
+    plan = BatchPlan(Roster(started.federation, holders), np.zeros(9, dtype=np.int64), 4)
+    assert plan.batches == 3
+    none, batches = torch.zeros(2, dtype=torch.bool), torch.tensor([0, 3])
+    plan._check(GatheredReply(none, NONE, batches - 1, none))
+    plan._check(GatheredReply(torch.tensor([False, True]), NONE, batches, none))
+    with pytest.raises(ReplyRefusedError, match="a batch that is over, or that there is not"):
+        plan._check(GatheredReply(none, NONE, batches, none))
 
 
 def test_a_reservation_that_is_none_is_refused(start, balanced):

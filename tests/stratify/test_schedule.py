@@ -28,6 +28,11 @@ def test_holders_by_hand():
     assert found == [([3, 8], [1, 3]), ([0, 3], [5, 4]), ([3], [6])]
 
 
+def test_a_uniform_schedule_has_the_mean_of_the_totals_rounded():
+    assert frequencies(np.array([2, 3, 3]), "uniform").tolist() == [3, 3, 3]
+    assert frequencies(np.array([2, 2, 3]), "uniform").tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize("replies", [{}, {0: reply({}), 1: reply({})}])
 def test_nobody_holds_anything(replies):
     holders = Holders.of(replies)

@@ -16,6 +16,7 @@ from fedstrata.base.errors import ClientsFailedError, SpecError
 from fedstrata.federation.engine import HopByHop
 from fedstrata.models.zoo import MLP
 from fedstrata.runs.preparation import prepare
+from fedstrata.stratify.messages import StepsReply
 from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.single import Route
@@ -194,6 +195,52 @@ def test_a_longer_chunk_saves_hops_and_a_task_never_leaves_its_chunk(start, bala
     # At most a hop a client and label in vain, to one that ran out meanwhile.
     assert 200 <= hops[1] <= 225
     assert hops[1] > hops[5] > hops[50]
+
+
+def test_what_was_missed_comes_back_at_random_places_of_what_is_left(start, balanced):
+    """Algorithm 3, line 17, with forty positions of one placeholder and a thousand of another."""
+    federation = start(spec_of("iid"), balanced).federation
+    holders = Holders(np.array([0, 1]), np.array([0, 1, 2]), np.array([0, 0]), np.array([9, 9]))
+    route = Route(Roster(federation, holders), np.zeros(1000, dtype=np.int64), chunk_size=10, retain=1.0)
+    for _ in range(40):
+        route._put_back(np.array([1]))
+    back = np.flatnonzero(route._left == 1)
+    assert (len(back), len(route._left)) == (40, 1040)
+    assert back.mean() == pytest.approx(520, abs=150)
+    assert back.std() == pytest.approx(300, abs=60)
+
+
+def test_a_pool_is_refilled_by_the_first_task_that_needs_it_only(start, balanced):
+    federation = start(spec_of("iid"), balanced).federation
+    holders = Holders(np.array([0, 1]), np.array([0, 1, 2]), np.array([0, 0]), np.array([9, 9]))
+    roster = Roster(federation, holders)
+    route = Route(roster, np.array([0, 1, 1, 0, 1]), chunk_size=1, retain=1.0)
+    roster.refill(1, 3)
+    assert route.open()
+    refills = []
+    for position, (_, task) in enumerate(route.tasks()):
+        refills.append(task.refill.tolist())
+        served = torch.zeros(len(task.labels), dtype=torch.bool)
+        route.on_reply(position, StepsReply(served, torch.empty(0, dtype=torch.int64), torch.zeros(())))
+    assert refills == [[], [1], [], [], []]
+
+
+@pytest.mark.parametrize("served", [0, 1])
+def test_a_pool_that_is_empty_right_after_a_refill_is_not_refilled_again(start, balanced, served):
+    """The client serves none of two positions, or one. Only in the second case can its pool be refilled again."""
+    federation = start(spec_of("iid"), balanced).federation
+    holders = Holders(np.array([0, 1]), np.array([0, 1, 2]), np.array([0, 0]), np.array([9, 9]))
+    roster = Roster(federation, holders)
+    route = Route(roster, np.array([1, 1]), chunk_size=2, retain=1.0)
+    roster.refill(1, 2)
+    assert route.open()
+    ((client, task),) = list(route.tasks())
+    assert (client, task.refill.tolist()) == (0, [1])
+    missing = torch.tensor([served == 0, True])
+    route.on_reply(0, StepsReply(missing, torch.tensor([1]), torch.zeros(())))
+    assert roster.available.tolist() == [True, False]
+    assert roster.present.tolist() == [True, served == 1]
+    assert route._left.tolist() == [1] * (2 - served)
 
 
 def test_the_next_client_is_known_before_the_reply(start, balanced):

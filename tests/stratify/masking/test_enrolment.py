@@ -222,6 +222,26 @@ def test_a_share_that_contradicts_the_totals_is_not_believed(site: Sites) -> Non
     check_against(federation, roll, HOLDINGS)
 
 
+def test_shares_that_leave_nothing_for_who_is_silent_are_not_believed(site: Sites) -> None:
+    """Client 2 gave no share and holds at least one cat, so the other two cannot hold all eleven."""
+    federation = site([{"cat": 3}, {"cat": 1}, {"cat": 7}])
+    federation.engine.cut[2] = ShareReport
+    federation.engine.tamper[0, ShareReport] = lambda reply: dataclasses.replace(
+        reply, shares=reply.shares * 0 + 10 / 11
+    )
+    roll = roll_of(federation, "prf", weighted=True)
+    assert roll.counts == {}
+    assert "do not add up" in federation.reasons("refused")[0]
+
+
+def test_counts_are_the_shares_of_the_totals_to_the_sample(site: Sites) -> None:
+    """In floating point 1 / 49 of 49 is a little less than 1."""
+    assert 1 / 49 * 49 < 1
+    holdings: list[dict[Any, int]] = [{"cat": 1}, {"cat": 48}]
+    roll = roll_of(site(holdings), "prf", weighted=True)
+    assert [roll.counts[client].tolist() for client in (0, 1)] == [[1], [48]]
+
+
 def test_a_share_of_less_than_a_sample_is_refused(site: Sites) -> None:
     """Whose counts are 0 would be all that is left to be drawn from when the others are away."""
     federation = site(HOLDINGS)

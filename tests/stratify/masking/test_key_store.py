@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import pickle
 import stat
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from fedstrata.base.errors import DataError, FedstrataError
 from fedstrata.cli import main
 from fedstrata.stratify.masking.enrolment import enrol
 from fedstrata.stratify.masking.key_store import FILE, VARIABLE, KeyRing, Keys
+from fedstrata.stratify.masking.prf import order_seed, tag
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,17 @@ def test_a_client_with_other_keys_is_left_out(folder: Path, site: Callable[..., 
         assert roll.totals.tolist() == [2, 3]
         assert "encrypted with the keys" in federation.reasons("refused")[0]
         assert (1, CountReport) not in federation.engine.asked
+
+
+def test_tags_and_orders_are_those_of_the_key() -> None:
+    """HMAC-SHA256, each for its own purpose, by Python's other implementation."""
+    for key in (bytes(32), bytes(range(32))):
+        by_hand = [
+            hmac.new(key, f"fedstrata/{kind}/{what}".encode(), "sha256").digest()
+            for kind, what in (("label", "café"), ("order", "3"))
+        ]
+        assert tag(key, "cafe\u0301") == by_hand[0][:16]
+        assert order_seed(key, 3) == int.from_bytes(by_hand[1][:8], "big")
 
 
 def test_with_a_key_file_nobody_can_guess_the_order_of_the_placeholders(folder: Path) -> None:

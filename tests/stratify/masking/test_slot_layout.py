@@ -65,6 +65,17 @@ def test_a_label_that_is_listed_twice_is_an_error() -> None:
         grid.find([opened], np.array([0]), 1)
 
 
+def test_an_entry_that_equals_an_unused_row_is_an_error() -> None:
+    """A client with two labels uses the first two rows of its sheet."""
+    grid = SlotLayout(10)
+    opened = np.ones(grid.slots, dtype=np.int64)
+    opened[1 * 10 + 7] = 0
+    assert grid.find([opened], np.array([0]), 2).tolist() == [-1, 7]
+    opened[2 * 10 + 4] = 0
+    with pytest.raises(FedstrataError, match="contradicts itself"):
+        grid.find([opened], np.array([0]), 2)
+
+
 @pytest.mark.parametrize("classes", [1, 2, 10, 100, 4095, 5000])
 def test_codes_differ_modulo_the_prime(classes: int) -> None:
     p = SlotLayout(classes).prime
