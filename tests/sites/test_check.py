@@ -18,7 +18,7 @@ import pytest
 
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.cli import main
-from fedstrata.sites.certificates import faults, key_pair, read, renew
+from fedstrata.sites.certificates import ROOT, ROOT_DAYS, faults, key_pair, read, renew
 from fedstrata.sites.check import check
 from fedstrata.sites.members import members, revoke
 from fedstrata.sites.start import start
@@ -166,6 +166,12 @@ def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys:
         renew(made / "other" / "authority", path, 30)
     with pytest.raises(FedstrataError, match="no folder of a root's private key"):
         renew(fed / "a", path, 30)
+
+
+def test_no_certificate_outlives_the_root_that_signed_it(fed: Path) -> None:
+    path, _ = key_pair(fed / "a")
+    end = read(path.with_name(ROOT)).not_valid_after_utc
+    assert renew(fed / "authority", path, 10 * ROOT_DAYS) == read(path).not_valid_after_utc == end
 
 
 def test_the_authority_keeps_no_partys_key(fed: Path) -> None:

@@ -27,11 +27,12 @@ from fedstrata.federation.communication.messages import Coefficients, Encoded, M
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
 from fedstrata.sampling.messages import Compress, SizeReply, SizeReport
 from fedstrata.sites.disclosure import hash_of
-from fedstrata.sites.guard import Quota, declared
+from fedstrata.sites.guard import Guard, Quota, declared
 from fedstrata.sites.ledger import Entry
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.wire import Begin, Begun, Failed, Fetch, Hopped, Refused, Survey, Total
+from fedstrata.stratify.masking.messages import CountReport
 from fedstrata.stratify.messages import Gradient, GradientReply, LabelReport, Reserve, Steps
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -336,6 +337,25 @@ def test_masked_labels_are_not_asked_for_by_their_numbers(site: Site, masking: s
         assert not isinstance(*made.ask(question), Failed)
     else:
         assert ruled(*made.ask(question)) == "order"
+
+
+def test_who_was_told_what_its_placeholders_are_is_asked_by_them(site: Site) -> None:
+    """Only an answer counts, and a checkpoint keeps it."""
+    made = site({"method": {"name": "stratify", "cap": 8, "masking": "prf"}})
+    guard = made.site_server._running().guard
+    count = guard.check(0, CountReport(torch.arange(2), 2))
+    guard.take(count)
+    none = torch.zeros(0, dtype=torch.int64)
+    question = Reserve(1, torch.zeros(2, dtype=torch.int64), torch.arange(2), none, True, (0.0, 1.0))
+    with pytest.raises(RuleError, match="before CountReport was answered"):
+        guard.check(0, question)
+    guard.answered(count, None)
+    assert guard.check(0, question) is not None
+    with pytest.raises(RuleError, match="before CountReport was answered"):
+        guard.check(1, question)
+    again = Guard(guard.declaration, guard.policy, guard.quota)
+    again.times_in_run = dict(guard.times_in_run)
+    assert again.check(0, question) is not None
 
 
 # --- relays ----------------------------------------------------------------------------------------------------------

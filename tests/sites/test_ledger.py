@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -64,6 +65,23 @@ def test_what_is_written_is_read_and_by_whoever_goes_on(ledger: Path) -> None:
     assert (ledger / HEAD).read_text().strip() == str(head)
     assert Head.parsed(str(head)) == head == Head(11, head.digest)
     assert (ledger / FILE).stat().st_mode & 0o077 == 0
+
+
+def test_an_entry_is_on_the_disk_before_its_head_and_before_its_answer_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, sync, synced = Ledger(tmp_path), os.fsync, list[tuple[int, int, bool]]()
+
+    def watched(descriptor: int) -> None:
+        sync(descriptor)
+        file = os.fstat(descriptor)
+        synced.append((file.st_ino, file.st_size, (tmp_path / HEAD).exists()))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    ledger.append(entries(2))
+    file = (tmp_path / FILE).stat()
+    assert synced == [(file.st_ino, file.st_size, False)]
+    assert (tmp_path / HEAD).exists()
 
 
 def test_two_processes_take_turns(tmp_path: Path) -> None:

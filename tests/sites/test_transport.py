@@ -298,6 +298,21 @@ def test_a_question_is_answered_once_however_often_it_comes() -> None:
     assert cache.answer(0, lambda: b"each") + cache.answer(0, lambda: b"time") == b"eachtime"
 
 
+def test_a_question_that_failed_fails_again_without_another_try() -> None:
+    cache, tried = RequestCache(), []
+
+    def work() -> bytes:
+        tried.append(cache.pulse)
+        raise KeyError("no answer")
+
+    for _ in range(3):
+        with pytest.raises(KeyError, match="no answer"):
+            cache.answer(7, work)
+    assert tried == [(7, AT_WORK)]
+    assert cache.pulse == (7, 0)
+    assert cache.answer(8, lambda: b"the next") == b"the next"
+
+
 def test_a_heart_beats_while_the_site_works_and_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedstrata.sites.idempotency.HEARTBEAT", 0.001)
     cache, told = RequestCache(), []
