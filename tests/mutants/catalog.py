@@ -94,6 +94,40 @@ data = _of("data/arrays.py", "data/test_dataset.py")
 fitting = _of("data/fitting.py", "data/test_fitting.py")
 sites_data = _of("sites/data_schema.py", "sites/test_sites.py")
 loop = _of("runs/simulation.py", "runs/test_simulation.py", "experiments/test_run.py")
+ledger = _of("sites/ledger.py", "sites/test_ledger.py")
+encoded = _of("clients/handlers/encoded.py", "federation/test_compression.py")
+compression = _of("federation/communication/compression.py", "federation/test_compression.py")
+codecs = _of("federation/communication/codecs.py", "federation/test_codecs.py", "federation/test_compression.py")
+clock = _of("federation/clock.py", "federation/test_network.py", "federation/test_availability.py")
+holdouts = _of("evaluation/holdouts.py", "evaluation/test_holdouts.py")
+metrics = _of("evaluation/metrics.py", "evaluation/test_metrics.py")
+sums = _of("evaluation/sums.py", "evaluation/test_metrics.py", "evaluation/test_evaluator.py")
+evaluator = _of("evaluation/evaluator.py", "evaluation/test_evaluator.py")
+history = _of("evaluation/history.py", "evaluation/test_history.py")
+loop_state = _of("runs/loop_state.py", "runs/test_loop_state.py")
+callbacks = _of("spec/callbacks.py", "spec/test_callbacks.py")
+clustered = _of("sampling/clustered.py", "sampling/test_clustered.py")
+kmeans = _of("sampling/incremental_kmeans.py", "sampling/test_incremental_kmeans.py")
+quantization = _of("sampling/quantization.py", "sampling/test_quantization.py")
+roster = _of("stratify/roster.py", "stratify/test_roster.py", "stratify/test_batch.py", "stratify/test_single.py")
+tags = _of("stratify/masking/prf.py", "stratify/masking/test_enrolment.py", "stratify/masking/test_key_store.py")
+counting = _of("stratify/masking/counting.py", "stratify/masking/test_enrolment.py")
+slots = _of("stratify/masking/slot_layout.py", "stratify/masking/test_slot_layout.py")
+guard = _of("sites/guard.py", "sites/test_guard.py", "sites/test_policy.py")
+members = _of("sites/members.py", "sites/test_members.py")
+certificates = _of("sites/certificates.py", "sites/test_check.py")
+predictor = _of("runs/predictor.py", "runs/test_predictor.py")
+statistics = _of("reporting/statistics.py", "reporting/test_statistics.py", "papers/test_judging.py")
+tables = _of("reporting/tables.py", "reporting/test_tables.py")
+fedssar = _of("sampling/fedssar.py", "sampling/test_fedssar.py", "methods/test_fedssar.py")
+sketches = _of(
+    "sampling/sketches.py", "sampling/test_fedssar.py", "methods/test_fedssar.py", "sampling/test_clustered.py"
+)
+sampled = _of("clients/handlers/sampling.py", "clients/test_sampling.py", "sampling/test_power_of_choice.py")
+dealing = _of("data/partitions/assign.py", "data/test_assign.py", "data/test_partitions.py")
+policy = _of("sites/policy.py", "sites/test_policy.py")
+once = _of("sites/idempotency.py", "sites/test_transport.py")
+site_sums = _of("sites/sums.py", "sites/test_sites.py", "sites/test_patience.py")
 
 MUTANTS = [
     scaffold("K is one too many", "1 / (trained.steps * context.lr)", "1 / ((trained.steps + 1) * context.lr)"),
@@ -437,4 +471,349 @@ MUTANTS = [
         "or self.round >= self.spec.training.rounds",
         "or self.round > self.spec.training.rounds",
     ),
+    logs(
+        "a checksum of a run's line is of its line alone",
+        "sha256(before.encode() + text)",
+        "sha256(text)",
+        "base/test_jsonl.py",
+    ),
+    ledger("the line before does not count", "checksum_of(line, digests[-1])", "checksum_of(line)"),
+    ledger("answers leave before they are on the disk", "        self._log.sync()\n", ""),
+    ledger("the most samples", "else min(fewest, samples)", "else max(fewest, samples)"),
+    encoded("two exchanges of a round draw alike", 'client.rng(f"codec/{request.exchange}"', 'client.rng("codec"'),
+    encoded(
+        "all exchanges draw alike",
+        'client.rng(f"codec/{request.exchange}", request.round)',
+        'client.rng("codec", 0)',
+    ),
+    encoded("the model of a first sum is forgotten", "        before[MODEL] = client.state[MODEL]\n", ""),
+    encoded("who did not train forgets", "bool(change) and whole.has_update()", "bool(change)"),
+    encoded("who did not train forgets after a second sum", "if pending.reply.has_update():", "if True:"),
+    encoded("a second sum of any size leaves", "    client.authorize_release(pending.behind)\n", ""),
+    compression(
+        "all renewals draw alike", 'rng(self.seed, f"codec/down/{version}", round)', 'rng(self.seed, "codec/down")'
+    ),
+    compression("two renewals of a round draw alike", 'f"codec/down/{version}"', '"codec/down"'),
+    compression(
+        "going down, the uncompressed beginning",
+        "isinstance(self.down, WithMemory) and round < self.down.start",
+        "False",
+    ),
+    compression("one model in a round", "== round and self._renewed_from is params:", "== round:"),
+    compression("each exchange begins anew", "return before if alike else fresh", "return fresh"),
+    compression(
+        "changes longer than the model",
+        "while sum(map(records.size, changes)) >= records.size(params):",
+        "while False:",
+    ),
+    compression(
+        "sums in single precision",
+        "[_double(unpack(answer.payload, self.forms)) for",
+        "[unpack(answer.payload, self.forms) for",
+    ),
+    codecs("the next basis is of any length", "(new / norm).float()", "new.float()"),
+    codecs("of equal values the last", "equal[: k - len(above)]", "equal[len(equal) - k + len(above) :]"),
+    codecs("one iteration", "for _ in range(2):", "for _ in range(1):"),
+    clock("nobody waits for a deadline", "last if deadline is None else min(last, deadline)", "last"),
+    clock("time passes twice", "            self._seconds = {}\n", ""),
+    exchanges(
+        "a hop's way takes no time",
+        "                self.clock.pass_time(log)  # the model",
+        "                pass  # the model",
+        "federation/test_network.py",
+    ),
+    exchanges("nobody is at fault in a broken group", "broken = not refused and all(", "broken = False and all("),
+    exchanges(
+        "one client alone shows a fault of the program",
+        "several = len(asked) >= min(2, self._config.clients)",
+        "several = True",
+    ),
+    exchanges("a resumed run ends at the first fault", "if self.resumed or not several", "if not several"),
+    federation(
+        "an evaluation changes states",
+        "self.engine.commit([])\n        replies: dict",
+        "self.engine.commit(outcomes)\n        replies: dict",
+    ),
+    federation(
+        "a sum is never late",
+        'execution != "fused" or alone:',
+        'execution != "fused":',
+        "federation/test_network.py",
+    ),
+    federation(
+        "who is away at enrolment is no candidate",
+        "if not self.availability.announced or self.round == 0:",
+        "if not self.availability.announced:",
+        "federation/test_availability.py",
+    ),
+    there("speeds of one seed", 'uniforms(seed, "speed", 0, clients)', 'uniforms(0, "speed", 0, clients)'),
+    there("periods of one seed", 'uniforms(seed, "online", (round - 1)', 'uniforms(0, "online", (round - 1)'),
+    there(
+        "groups of one seed",
+        'uniforms(seed, "online", round, clients) < p\n',
+        'uniforms(0, "online", round, clients) < p\n',
+    ),
+    holdouts("all of a client's samples", "np.maximum(sizes - 1, 0))", "sizes)"),
+    holdouts("parts of one seed", '(uniforms(seed, f"{purpose}-start"', '(uniforms(0, f"{purpose}-start"'),
+    evaluator("the worst tenth, rounded down", "tenth = -(-count // 10)", "tenth = np.maximum(count // 10, 1)"),
+    evaluator("values of some clients only", "and all(reply.values is not None", "and any(reply.values is not None"),
+    metrics(
+        "twice the error",
+        "_mean_of_known(_ratio(tied / 2, pairs)[None])[0])\n\n    def _pairs",
+        "_mean_of_known(_ratio(tied, pairs)[None])[0])\n\n    def _pairs",
+    ),
+    sums("who is certain is in the other bin", "posinf=EXTREME, neginf=-EXTREME", "posinf=-EXTREME, neginf=EXTREME"),
+    sums(
+        "a bin's lower edge",
+        "np.ceil(np.nan_to_num(confidence) * bins).astype(np.int64) - 1",
+        "np.floor(np.nan_to_num(confidence) * bins).astype(np.int64)",
+    ),
+    history(
+        "a target is passed, not reached",
+        "value <= target if lower else value >= target",
+        "value <= target if lower else value > target",
+    ),
+    history("the spread of ten rounds", '"accuracy")[1][-20:]', '"accuracy")[1][-10:]'),
+    history(
+        "another model is read",
+        "if checksum not in (None, hashlib",
+        "if False and checksum not in (None, hashlib",
+        "runs/test_predictor.py",
+    ),
+    loop_state("the last of the best", "value > self.best.value", "value >= self.best.value"),
+    loop_state("heard in the first of them", "self.last_reply <= first", "self.last_reply < first"),
+    loop_state("replies are forgotten", "self.last_reply = saved.heard.copy()", "pass"),
+    loop_state(
+        "evaluations are forgotten",
+        "self.evaluated, self.last, self.best = list(saved.evaluated), saved.last",
+        "self.evaluated, self.last, self.best = [], saved.last",
+    ),
+    callbacks("no value is the best", "return value is not None\n", "return best is None\n"),
+    callbacks(
+        "the metric's own direction", 'if self.mode is None else self.mode == "min"', 'if True else self.mode == "min"'
+    ),
+    checkpoint("the last one that is allowed", "path.name > _name(last)", "path.name >= _name(last)"),
+    checkpoint("a damaged one of this round stays", "stale.name >= _name(round)", "stale.name > _name(round)"),
+    checkpoint("what was read is written again", "limit=None))\n        store.changed.clear()\n", "limit=None))\n"),
+    checkpoint(
+        "what was written is written again", "    _sync(folder)\n    store.changed.clear()\n", "    _sync(folder)\n"
+    ),
+    checkpoint("one of another round", 'if _name(manifest["round"]) != path.name:', "if False:"),
+    weighted("more draws than clients", "    m = min(m, len(clients))\n", ""),
+    allocation("more than one draw for sure", "floor = min(1.0, FLOOR * budget", "floor = (FLOOR * budget"),
+    allocation("every stratum is drawn", "np.minimum(exact, 1.0)", "np.ones_like(exact)"),
+    allocation("strata without a spread", " + 1e-12 * sizes / sizes.sum()", "", "sampling/test_allocation.py"),
+    sizes(
+        "who has nothing is drawn",
+        "in sizes.items() if samples}",
+        "in sizes.items()}",
+        "sampling/test_weighted.py",
+        "sampling/test_clustered.py",
+    ),
+    sizes("a lie may be none", "generator.integers(1, bound)", "generator.integers(0, bound)"),
+    ldp("a bound that clips is not told", "(config.sizes >= self.bound).any()", "(config.sizes > self.bound).any()"),
+    ldp("more than all samples", "keep = min(1.0, wanted / estimate)", "keep = wanted / estimate"),
+    clustered("groups that fill a distribution", "weight[node] <= total:", "weight[node] < total:"),
+    clustered("the whole mass", "masses = (sizes * m) % total", "masses = sizes * m"),
+    kmeans("only the own centre moves", "lower -= shift.max()", "lower -= shift[labels]"),
+    quantization("a code too many", "codes.max() >= len(centres)", "codes.max() > len(centres)"),
+    aggregation("who is drawn twice counts once", "share * draws / (per_stratum", "share / (per_stratum"),
+    roster(
+        "who left is refilled",
+        "self.available[rows] = self.present[rows]\n        for client in clients:",
+        "self.available[rows] = True\n        for client in clients:",
+    ),
+    roster(
+        "what is exhausted is asked again",
+        "rows[np.isin(places, missing) | np.isin(numbers, exhausted.numpy())]",
+        "rows[np.isin(places, missing)]",
+    ),
+    roster("who left comes back", "self.available[rows] = self.present[rows] = False", "self.available[rows] = False"),
+    schedule("the mean is rounded down", "round(float(totals.mean()))", "int(totals.mean())"),
+    batch(
+        "all that is held back is given up",
+        "given_up: Bools = held & self._last[wanted]",
+        "given_up: Bools = held",
+        "stratify/test_gathering.py",
+        "stratify/test_batch.py",
+    ),
+    batch(
+        "a batch too many",
+        "reply.batches[~reply.missing] >= self.batches",
+        "reply.batches[~reply.missing] > self.batches",
+        "stratify/test_gathering.py",
+        "stratify/test_batch.py",
+    ),
+    batch("the root is the ratio", '"sqrt": 0.5,', '"sqrt": 1.0,'),
+    client_batch(
+        "a label of few samples is drawn from",
+        "if len(order) < client.context.privacy.min_samples:",
+        "if False:",
+        "stratify/test_gathering.py",
+        "stratify/test_batch.py",
+        "sites/test_privacy_page.py",
+    ),
+    client_batch(
+        "samples arrive in another order each round",
+        'client.rng(f"arrival/{label}", 0)',
+        'client.rng(f"arrival/{label}", request.round)',
+    ),
+    tags("one key for all", 'hmac.digest(key, b"fedstrata/label/"', 'hmac.digest(bytes(32), b"fedstrata/label/"'),
+    tags("one order for all seeds", 'b"fedstrata/order/" + str(seed).encode()', 'b"fedstrata/order/"'),
+    counting(
+        "shares above the total",
+        "wrong = (rest < unknown) | ((unknown == 0) & (rest != 0))",
+        "wrong = (unknown == 0) & (rest != 0)",
+    ),
+    counting(
+        "shares are rounded down",
+        "np.rint(reply.shares.numpy() * totals[held[client]])",
+        "np.floor(reply.shares.numpy() * totals[held[client]])",
+    ),
+    slots("an unused row is found", "(rows >= min(labels, last)).any()", "(rows >= last).any()"),
+    slots("a difference may be the prime", "candidate = self.classes + 2", "candidate = self.classes + 1"),
+    slots("a factor of zero", "factors = 1 + below(p - 1, self.slots)", "factors = below(p, self.slots)"),
+    guard("one description more", "len(before) >= most and", "len(before) > most and", "hostile/test_errors.py"),
+    guard(
+        "what was mended still counts",
+        '[each for each in trials["failed"] if each != key]',
+        'trials["failed"]',
+        "hostile/test_errors.py",
+    ),
+    guard("a group once more", ">= REPEATS:", "> REPEATS:"),
+    guard(
+        "a round too many is stored",
+        "if not 0 <= round <= self.declaration.rounds:",
+        "if not 0 <= round <= self.declaration.rounds + 1:",
+    ),
+    guard("the counts of another process", "count + getattr(self, key) - self._in_file[key]", "count"),
+    guard(
+        "labels before they have a meaning", "if first is not None and numbers and not any(", "if False and not any("
+    ),
+    guard("another round inside", "if allowed.inside is not None and _round_of", "if False and _round_of"),
+    guard(
+        "an enrolment again and again",
+        'if match.allowed.per == "run" or rule.phase == "enrolment":',
+        'if match.allowed.per == "run":',
+    ),
+    members(
+        "no list that can be read, nobody is struck off", "self._last = self._last or []", "self._last = self._last"
+    ),
+    certificates("before its time", "if now < begin:", "if False:"),
+    certificates(
+        "it outlives its root",
+        "end = min(now + timedelta(days=days), root.not_valid_after_utc)",
+        "end = now + timedelta(days=days)",
+    ),
+    certificates("any key", "if not _fits(certificate, key):", "if False:"),
+    predictor("BatchNorm goes on with the batch", "            layer.eval()\n", ""),
+    predictor(
+        "a changed description",
+        'if about.pop("checksum", None) not in (None, _checksum(about)):',
+        'if about.pop("checksum", None) and False:',
+    ),
+    predictor(
+        "labels that look like numbers",
+        "tuple(whole) if [str(label) for label in whole] == names else tuple(names)",
+        "tuple(whole)",
+    ),
+    statistics("one interval at a time", "/ 2 / together, n - 1)", "/ 2, n - 1)"),
+    statistics("the rounding of one number", "resolution / 6**0.5)", "resolution / 12**0.5)"),
+    statistics(
+        "comparisons that were not run do not count", "holm([1.0 if p is None else p for p in tested])", "holm(tested)"
+    ),
+    statistics("two seeds are enough", "each.p if each.n >= MIN_SEEDS else None", "each.p"),
+    statistics("an interval upside down", "(-interval[1], -interval[0])", "(-interval[0], -interval[1])"),
+    tables("clients that were not heard of", ' and not name.startswith(f"{_CLIENTS}unheard.")', ""),
+    fedssar("clients away count", " * (available_sizes / sizes)[selection.stratum]", ""),
+    fedssar(
+        "the model's sketch is an update's",
+        "points = points - sent if self.features",
+        "points = points if self.features",
+    ),
+    fedssar(
+        "places by the size of all",
+        "np.arange(len(sizes)), available, budget, generator)",
+        "np.arange(len(sizes)), sizes, budget, generator)",
+    ),
+    sketches("who took no step has an update", "in replies.items() if reply.trained}", "in replies.items()}"),
+    choice("as many candidates as clients", "self.candidates or 2 * m", "self.candidates or m"),
+    choice(
+        "of equal losses the first",
+        'federation.rng("client-sampling").permutation(len(asked))',
+        "np.arange(len(asked))",
+    ),
+    sampled("the mean of the batches' means", 'batch.y, reduction="sum"))', 'batch.y, reduction="mean"))'),
+    sampled("a last batch counts as the others", " * (len(batch.y) / len(data))", ""),
+    fit(
+        "the same samples in every round",
+        'client.rng("keep", request.round)',
+        'client.rng("keep", 0)',
+        "clients/test_fit.py",
+        "clients/test_local.py",
+        "methods/test_fedstas.py",
+    ),
+    fit(
+        "samples that do not train are behind an update",
+        "client.authorize_update(len(chosen))",
+        "client.authorize_update(len(client))",
+        "clients/test_minimum.py",
+        "clients/test_fit.py",
+    ),
+    dealing("pieces are rounded, not drawn", "len(members) + rng.random())", "len(members) + 0.5)"),
+    dealing("who draws first is served first", "pending = rng.permutation(pending)", "pending = pending"),
+    dealing(
+        "what is left goes to the first holders",
+        "np.lexsort((rng.random(len(held)), held))",
+        "np.lexsort((np.arange(len(held)), held))",
+    ),
+    dealing("no classes are swapped", "range(10 + 5 * int(each.max()))", "range(0)"),
+    dealing("a gift of neighbours", "result[rng.permutation(selected)]", "result[selected]"),
+    division("shards of neighbours", "shuffled = rng.permutation(len(labels))", "shuffled = np.arange(len(labels))"),
+    division("shards are dealt in order", "holder = rng.permutation(shards) //", "holder = np.arange(shards) //"),
+    single(
+        "what was missed comes first",
+        "self.roster.generator.integers(0, len(self._left) + 1, size=len(places))",
+        "np.zeros(len(places), dtype=np.int64)",
+    ),
+    single(
+        "a pool that is empty after a refill is refilled",
+        "roster.present[rows[np.isin(places, list(task.refill)) & ~np.isin(places, trained)]] = False",
+        "pass",
+    ),
+    single("a refill for each task", "                    due -= refill\n", "                    pass\n"),
+    recipe(
+        "epochs and weight decay under privacy",
+        "if config.training.local_steps is None and (decays",
+        "if False and (decays",
+        "integration/test_private_sizes.py",
+    ),
+    policy("rounds without a limit", "if asked.rounds > self.rounds:", "if False:"),
+    policy(
+        "the smaller minimum",
+        "if self.min_samples <= privacy.min_samples:",
+        "if self.min_samples >= privacy.min_samples:",
+    ),
+    policy(
+        "the spec's way with small parts",
+        'update={"min_samples": self.min_samples, "below": self.below}',
+        'update={"min_samples": self.min_samples}',
+    ),
+    policy("extremes are single samples'", "if asked.extremes and self.min_samples > 1:", "if False:"),
+    once("an answer that nobody waits for", "if not first and number < self._newest:", "if False:"),
+    once(
+        "an error is asked for again",
+        "                    answer.set_exception(error)\n",
+        "                    answer.set_exception(error)\n                    self._newest -= 1\n",
+    ),
+    site_sums("a site brings another's part", "if set(part.places) != places.get(site) or", "if"),
+    rebafl(
+        "prototypes of few samples leave",
+        "table = of_enough(table, trained.least)",
+        "table = table",
+        "objectives/test_rebafl.py",
+        "objectives/test_prototypes.py",
+        "clients/test_minimum.py",
+    ),
+    rebafl("classes nobody knows are in the cycle", 'positions % context.derived["known"]', "positions % len(P)"),
 ]
