@@ -518,8 +518,8 @@ MUTANTS = [
     clock("time passes twice", "            self._seconds = {}\n", ""),
     exchanges(
         "a hop's way takes no time",
-        "                self.clock.pass_time(log)  # the model",
-        "                pass  # the model",
+        "                self.clock.pass_time(log)  # no reply",
+        "                pass  # no reply",
         "federation/test_network.py",
     ),
     exchanges("nobody is at fault in a broken group", "broken = not refused and all(", "broken = False and all("),
@@ -673,11 +673,16 @@ MUTANTS = [
     slots("an unused row is found", "(rows >= min(labels, last)).any()", "(rows >= last).any()"),
     slots("a difference may be the prime", "candidate = self.classes + 2", "candidate = self.classes + 1"),
     slots("a factor of zero", "factors = 1 + below(p - 1, self.slots)", "factors = below(p, self.slots)"),
-    guard("one description more", "len(before) >= most and", "len(before) > most and", "hostile/test_errors.py"),
+    policy(
+        "one description more",
+        "len(before) >= self.surveys and",
+        "len(before) > self.surveys and",
+        "hostile/test_errors.py",
+    ),
     guard(
         "what was mended still counts",
-        '[each for each in trials["failed"] if each != key]',
-        'trials["failed"]',
+        '            trials["failed"].remove(key)\n',
+        "",
         "hostile/test_errors.py",
     ),
     guard("a group once more", ">= REPEATS:", "> REPEATS:"),
@@ -723,7 +728,9 @@ MUTANTS = [
         "comparisons that were not run do not count", "holm([1.0 if p is None else p for p in tested])", "holm(tested)"
     ),
     statistics("two seeds are enough", "each.p if each.n >= MIN_SEEDS else None", "each.p"),
-    statistics("an interval upside down", "(-interval[1], -interval[0])", "(-interval[0], -interval[1])"),
+    statistics(
+        "an interval upside down", "(-self.interval[1], -self.interval[0])", "(-self.interval[0], -self.interval[1])"
+    ),
     tables("clients that were not heard of", ' and not name.startswith(f"{_CLIENTS}unheard.")', ""),
     fedssar("clients away count", " * (available_sizes / sizes)[selection.stratum]", ""),
     fedssar(
