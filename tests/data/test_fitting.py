@@ -141,6 +141,10 @@ def test_statistics_travel():
             "more values than samples",
         ),
         ({"counts": dict.fromkeys(["median", "frequent", "kind"], torch.zeros(3))}, "counts of the columns"),
+        (
+            {"counts": dict.fromkeys(["median", "frequent", "kind"], torch.zeros(0, 2, dtype=torch.float64))},
+            "column 'median': 0 values are counted one by one, of",
+        ),
     ],
 )
 def test_statistics_of_something_else_are_refused(change, problem):

@@ -98,7 +98,27 @@ def test_a_frame_of_its_own_holds_the_test_samples():
         fs.from_dataframe(frame, label="y")
 
 
-@pytest.mark.parametrize("frame", [[1, 2], np.zeros((3, 2)), {"a": [1]}])
+def test_a_mapping_is_read_as_a_frame_is():
+    columns = {
+        "a": np.array([1, 2, 4]),
+        "b": ["x", None, "y"],
+        "y": ("no", "yes", "no"),
+        "site": torch.tensor([7, 8, 7]),
+        "test": [0, 0, 1],
+    }
+    schema = {
+        "label": "y",
+        "client": "site",
+        "test": "test",
+        "columns": {"a": {}, "b": {"type": "category", "impute": "most-frequent"}},
+    }
+    frame = pandas.DataFrame({name: list(cells) for name, cells in columns.items()} | {"site": [7, 8, 7]})
+    same(fs.from_dataframe(columns, **schema), fs.from_dataframe(frame, **schema))
+    with pytest.raises(DataError, match=r"table: columns of different lengths: .*'b': 2.*; accepted: one cell per row"):
+        fs.from_dataframe({**columns, "b": ["x", "y"]}, **schema)
+
+
+@pytest.mark.parametrize("frame", [[1, 2], np.zeros((3, 2)), {"a": 1}, {"a": np.float64(1)}])
 def test_what_is_no_data_frame(frame):
     with pytest.raises(DataError, match="table: no data frame of pandas or polars"):
         fs.from_dataframe(frame, label="y")

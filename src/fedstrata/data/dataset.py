@@ -18,7 +18,7 @@ from fedstrata.data import arrays
 from fedstrata.data.arrays import Array, Normalize
 
 if TYPE_CHECKING:
-    from fedstrata.data.fitting import Unfitted
+    from fedstrata.data.fitting import Features, Unfitted
 
 Split = Literal["train", "test"]
 Indices = Tensor | Ints | slice
@@ -47,6 +47,7 @@ class Dataset:
         client_test: The client that each test sample comes from, if known.
         client_names: The name of each client, also of clients that only have test samples.
         unfitted: The raw samples, if features are computed from them again when the division among clients is known.
+        features: The rule that computes the features of a table from its rows; None for arrays.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Dataset:
     client_test: Tensor | None = None
     client_names: tuple[str, ...] = ()
     unfitted: Unfitted | None = None
+    features: Features | None = None
 
     @property
     def classes(self) -> int:

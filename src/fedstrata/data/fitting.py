@@ -127,6 +127,36 @@ class Statistics(Message):
 
 
 @dataclass(frozen=True, eq=False)
+class Features:
+    """The rule that computes features from the rows of a table; a model needs it for new rows.
+
+    Args:
+        schema: The completed schema of the table.
+        imputed: The number that replaces missing values of each column that has a value for ``impute``. For a category,
+            it is the index of the category.
+    """
+
+    schema: Schema
+    imputed: dict[str, float]
+
+    def of(self, cells: Tensor) -> Tensor:
+        """Return the features of rows, (N, F) float64, in the order of ``Schema.names``.
+
+        Args:
+            cells: The cells as numbers, (N, K) float64, with NaN for missing values, as ``parsed`` returns them.
+        """
+        features: list[Tensor] = []
+        for (name, column), values in zip((self.schema.columns or {}).items(), cells.unbind(1), strict=True):
+            filled = values.nan_to_num(self.imputed.get(name, 0.0))
+            if column.type == "category":
+                features += [filled == code for code in range(len(column.categories or ()))]
+            else:
+                features.append(filled)
+            features += [values.isnan()] if column.indicator else []
+        return torch.stack([feature.double() for feature in features], dim=1)
+
+
+@dataclass(frozen=True, eq=False)
 class Unfitted:
     """Raw samples, from which features can be computed again with other statistics.
 
@@ -189,6 +219,8 @@ class Unfitted:
             count = float(other.count[index])
             if count > other.samples or (column.impute is None and count < other.samples):
                 raise DataError(f"column {name!r}: {count:g} values of {other.samples} samples")
+            if column.counted and (counted := float(other.counts[name][:, 1].sum())) != count:
+                raise DataError(f"column {name!r}: {counted:g} values are counted one by one, of {count:g}")
 
     def _of(self, samples: Tensor) -> Statistics:
         # NumPy's sums do not depend on the number of threads.
@@ -235,8 +267,9 @@ class Unfitted:
             DataError: A value is missing and cannot be imputed, because no training sample has one.
         """
         train, test = self.train, self.test
-        if self.schema is not None:
-            train, test, known = self._features(known)
+        if (features := self.features(known)) is not None:
+            train, test = features.of(train), features.of(test)
+            known = self._of_features(known, features.imputed)
         shift, scale = self.given or (None, None)
         if self.given is None and self.normalize != "none":
             shift, scale = _normal(known, train, unit=self.normalize == "unit")
@@ -244,39 +277,52 @@ class Unfitted:
             train, test = train.float(), test.float()
         return train, test, shift, scale
 
-    def _features(self, known: Statistics) -> tuple[Tensor, Tensor, Statistics]:
-        """Features of both splits, (N, F), in the order of ``Schema.names``, and the statistics of these features."""
-        features: list[tuple[Tensor, ...]] = []
-        """Each feature of the training and of the test samples."""
+    def features(self, known: Statistics) -> Features | None:
+        """Return the rule that computes the features of a table; None for arrays.
+
+        Args:
+            known: The statistics of the samples that are trained on.
+
+        Raises:
+            DataError: A value is missing and cannot be imputed, because no training sample has one.
+        """
+        if self.schema is None:
+            return None
+        imputed = {}
+        for index, (name, column) in enumerate(self._columns()):
+            splits = (self.train[:, index], self.test[:, index])
+            if (
+                column.impute is not None
+                or known.count[index] < known.samples
+                or any(values.isnan().any() for values in splits)
+            ):
+                imputed[name] = known.imputed(name, column, index)
+        return Features(self.schema, imputed)
+
+    def _of_features(self, known: Statistics, imputed: dict[str, float]) -> Statistics:
+        """Statistics of features, in the order of ``Schema.names``, from those of columns and the imputed values."""
         rows: list[tuple[Any, ...]] = []
         """Count, mean, sum of squares, smallest and largest value of each feature."""
         n = known.samples
 
-        def add_binary(ones: float, values: Iterable[Tensor]) -> None:
+        def add_binary(ones: float) -> None:
             """Add a feature that is 1 for ``ones`` of the training samples and 0 for the others."""
-            features.append(tuple(each.double() for each in values))
             share = ones / max(n, 1)
             rows.append((n, share, ones * (1 - share), float(0 < n <= ones), float(ones > 0)))
 
         for index, (name, column) in enumerate(self._columns()):
-            splits = [split[:, index] for split in (self.train, self.test)]
-            missing = [values.isnan() for values in splits]
             n_missing = n - float(known.count[index])
-            value = known.imputed(name, column, index) if n_missing or any(each.any() for each in missing) else 0.0
-            splits = [values.nan_to_num(value) for values in splits]
+            value = imputed[name] if n_missing else 0.0
             if column.type == "category":
                 counts = dict(known.counts[name].tolist())
                 for code in range(len(column.categories or ())):
-                    ones = counts.get(float(code), 0.0) + (n_missing if code == value else 0.0)
-                    add_binary(ones, [values == code for values in splits])
+                    add_binary(counts.get(float(code), 0.0) + (n_missing if code == value else 0.0))
             else:
-                features.append(tuple(splits))
                 rows.append(_filled(known, index, n_missing, value))
             if column.indicator:
-                add_binary(n_missing, missing)
+                add_binary(n_missing)
         count, mean, squares, low, high = torch.tensor(rows, dtype=torch.float64).T
-        train, test = (torch.stack(split, dim=1) for split in zip(*features, strict=True))
-        return train, test, Statistics(n, count, mean, squares, low, high, {})
+        return Statistics(n, count, mean, squares, low, high, {})
 
 
 _NONE = torch.zeros(0, 2, dtype=torch.float64)
@@ -322,5 +368,12 @@ def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
     """
     assert data.unfitted is not None
     x_train, x_test, shift, scale = data.unfitted.fitted(known)
-    unfitted = data.unfitted if again else None
-    return replace(data, x_train=x_train, x_test=x_test, shift=shift, scale=scale, unfitted=unfitted)
+    return replace(
+        data,
+        x_train=x_train,
+        x_test=x_test,
+        shift=shift,
+        scale=scale,
+        unfitted=data.unfitted if again else None,
+        features=data.unfitted.features(known),
+    )

@@ -282,7 +282,10 @@ def parsed(table: Table, schema: Schema) -> Floats:
     Raises:
         DataError: A cell does not match the schema, or a value is missing and has no rule. The message has file, line
             and column.
+        SpecError: The table lacks a column.
     """
+    for name in schema.columns or {}:
+        table.require(name, f"data.schema.columns.{name}")
     columns = []
     for name, column in (schema.columns or {}).items():
         cells = table.cells(name, (*schema.missing, *column.missing))

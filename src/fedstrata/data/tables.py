@@ -7,6 +7,7 @@ files are read with pyarrow.
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def from_dataframe(
     """Build a data set from a data frame of pandas or polars.
 
     Args:
-        frame: Anything with ``columns`` whose columns have ``to_list``.
+        frame: Anything with ``columns`` whose columns have ``to_list``, or a mapping of column names to lists.
         label: The column with the label.
         client: The column with the client of each row.
         test: The share of rows that become test samples, a column that marks them, or another frame that holds them.
@@ -76,13 +77,13 @@ def from_dataframe(
         DataError: A cell does not match the schema; the message names row and column.
         SpecError: The frame lacks a column, or a setting is wrong.
     """
-    table = _of_frame(frame, name)
+    table = table_of(frame, name)
     given = {"label": label, "client": client, **settings}
     if not hasattr(test, "columns"):
         schema = build(Schema, {**given, "test": test}).completed(table)
         held = held_out(table, schema, seed)
     else:
-        other, train_size = _of_frame(test, f"{name} (test)"), len(table)
+        other, train_size = table_of(test, f"{name} (test)"), len(table)
         for column in table.columns:
             other.require(column, "test")
         table = Table(name, {column: [*cells, *other.columns[column]] for column, cells in table.columns.items()})
@@ -182,11 +183,33 @@ def read_parquet(path: Path) -> Table:
     return Table(str(path), columns)
 
 
-def _of_frame(frame: Any, name: str) -> Table:
+def table_of(rows: Any, name: str) -> Table:
+    """Return the rows of a data frame, or of a mapping of column names to their cells.
+
+    Args:
+        rows: Anything with ``columns`` whose columns have ``to_list``; or a mapping to lists, arrays or tensors.
+        name: The name of the table, for messages.
+
+    Raises:
+        DataError: It is neither of them, has no rows, or has columns of different lengths.
+    """
     try:
-        columns = {str(column): frame[column].to_list() for column in frame.columns}
+        names = rows if isinstance(rows, Mapping) else rows.columns
+        columns = {str(column): _cells(rows[column]) for column in names}
     except (AttributeError, TypeError, KeyError) as error:
-        raise DataError(f"{name}: no data frame of pandas or polars: {error}") from None
+        raise DataError(f"{name}: no data frame of pandas or polars, and no mapping to lists: {error}") from None
     if not any(columns.values()):
         raise DataError(f"{name} has no rows")
+    sizes = {column: len(cells) for column, cells in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise DataError(f"{name}: columns of different lengths: {sizes}; accepted: one cell per row in each")
     return Table(name, columns)
+
+
+def _cells(column: Any) -> list[Any]:
+    if isinstance(column, (list, tuple)):
+        return list(column)
+    cells = column.to_list() if hasattr(column, "to_list") else column.tolist()
+    if not isinstance(cells, list):
+        raise TypeError(f"{cells!r} is a single cell, and a column is a list of cells")
+    return cells
