@@ -57,6 +57,7 @@ def test_a_rehearsal_ends_with_the_bytes_of_a_run(place: Path, monkeypatch: pyte
         file.write_text(file.read_text().replace('# data = "test.csv"', 'data = "sites/cleveland.csv"'))
     there, here = rehearse(place, "there", *settings), rehearse(place, "here", *settings)
     assert (there / MODEL).read_bytes() == (here / MODEL).read_bytes()
+    assert (there / "model.json").read_bytes() == (here / "model.json").read_bytes()
     assert {record["clients_returned"] for record in fs.History.load(there)} == {2}
 
 

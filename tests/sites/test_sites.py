@@ -27,6 +27,7 @@ from fedstrata.federation.availability import Trace
 from fedstrata.federation.messages import Weights
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.objectives.base import CrossEntropy
+from fedstrata.runs.predictor import describe_model
 from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sampling.messages import SizeReply, SizeReport
@@ -797,9 +798,11 @@ def test_tables_at_sites_and_the_pooled_table_give_the_same_model(
 ) -> None:
     build, files, _ = tables
     spec = build({"metrics": ["accuracy", "macro-f1"], **evaluation}, normalize)
-    here = fs.run(spec)
+    here = fs.run(spec, out=tmp_path / "here")
     there = _owning(prepare_server(spec, None, 3), files, tmp_path, tells=True).run(tmp_path / "out")
     assert _same(there, here), "to the last bit, though the cells were counted at three places"
+    near, far = (json.loads((tmp_path / name / "model.json").read_text()) for name in ("here", "out"))
+    assert near == far
     for far, near in zip(there, here, strict=True):
         assert far["clients"] == near["clients"]
         assert far["accuracy"] == pytest.approx(near["clients"]["accuracy"]["weighted_mean"])
@@ -825,9 +828,14 @@ def test_parquet_is_read_as_csv_is_and_a_server_may_have_a_table_of_test_samples
     # The server's rows are scaled as the sites' are: by hand, with the model of the simulation.
     prepared = prepare(spec)
     assert there.path is not None
-    about = json.loads((there.path / "model.json").read_text(encoding="utf-8"))["normalisation"]
+    about = json.loads((there.path / "model.json").read_text(encoding="utf-8"))
     assert prepared.data.shift is not None
-    assert about["shift"] == prepared.data.shift.tolist()
+    assert about["normalisation"]["shift"] == prepared.data.shift.tolist()
+    # Its model takes rows, by the sums of the sites.
+    assert about["table"] == describe_model(prepared)["table"]
+    assert about["table"]["imputed"].keys() == COLUMNS.keys()
+    raw = _cells(20, seed=1)
+    assert (fs.load(there.path).predict(raw) == np.array(raw["sick"])).mean() == there.final_accuracy
 
 
 def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -> None:

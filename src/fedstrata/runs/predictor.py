@@ -18,11 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedstrata.base.config import under
+from fedstrata.base.config import build, under
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import jsonable, replace_file, write_json
-from fedstrata.data.arrays import Array, checked_inputs
+from fedstrata.data.arrays import checked_inputs
 from fedstrata.data.dataset import Dataset
+from fedstrata.data.fitting import Features
+from fedstrata.data.schema import Schema, Table, parsed
+from fedstrata.data.tables import table_of
 from fedstrata.evaluation.history import MODEL, WEIGHTS, read_weights
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.memory_format import lay_out
@@ -35,6 +38,9 @@ FORMAT = 1
 
 CUSTOM = "custom"
 """The value of ``model.name`` in a spec if the model is the user's own module."""
+
+OF_ROWS = ("label", "columns", "missing", "delimiter")
+"""The keys of a schema that matter for new rows; the others are about the division of the run's rows."""
 
 
 def describe_model(prepared: Prepared) -> dict[str, Any]:
@@ -55,6 +61,10 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
     if data.shift is not None and data.scale is not None:
         dtype = str(data.shift.dtype).removeprefix("torch.")
         normalisation = {"dtype": dtype, "shift": data.shift.tolist(), "scale": data.scale.tolist()}
+    table = None
+    if (features := data.features) is not None:
+        schema = {key: value for key, value in features.schema.to_spec().items() if key in OF_ROWS}
+        table = {"schema": schema, "imputed": features.imputed, "features": features.schema.names()}
     local = spec.training.batch_norm == "local" and has_batchnorm(model.module)
     return {
         "format": FORMAT,
@@ -63,6 +73,7 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
         "input_shape": list(data.shape),
         "classes": data.classes,
         "class_names": list(data.class_names),
+        "table": table,
         "normalisation": normalisation,
         "batch_size": spec.evaluation.batch_size,
         "batch_statistics": local,
@@ -125,7 +136,10 @@ def load(run_dir: str | Path, model: nn.Module | Model | None = None) -> Predict
 
 
 class Predictor:
-    """A trained model for inference: it normalises samples as the training samples were normalised.
+    """A trained model for inference: it prepares samples as the training samples were prepared.
+
+    The model of a table takes rows with the columns of ``schema``, as they are in the file or data frame. It imputes
+    missing values and encodes categories as the run did, and refuses a cell as the run did, with its row and column.
 
     On the run's test set, the predictions have exactly the run's ``final_accuracy``, because they are computed in the
     same batches. To compute on a GPU, move ``module`` there.
@@ -147,6 +161,12 @@ class Predictor:
         """The labels that ``predict`` may return, in the order of the columns of ``predict_proba``."""
         self.shape: tuple[int, ...] = tuple(about["input_shape"])
         """Shape of one sample in the input of ``module``: (channels, height, width) or (features,)."""
+        self._features = _features_of(about)
+        self.schema: Schema | None = None if self._features is None else self._features.schema
+        """The columns of a table, and the cells that each accepts; None if the run trained on arrays.
+
+        ``schema.names()`` are the names of the features, in their order in ``shape``.
+        """
         self._batch_size, self._batch_statistics = int(about["batch_size"]), bool(about["batch_statistics"])
         normalisation = about["normalisation"]
         self._shift = self._scale = None
@@ -154,12 +174,15 @@ class Predictor:
             dtype = {"float32": torch.float32, "float64": torch.float64}[normalisation["dtype"]]
             self._shift, self._scale = (torch.tensor(normalisation[key], dtype=dtype) for key in ("shift", "scale"))
 
-    def predict(self, x: Array) -> NDArray[Any]:
+    def predict(self, x: Any) -> NDArray[Any]:
         """Return the most likely class of each sample.
 
         Args:
-            x: Samples before normalisation, in a shape that ``from_arrays`` takes: (N, F), (N, H, W), (N, H, W, C) or
-                (N, C, H, W). A single sample has N = 1.
+            x: For a model of a table, its rows: a data frame of pandas or polars, or a mapping of column names to
+                lists. Other columns, such as the label, are ignored. For a model of arrays, samples before
+                normalisation, in a shape that ``from_arrays`` takes: (N, F), (N, H, W), (N, H, W, C) or (N, C, H, W). A
+                single sample has N = 1. A model of a table also takes such an array (N, F) of the features that
+                ``schema.names()`` lists, with imputed values and before normalisation.
 
         Returns:
             The labels, shape (N,): integers if all class names are integers, otherwise the names as strings. A data set
@@ -167,7 +190,9 @@ class Predictor:
             labels that were True and False as strings.
 
         Raises:
-            DataError: The samples are not numbers, not finite, or have another shape than the training samples.
+            DataError: A cell does not match the schema, or a value is missing and has no rule. Or the samples are not
+                numbers, not finite, or have another shape than the training samples.
+            SpecError: The rows lack a column.
         """
         numbers = np.concatenate([logits.argmax(dim=1).cpu().numpy() for logits in self._logits(x)])
         labels: NDArray[Any] = np.array(self.classes)
@@ -176,7 +201,7 @@ class Predictor:
         predicted: NDArray[Any] = labels[numbers]
         return predicted
 
-    def predict_proba(self, x: Array) -> NDArray[np.float32]:
+    def predict_proba(self, x: Any) -> NDArray[np.float32]:
         """Return the probability of each class for each sample: the softmax of the logits.
 
         Args:
@@ -186,23 +211,23 @@ class Predictor:
             The probabilities, shape (N, C), float32; column c belongs to ``classes[c]``.
 
         Raises:
-            DataError: See ``predict``.
+            FedstrataError: See ``predict``.
         """
         return np.concatenate([logits.softmax(dim=1).cpu().numpy() for logits in self._logits(x)])
 
-    def inputs(self, x: Array) -> Tensor:
+    def inputs(self, x: Any) -> Tensor:
         """Return samples in the form that ``module`` takes: normalised, float32, shape (N, F) or (N, C, H, W).
 
         Args:
             x: See ``predict``.
 
         Raises:
-            DataError: See ``predict``.
+            FedstrataError: See ``predict``.
         """
         return self._samples(x).inputs(slice(None), "test")
 
     @torch.no_grad()
-    def _logits(self, x: Array) -> Iterator[Tensor]:
+    def _logits(self, x: Any) -> Iterator[Tensor]:
         data = self._samples(x)
         n, device = len(data.x_test), next(self.module.parameters()).device
         if self._batch_statistics and n == 1:
@@ -214,14 +239,18 @@ class Predictor:
             for begin, end in pairwise(bounds):
                 yield self.module(data.inputs(slice(begin, end), "test").to(device))
 
-    def _samples(self, x: Array) -> Dataset:
+    def _samples(self, x: Any) -> Dataset:
         """Return a data set that contains the samples and has the normalisation of the run's data set."""
+        if self._features is not None and (isinstance(x, (Table, Mapping)) or hasattr(x, "columns")):
+            table = x if isinstance(x, Table) else table_of(x, "x")
+            x = self._features.of(torch.from_numpy(parsed(table, self._features.schema)))
         stored = checked_inputs(x, "x", exact=self._shift is not None and self._shift.dtype == torch.float64)
         form = (*self.shape[1:], self.shape[0]) if len(self.shape) == 3 else self.shape
         if stored.shape[1:] != form:
             sample = "(N, F)" if len(form) == 1 else "(N, C, H, W), (N, H, W, C) or, with one channel, (N, H, W)"
             problem = f"of shape {tuple(np.shape(x))}; this model takes samples of shape {self.shape}, as {sample}"
-            raise DataError(f"x: {problem}, N = 1 for a single one")
+            rows = "" if self.schema is None else f"; or rows of a table: {', '.join(self.schema.columns or ())}"
+            raise DataError(f"x: {problem}, N = 1 for a single one{rows}")
         labels = torch.zeros(len(stored), dtype=torch.int64)
         names = tuple(str(label) for label in self.classes)
         return Dataset("x", stored, labels, stored, labels, names, shift=self._shift, scale=self._scale)
@@ -294,11 +323,31 @@ def _read(path: Path) -> dict[str, Any]:
             if about.pop("checksum", None) not in (None, _checksum(about)):
                 raise ValueError("it is not what the run wrote; without its 'checksum' it is taken as it is")
             _check(about)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SpecError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     if later:
         raise DataError(f"{path} was written by fedstrata {about.get('fedstrata')}; this is {version('fedstrata')}")
     return about
+
+
+def _features_of(about: Mapping[str, Any]) -> Features | None:
+    """Return the rule that computes the features of a table; None if the run trained on arrays.
+
+    Raises:
+        ValueError: Schema, imputed values and features do not belong together.
+        SpecError: The schema is not a schema.
+    """
+    if (table := about.get("table")) is None:
+        return None
+    schema = build(Schema, table["schema"])
+    columns, imputed = schema.columns or {}, {name: float(value) for name, value in table["imputed"].items()}
+    if any(column.type == "category" and column.categories is None for column in columns.values()):
+        raise ValueError("table.schema lists no categories of a category")
+    if schema.names() != table["features"] or about["input_shape"] != [len(table["features"])]:
+        raise ValueError("table.features are not the features of table.schema and input_shape")
+    if [name for name, column in columns.items() if column.impute is not None] != list(imputed):
+        raise ValueError("table.imputed has not a value for each column with impute")
+    return Features(schema, imputed)
 
 
 def _check(about: Mapping[str, Any]) -> None:
@@ -311,6 +360,7 @@ def _check(about: Mapping[str, Any]) -> None:
         raise ValueError("batch_size or batch_statistics is of a wrong kind")
     if not isinstance(about["model"]["name"], str):
         raise ValueError("model.name is no text")
+    _features_of(about)
     if normalisation is not None:
         if normalisation["dtype"] not in ("float32", "float64"):
             raise ValueError(f"normalisation.dtype is {normalisation['dtype']!r}")
