@@ -28,6 +28,7 @@ LOOK = {
     "methods": ["methods"],
     "new": ["new", "spec", "new.toml"],
     "partition": ["partition", "job.toml"],
+    "predict": ["predict", "result", "rows.csv"],
     "renew": ["renew", "kit", "kit/x.crt"],
     "report": ["report", "result"],
     "revoke": ["revoke", "kit", "site"],

@@ -19,7 +19,7 @@ from fedstrata.base import outer
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.loading import only_from
 from fedstrata.base.signals import TERMINATED, Terminated, ending_in_order
-from fedstrata.cli import inspect, masking, results, run, teach
+from fedstrata.cli import inspect, masking, predict, results, run, teach
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action="version", version=f"fedstrata {__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    for family in (teach, run, results, inspect, masking, *outer.commands()):
+    for family in (teach, run, results, predict, inspect, masking, *outer.commands()):
         for add in family.COMMANDS:
             add(commands)
     return whole

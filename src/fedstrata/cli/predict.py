@@ -1,0 +1,64 @@
+"""``fedstrata predict``: the classes that a run's model predicts for the rows of a table."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstrata.base.errors import SpecError
+from fedstrata.cli.common import add_command, add_output, add_trust, print_json
+
+if TYPE_CHECKING:
+    from fedstrata.cli.common import Commands
+
+
+def add_predict(commands: Commands) -> None:
+    """Add the command ``fedstrata predict``."""
+    examples = """
+        fedstrata predict runs/visits new-visits.csv
+        fedstrata predict runs/visits new-visits.csv --out predictions.csv
+    """
+    help = "predict the class of each row of a table with the model of a run"
+    more = "Rows have the columns that the model was trained on. Other columns, such as the label, are ignored."
+    parser = add_command(commands, "predict", help, examples, more, work=_predict)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run on a table, or of a job's result")
+    parser.add_argument("rows", type=Path, metavar="ROWS", help="a CSV or Parquet file")
+    parser.add_argument("--out", type=Path, help="the CSV file of the predictions (default: print them)")
+    add_trust(parser)
+    add_output(parser, progress=False)
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from fedstrata.base.jsonl import replace_file
+    from fedstrata.data.tables import read_table
+    from fedstrata.runs.predictor import load
+
+    predictor = load(options.run)
+    if predictor.schema is None:
+        problem = f"its model takes arrays of shape {predictor.shape}, not rows of a table; in Python use "
+        raise SpecError("RUN", f"{problem}fedstrata.load(RUN).predict(arrays)", str(options.run))
+    rows = read_table(options.rows, predictor.schema)
+    predicted, probabilities = predictor.predict(rows).tolist(), predictor.predict_proba(rows)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["predicted", *(f"p_{label}" for label in predictor.classes)])
+    writer.writerows([label, *of_row] for label, of_row in zip(predicted, probabilities, strict=True))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(options.out, text.getvalue().encode())
+    if options.json:
+        named = [dict(zip(predictor.classes, of_row, strict=True)) for of_row in probabilities.tolist()]
+        each = zip(predicted, named, strict=True)
+        print_json([{"predicted": label, "probabilities": probability} for label, probability in each])
+    elif options.out is None:
+        sys.stdout.write(text.getvalue())
+    else:
+        print(f"{len(predicted)} predictions: {options.out}")
+    return 0
+
+
+COMMANDS = (add_predict,)

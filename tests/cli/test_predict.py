@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.cli import main
+from fedstrata.data.tables import read_csv
+
+ROWS = "age;kind;ill\n20;x;=no\n;y;yes\n60;y;yes\n\n70;x;=no\n" + "30;x;=no\n65;y;yes\n" * 4
+SPEC = """
+partition = { name = "iid", clients = 2, min_size = 1 }
+model = { name = "tabular", hidden = [4] }
+training = { rounds = 1 }
+
+[data]
+name = "rows.csv"
+[data.schema]
+label = "ill"
+delimiter = ";"
+columns = { age = { impute = "median" }, kind = "category" }
+"""
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> fs.Predictor:
+    """A run in ``run``, and two new rows in ``new.csv``, between them an empty line, without a label."""
+    Path("rows.csv").write_text(ROWS)
+    Path("spec.toml").write_text(SPEC)
+    assert main(["run", "spec.toml", "--quiet", "--out", "run"]) == 0
+    Path("new.csv").write_text("note;kind;age\nfirst;y;64\n\nsecond;x;\n")
+    capsys.readouterr()
+    return fs.load("run")
+
+
+def test_predictions_of_a_file(run: fs.Predictor, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.schema is not None
+    new = read_csv(Path("new.csv"), ";")
+    labels, likely = run.predict(new).tolist(), run.predict_proba(new)
+    assert main(["predict", "run", "new.csv"]) == 0
+    text = capsys.readouterr().out
+    header, *rows = csv.reader(text.splitlines())
+    assert header == ["predicted", "p_=no", "p_yes"]
+    assert [row[0] for row in rows] == labels
+    assert [[float(cell) for cell in row[1:]] for row in rows] == [pytest.approx(of_row) for of_row in likely.tolist()]
+    assert main(["predict", "run", "new.csv", "--out", "there/predictions.csv"]) == 0
+    assert capsys.readouterr().out == "2 predictions: there/predictions.csv\n"
+    assert Path("there/predictions.csv").read_text() == text
+    assert main(["predict", "run", "new.csv", "--json", "--out", "again.csv"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {"predicted": label, "probabilities": dict(zip(("=no", "yes"), of_row, strict=True))}
+        for label, of_row in zip(labels, likely.tolist(), strict=True)
+    ]
+    assert Path("again.csv").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("kind;age\ny;old\n", "bad.csv, line 2, column 'age' = 'old': not a finite number; accepted: numbers"),
+        ("kind;age\nx;3\n\nw;4\n", "bad.csv, line 4, column 'kind' = 'w': no such category; accepted: x, y"),
+        ("kind;age\n;4\n", "bad.csv, line 2, column 'kind' = '': is missing; accepted: a value, or a rule"),
+        ("kind,age\nx,4\n", "data.schema.columns.age = 'age': bad.csv has no such column; there are: kind,age"),
+        ("kind;age\n", "bad.csv has no rows"),
+    ],
+)
+def test_rows_that_do_not_fit(run: fs.Predictor, capsys: pytest.CaptureFixture[str], rows: str, message: str) -> None:
+    Path("bad.csv").write_text(rows)
+    assert main(["predict", "run", "bad.csv", "--out", "predictions.csv"]) == 2
+    assert f"fedstrata: error: {message}" in capsys.readouterr().err
+    assert not Path("predictions.csv").exists()
+
+
+def test_a_model_of_the_users_own_is_imported_only_when_it_is_trusted(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.csv").write_text(ROWS)
+    Path("spec.toml").write_text(SPEC.replace('{ name = "tabular", hidden = [4] }', '{ name = "net_of_rows:net" }'))
+    Path("net_of_rows.py").write_text(
+        "from torch import nn\n\ndef net(shape, classes):\n    return nn.Linear(*shape, classes)\n"
+    )
+    assert main(["run", "spec.toml", "--quiet", "--out", "run"]) == 0
+    assert main(["predict", "run", "rows.csv"]) == 2
+    assert "names code, which this command does not import" in capsys.readouterr().err
+    assert main(["predict", "run", "rows.csv", "--trust"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 13
+
+
+def test_a_model_of_arrays(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.csv").write_text(ROWS)
+    fs.run(fs.Experiment(training={"rounds": 1}), out="digits")
+    assert main(["predict", "digits", "rows.csv"]) == 2
+    assert "RUN = 'digits': its model takes arrays of shape (1, 8, 8), not rows" in capsys.readouterr().err
+    assert main(["predict", "nowhere", "rows.csv"]) == 2
+    assert "run_dir = 'nowhere': no run folder" in capsys.readouterr().err
