@@ -31,20 +31,23 @@ T = TypeVar("T", bound="Setting")
 R = TypeVar("R")
 
 MOST = 2**31 - 1
-"""The largest whole number of a setting without its own limit, so that results of counting fit into 64 bits."""
+"""The largest whole number of a setting without its own limit, so that counts computed from it fit into 64 bits."""
 
 LARGEST = 1e18
 """The largest number of a setting without its own limit, so that its square fits into float32."""
 
 _NAMES: dict[str, str] = {}
-"""The name of a class in specs, by ``"module:Class"``."""
+"""A mapping from the path ``"module:Class"`` of a class to its name in specs."""
 
 _REGISTRIES: list[Registry[Any]] = []
 """All registries."""
 
 
 class _SpecName:
-    """The name of a class in its registry; ``"module:Class"`` for a user's own class."""
+    """A descriptor that returns the name of a class in specs.
+
+    This is its name in its registry, ``"module:Class"`` for a user's own class, and empty for other settings.
+    """
 
     def __get__(self, instance: object, owner: type) -> str:
         path = f"{owner.__module__}:{owner.__qualname__}"
@@ -131,7 +134,7 @@ class Registry(Generic[T]):
     Args:
         kind: The kind in the singular, for messages: ``"method"``.
         base: The base class of this kind.
-        known: ``"module:Class"`` by name.
+        known: A mapping from each name to the path ``"module:Class"`` of its class.
     """
 
     def __init__(self, kind: str, base: type[T], known: Mapping[str, str]) -> None:
@@ -143,10 +146,10 @@ class Registry(Generic[T]):
         return iter(self._paths)
 
     def find(self, name: str) -> type[T]:
-        """Return the class with a name of this registry or at ``"module:Class"``.
+        """Return the class for a name of this registry or for a path ``"module:Class"``.
 
         Raises:
-            SpecError: The class does not exist, or is not derived from the expected one.
+            SpecError: The class does not exist, or is not derived from the registry's base class.
         """
         if name not in self._paths and ":" not in name:
             accepted = ", ".join(self._paths)
@@ -182,11 +185,11 @@ class Registry(Generic[T]):
 class FromRegistry:
     """An annotation of fields that hold a class of a registry: ``Annotated[Objective, FromRegistry(OBJECTIVES)]``.
 
-    Such a field takes a name, a table with a name or an instance. Its errors have the field's key.
+    Such a field accepts a name, a table with a name, or an instance. Its errors show the field's key.
 
     Args:
-        registry: The registry of the names.
-        default: The name for tables without a name. By default, such tables are refused.
+        registry: The registry in which names are looked up.
+        default: The name that is used for tables without a name. By default, such tables are refused.
     """
 
     registry: Registry[Any]
@@ -208,10 +211,10 @@ class FromRegistry:
 
 
 def from_word(cls: type[Setting], key: str = "") -> BeforeValidator:
-    """Return an annotation of fields that hold settings of one class. Their errors have the field's key.
+    """Return an annotation of fields that hold settings of class ``cls``. Their errors show the field's key.
 
-    A field ``Annotated[Data, from_word(Data, "name")]`` takes a table or an instance, or a text that stands for a table
-    with only ``name``. Without ``key`` it takes no text.
+    Such a field accepts a table or an instance. With ``key``, it also accepts a text, which is short for a table with
+    only that key: ``Annotated[Data, from_word(Data, "name")]`` reads ``"adult"`` as ``{"name": "adult"}``.
     """
 
     def parse(value: object) -> object:
@@ -295,7 +298,7 @@ def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
 
 
 def under(section: str, work: Callable[[], R]) -> R:
-    """Return ``work()``; the key of its errors gets the section in front."""
+    """Return the result of ``work()``, and put ``section`` in front of the key of its errors, as in ``section.key``."""
     try:
         return work()
     except SpecError as error:

@@ -14,7 +14,10 @@ class FedstrataError(Exception):
     """Anything that fedstrata refuses or cannot do; the command line prints it as one line."""
 
     public = ""
-    """The text for other parties of an error about a party's data: column and rule, in the words of the spec."""
+    """The text that other parties may read, for an error about one party's data.
+
+    It names the column and the rule that the data break, but shows no value of the data.
+    """
 
     def publicly(self, text: str) -> Self:
         """Set the public text, which discloses no value, line, count or path of the data; return the error."""
@@ -28,7 +31,7 @@ class SpecError(FedstrataError):
     Args:
         key: The dotted name of the setting, such as ``"partition.alpha"``.
         problem: The problem, and what would be accepted.
-        value: The value of the setting; by default, the message has none.
+        value: The value of the setting, which the message shows. By default, the message shows no value.
     """
 
     def __init__(self, key: str, problem: str, value: object = ...) -> None:
@@ -65,7 +68,7 @@ class QuorumError(FedstrataError):
 
 
 class ClientsFailedError(FedstrataError):
-    """Exceptions of all clients that were asked, which indicates a fault of the program."""
+    """An error for requests that failed with an exception at every client, probably because of a fault in the code."""
 
 
 class CheckpointError(FedstrataError):
@@ -86,7 +89,7 @@ class ExtraMissingError(FedstrataError):
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # nested in thousands of levels, or a number of thousands of digits
+    except (RecursionError, ValueError):  # the value has thousands of nested levels, or is a number too long for Python
         return f"({type(value).__name__} too large to show)"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 

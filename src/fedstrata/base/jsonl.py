@@ -72,7 +72,10 @@ def checksum_of(line: bytes, after: str | None = None) -> str | None:
 
 
 class MetricsLog(Log):
-    """The records of a run's rounds. A process that is killed in the middle of a line does not damage the others."""
+    """The log with one record per round of a run.
+
+    A process that is killed while it writes a line leaves the earlier lines intact.
+    """
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """Add records, one line each, after removing an incomplete last line.
@@ -85,11 +88,11 @@ class MetricsLog(Log):
         super().append(*records)
 
     def holds(self, checksum: str) -> bool:
-        """Return True if a line has that checksum. It and all lines before it are then unchanged."""
+        """Return True if a line has that checksum, which shows that this line and all lines before it are unchanged."""
         return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
 
     def truncate_after(self, round: float) -> None:
-        """Remove the records of later rounds and an incomplete last line; the file is replaced atomically.
+        """Remove the records of rounds after ``round`` and an incomplete last line; the file is replaced atomically.
 
         Raises:
             DataError: A line before the last is damaged, or a record has no round.
@@ -108,7 +111,7 @@ class MetricsLog(Log):
         """Keep the readable lines of a damaged file, and copy the whole file to ``NAME.damaged``.
 
         Returns:
-            The problem; an empty text if the file is not damaged.
+            A description of the damage; an empty text if the file is not damaged.
         """
         readable: list[bytes] = []
         try:
@@ -122,10 +125,10 @@ class MetricsLog(Log):
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """Read the records of a file that ``MetricsLog`` wrote, without an incomplete last line.
+    """Read the records of a file that ``MetricsLog`` wrote; an incomplete last line is ignored.
 
     Raises:
-        DataError: Another line is damaged, or is not the record of a round.
+        DataError: A line before the last is damaged, or a line is not the record of a round.
     """
     return [record for _, record, _ in _lines(Path(path))]
 
@@ -141,7 +144,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
         try:
             record = json.loads(line, parse_constant=lambda _: None)
         except ValueError:
-            # A line without a newline is from a writer that was killed. Zeros are left by a power cut.
+            # A process that was killed while writing leaves a last line without a newline, which is ignored. A power
+            # cut leaves zero bytes, which are reported as damage.
             if number == len(lines) and b"\0" not in line:
                 return
             raise DataError(f"{path}, line {number}: no JSON object; what stands before can be read") from None
@@ -190,7 +194,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 @lru_cache(maxsize=256)
 def remove_leftovers(folder: Path) -> None:
-    """Remove incomplete files of processes that were killed; once per folder and process."""
+    """Remove incomplete files of processes that were killed. The cache lets a process do this once per folder."""
     for path in folder.glob(".*.tmp"):
         pid = path.name.split(".")[-2]
         if pid.isdigit() and not _is_running(int(pid)):
@@ -198,7 +202,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return False if no process has the number; True if one has it, or if the system does not tell."""
+    """Return False if no process has this id; True if one has it, or if the system does not say."""
     if os.name == "posix":  # elsewhere, signal 0 would end the process
         try:
             os.kill(pid, 0)
@@ -219,7 +223,7 @@ def jsonable(value: Any) -> Any:
     >>> jsonable({1: np.float32(0.5), "b": (float("nan"), np.arange(2))})
     {'1': 0.5, 'b': [None, [0, 1]]}
     """
-    if hasattr(value, "tolist"):  # this module does not import NumPy and PyTorch, which take seconds
+    if hasattr(value, "tolist"):  # arrays and tensors; importing NumPy and PyTorch for isinstance would take seconds
         value = value.tolist()
     if value is None or isinstance(value, (bool, int, str)):
         return value

@@ -11,12 +11,14 @@ from typing import Any
 from fedstrata.base.errors import FedstrataError, SpecError
 
 _ALLOWED: ContextVar[tuple[frozenset[str], str] | None] = ContextVar("allowed", default=None)
-"""The packages that may be imported, and the advice in errors about others; None allows any package."""
+"""The packages that may be imported, and the text of errors about other packages; None allows any package."""
 
 
 @contextmanager
 def only_from(packages: Collection[str] | None, advice: str = "") -> Iterator[None]:
-    """Limit what ``load_object`` may import in the block, in this thread, for specs that somebody else wrote.
+    """Limit what ``load_object`` may import in this thread while the ``with`` block runs.
+
+    A site uses this for specs that somebody else wrote.
 
     Args:
         packages: The allowed top-level packages; None allows any.
@@ -44,7 +46,7 @@ def load_object(path: str, kind: str) -> Any:
 
 
 def import_object(path: str, kind: str) -> Any:
-    """Return the object at ``"module:attribute"``, whatever the limits are.
+    """Return the object at ``"module:attribute"``, even if ``only_from`` forbids its package.
 
     Raises:
         SpecError: The module or the attribute does not exist, or the module fails when it is imported.

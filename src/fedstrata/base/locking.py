@@ -18,7 +18,7 @@ PATIENCE = 3.0
 
 @contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """Lock a folder for the block; the lock also ends with this process.
+    """Lock a folder while the ``with`` block runs. The system also releases the lock if this process is killed.
 
     Raises:
         SpecError: Another process has the lock, or the folder cannot be written.
@@ -35,5 +35,5 @@ def occupied(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / LOCK).unlink()  # a process that waits for the lock creates a new file
+            (folder / LOCK).unlink()  # a process that waits for the lock then creates a new lock file
         lock.release()

@@ -1,4 +1,4 @@
-"""Find the optional outer packages by name; the library does not import them."""
+"""Find the optional packages on top of the library by name, so that the library itself does not import them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fedstrata.base.errors import FedstrataError
 
 OUTER = ("papers", "audits", "sites")
-"""Packages on top of the library; each has a module ``cli`` with its commands."""
+"""The packages on top of the library. Each has a module ``cli`` with its commands."""
 
 
 def installed() -> list[str]:
@@ -26,7 +26,7 @@ def load(path: str) -> Any:
     """Return an object of an outer package.
 
     Args:
-        path: Its module and name, such as ``"sites.simulator:simulate"``.
+        path: The module below ``fedstrata`` and the object's name, such as ``"sites.simulator:simulate"``.
 
     Raises:
         FedstrataError: The package is not installed.

@@ -11,14 +11,14 @@ from functools import cache
 
 import torch
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # parameter numbers of the C function mallopt
 KEPT_FREE, GROWTH, LARGE = 256 << 20, 16 << 20, 32 << 20
-"""Bytes: of free memory that the heap keeps, of a step by which the heap grows, and of the smallest block outside the
-heap (the largest size that the C library allows)."""
+"""The values of these parameters, in bytes: the free memory that the heap keeps; the step by which the heap grows; and
+the size from which a block is allocated outside the heap (the largest that the C library accepts)."""
 
 
 def prepare_process(threads: int) -> None:
-    """Set the number of threads, and keep freed memory.
+    """Set the number of PyTorch's threads, and keep freed memory for the next batch; see ``keep_freed_memory``.
 
     Raises:
         RuntimeError: PyTorch does not accept that number of threads.
@@ -44,8 +44,8 @@ def keep_freed_memory() -> bool:
 
     Activations are blocks of a few megabytes. By default, glibc returns such blocks to the system at once, which then
     provides zeroed pages at every step. With kept memory, a small convolutional network trains 1.5 times as fast and an
-    MLP 1.3 times (``benchmarks/fast_paths.py``). The process keeps up to 256 MB afterwards. Settings of the allocator
-    in the environment take precedence, and other C libraries are not changed.
+    MLP 1.3 times (``benchmarks/fast_paths.py``). The process keeps up to 256 MB afterwards. Nothing is changed if the
+    environment already configures the allocator, or if the C library is not glibc.
     """
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if chosen or platform.libc_ver()[0] != "glibc":

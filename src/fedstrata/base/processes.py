@@ -1,7 +1,8 @@
 """Worker processes of this machine: new processes, or forks of this process.
 
-A new worker process shares nothing with this process: tasks and their errors are pickled. A fork has everything that
-cannot be pickled, such as a class that was typed into a notebook, and large arrays without a copy.
+A new worker process shares nothing with this process: tasks and their errors are pickled. A fork starts with everything
+that this process has in memory. This includes objects that cannot be pickled, such as a class that was typed into a
+notebook, and large arrays, which are not copied.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ Task = Callable[[], None]
 
 
 def can_fork() -> bool:
-    """Return True if a fork of this process can train, with one thread.
+    """Return True if a fork of this process can train; it must use a single thread.
 
-    Forks are safe only on Linux, a daemon may have no child processes, and CUDA does not work after a fork.
+    Forks are safe only on Linux. A daemonic process may not have child processes. CUDA does not work after a fork.
     """
     daemon = multiprocessing.current_process().daemon
     return sys.platform == "linux" and not daemon and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -46,14 +47,14 @@ def can_fork() -> bool:
 class Worker:
     """A child process with a pipe to this process.
 
-    It ends when its work is done, when the other end of its pipe is closed, or with this process.
+    It ends when its work is done, when this process closes the pipe, or when this process ends.
 
     Args:
         work: The function that the child process calls with its end of the pipe. A new process imports it, so it must
             be a function of a module.
         fork: Whether to fork this process; see ``can_fork``.
         daemon: Whether the child process is a daemon, which may have no child processes.
-        inherited: Pipes to other workers, which a fork closes.
+        inherited: This process's pipes to other workers. A fork inherits them, and closes its copies.
 
     Raises:
         OSError: The process cannot be started.
@@ -73,7 +74,7 @@ class Worker:
         self.process = context.Process(target=_begin, args=arguments, daemon=daemon, name="fedstrata-worker")
         program = sys.modules["__main__"]
         try:
-            if not fork:  # a new process would import the user's script, which would then need a main guard
+            if not fork:  # otherwise, the new process would run the user's script, unless that has a main guard
                 sys.modules["__main__"] = ModuleType("__main__")
             with warnings.catch_warnings():
                 # Python warns of locks that other threads hold during the fork. Workers do not use these locks.
@@ -116,7 +117,7 @@ def _begin(
     inherited: Iterable[Connection],
     asked_by_main_thread: bool,
 ) -> None:
-    signal.set_wakeup_fd(-1)  # signals of this process must not wake the parent's event loop, as in a notebook
+    signal.set_wakeup_fd(-1)  # signals of this process must not wake an event loop of the parent, as notebooks have
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:
@@ -127,9 +128,10 @@ def _begin(
 
 
 class TaskPool(Generic[K]):
-    """Workers that each do one task at a time, for a ``with`` block. Tasks that still run at its end are terminated.
+    """Workers that each do one task at a time, for use in a ``with`` block.
 
-    A new worker process does one task after another. A fork ends with its task.
+    Tasks that still run at the end of the block are terminated. A worker that is a new process does one task after
+    another. A worker that is a fork does one task and ends.
 
     Args:
         jobs: The largest number of workers.
@@ -151,11 +153,11 @@ class TaskPool(Generic[K]):
         """Do tasks and yield them as they end.
 
         Args:
-            tasks: Tasks with their keys; the next one is taken when a worker is free for it.
+            tasks: Pairs of a key and a task. The next pair is taken from the iterator when a worker is free.
             watch: A function to call repeatedly while tasks run.
 
         Yields:
-            The key of each task with an empty text, or with the way in which its process ended early.
+            The key of each task, and a text: empty if the task was done; otherwise, how its process ended early.
 
         Raises:
             Exception: A task raised it.
@@ -170,7 +172,7 @@ class TaskPool(Generic[K]):
             watch()
 
     def _begin(self, key: K, task: Task) -> None:
-        """Give a task to a worker, pickled unless it is a fork."""
+        """Start a fork for a task, or send the task, pickled, to another worker process."""
         if self.fork:
             worker = Worker(partial(_do, task), fork=True)
         else:
@@ -179,7 +181,7 @@ class TaskPool(Generic[K]):
         self._busy[worker.connection] = worker, key
 
     def _finished(self) -> Iterator[tuple[K, str]]:
-        """Yield the tasks that have ended, after waiting briefly for the first one."""
+        """Wait up to half a second, and yield the tasks that have ended; see ``run``."""
         for ready in wait(list(self._busy), timeout=0.5):
             worker, key = self._busy[cast(Connection, ready)]
             lost = ""
@@ -200,7 +202,7 @@ class TaskPool(Generic[K]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Runs can be resumed, and waiting for their end could take hours.
+        # Tasks that still run are terminated: they can be resumed later, and waiting for them could take hours.
         workers = [*self._idle, *(worker for worker, _ in self._busy.values())]
         for worker in workers:
             worker.process.terminate()
@@ -218,7 +220,7 @@ def _serve(connection: Connection) -> None:
 
 def _do(task: Task, connection: Connection) -> None:
     """Do one task in a fork."""
-    # A fork lacks the OpenMP threads of PyTorch and scikit-learn, and would wait for them for ever.
+    # A fork does not have the OpenMP threads of its parent, and with several threads it would wait for them for ever.
     prepare_process(1)
     with threadpoolctl.threadpool_limits(1), ending_in_order():
         connection.send(_error_of(task))

@@ -32,7 +32,7 @@ DEFAULT_LIMIT = 2 << 30
 """The size of the largest message that is read, in bytes."""
 
 RECORDS: dict[str, type] = {}
-"""All declared records by their wire name. ``decode`` creates no other classes."""
+"""A mapping from wire name to class, for all declared records. ``decode`` creates objects of these classes only."""
 _WIRE_NAMES: dict[type, str] = {}
 _FIELDS: dict[type, tuple[str, ...]] = {}
 _CHECKERS: dict[type, TypeAdapter[Any]] = {}
@@ -83,7 +83,11 @@ def record(name: str) -> Callable[[type[T]], type[T]]:
 
 
 def register(classes: Mapping[str, type]) -> None:
-    """Let ``decode`` create records that another process declared, by wire name."""
+    """Let ``decode`` create objects of record classes that another process declared.
+
+    Args:
+        classes: A mapping from wire name to class.
+    """
     for name, cls in classes.items():
         RECORDS[name], _WIRE_NAMES[cls], _FIELDS[cls] = cls, name, fields_of(cls)
 
@@ -116,7 +120,10 @@ def encode(tree: Tree) -> bytes:
 
 
 def size(tree: Tree) -> int:
-    """Return ``len(encode(tree))`` without copying the tensors; trees of one form are measured once."""
+    """Return ``len(encode(tree))`` without copying the tensors.
+
+    The result is cached: trees of the same structure, with tensors of the same shapes, are measured only once.
+    """
     form = _form(tree)
     length = _SIZES.get(form)
     if length is None:
@@ -130,9 +137,10 @@ def size(tree: Tree) -> int:
 
 
 def _form(tree: Tree) -> Hashable:
-    """Return what decides the length of a tree's encoding: kinds, keys, text, shapes and dtypes, but no other value.
+    """Return a cache key for ``size``: trees with equal keys have encodings of equal length.
 
-    Each node is followed by its children; its entry tells how many there are.
+    The key lists the type of each node, and the keys, texts, shapes and dtypes, but not the values of numbers and
+    tensors. The entry of a node says how many children it has, and the entries of the children follow.
     """
     form: list[Any] = []
     pending = [tree]
@@ -211,7 +219,10 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
 
 
 class _Parts:
-    """The parts of a tree that are not in its skeleton: tensors, and numbers, whose text would vary in length."""
+    """The parts of a tree that are stored outside its JSON skeleton: the tensors and the numbers.
+
+    Numbers are outside because the length of their JSON text would depend on their values.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -275,7 +286,7 @@ def _neither(node: object) -> TypeError:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory, which safetensors refuses."""
+    """Return the tensors, with copies of those that share memory with others, because safetensors refuses these."""
     seen: set[int] = set()
     result = {}
     for key, tensor in tensors.items():
@@ -287,7 +298,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rebuild(node: Any, tensors: dict[str, Tensor], ints: list[int], floats: list[float]) -> Tree:
-    # Each tensor is used once: otherwise a short message could request many copies of a large tensor.
+    # ``tensors.pop`` lets each tensor be used only once. Otherwise a short message could request many copies of one.
     def rebuild(inner: Any) -> Tree:
         return _rebuild(inner, tensors, ints, floats)
 
@@ -332,7 +343,7 @@ def require_types(message: Message) -> None:
     """Check the types of a message's fields as ``decode`` does, for a message that was not encoded.
 
     Raises:
-        WireError: A field, of the message or of one inside it, has another type than declared.
+        WireError: A field of the message, or of a message inside it, has another type than declared.
     """
     if _obvious(message):
         return
@@ -345,9 +356,10 @@ def require_types(message: Message) -> None:
 
 
 def _obvious(message: Message) -> bool:
-    """Return whether all fields plainly have the declared types; if not, the whole check decides.
+    """Return True if a quick test shows that all fields have the declared types.
 
-    A small client answers in a millisecond, of which the whole check would take a noticeable part.
+    False means that the quick test cannot tell, so that pydantic must check the message. The quick test saves time,
+    because pydantic's check takes a noticeable part of the millisecond in which a small client answers.
     """
     cls = type(message)
     if cls not in _TESTS:
@@ -360,7 +372,10 @@ def _obvious(message: Message) -> bool:
 
 
 def _test_of(hint: Any) -> Callable[[Any], bool]:
-    """Return a test that is true only for values that are plainly of a type; false proves nothing."""
+    """Return a quick test of whether a value has the type ``hint``.
+
+    True means that the value has the type. False means that the quick test cannot tell.
+    """
     if get_origin(hint) is dict and get_args(hint)[0] is str:
         item = get_args(hint)[1]
         if item in _PLAIN:
@@ -378,7 +393,7 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
 
 def _checker(cls: type) -> TypeAdapter[Any]:
     if cls not in _CHECKERS:
-        # In strict mode pydantic accepts only instances for a dataclass, but any mapping for a TypedDict.
+        # In strict mode, pydantic would check a dataclass only from an instance, but it checks a TypedDict from a dict.
         hints = get_type_hints(cls)
         table = TypedDict(cls.__name__, {name: hints[name] for name in _FIELDS[cls]})  # type: ignore[misc]
         table.__pydantic_config__ = ConfigDict(  # type: ignore[attr-defined]
@@ -406,7 +421,7 @@ def leaves_of(tree: Tree) -> list[Any]:
 
 
 def add(first: Any, second: Any) -> Any:
-    """Add two trees of the same shape, leaf by leaf; fields declared with ``same`` keep the first value.
+    """Add two trees of the same structure, leaf by leaf. Fields that are declared with ``same`` keep their first value.
 
     >>> add({"n": 1, "g": torch.ones(2)}, {"n": 2, "g": torch.ones(2)})
     {'n': 3, 'g': tensor([2., 2.])}
@@ -438,5 +453,5 @@ def add(first: Any, second: Any) -> Any:
 
 
 def same() -> Any:
-    """Declare a field that is equal in all replies, so that their sum keeps its value."""
+    """Declare a field that is equal in all replies, so that ``add`` keeps its value instead of adding it up."""
     return dataclasses.field(metadata={"same": True})

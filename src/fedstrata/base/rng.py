@@ -21,10 +21,10 @@ SERVER = -1
 
 
 class Key(ISeedSequence):
-    """The key of the random numbers for one purpose, in a round, of a client; see ``rng``.
+    """The seed sequence of the random numbers for one purpose, round and client; see ``rng``.
 
-    A generator made from it has the numbers of ``Philox(key=…)``, for which NumPy would also ask the system for random
-    numbers.
+    ``Philox(Key(…))`` draws the same numbers as ``Philox(key=words)``, but without asking the system for randomness,
+    which NumPy does for ``key=``.
     """
 
     def __init__(self, seed: int, purpose: str, round: int, client: int) -> None:
@@ -34,7 +34,7 @@ class Key(ISeedSequence):
         """The key, shape (2,)."""
 
     def generate_state(self, n_words: int, dtype: Any = np.uint64) -> NDArray[np.uint64]:
-        """Return the key: ``Philox`` asks for two words."""
+        """Return the key, whatever the arguments are: ``Philox`` always asks for two words of 64 bits."""
         return self.words
 
 
@@ -45,7 +45,7 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
         seed: The experiment's seed.
         purpose: The purpose of the numbers; two purposes never share numbers.
         round: The round, counted from 1; 0 before the first round.
-        client: The client's number, or ``SERVER``.
+        client: The client's id, or ``SERVER``.
 
     >>> a, b = rng(0, "batches", round=3, client=7), rng(0, "batches", round=3, client=7)
     >>> bool(a.random() == b.random())
@@ -60,14 +60,15 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return a uniform number in [0, 1) for each client, which does not depend on the other clients.
 
-    This is a vectorised ``rng(…, client).random()`` with other numbers: ten clients among a million cost ten draws. The
-    numbers are a keyed counter mixed by SplitMix64 (Steele et al. 2014).
+    This is a vectorised replacement for ``rng(…, client).random()`` that draws different numbers. The time depends only
+    on how many clients are given, not on the largest id. Each number is a hash of the key and the client's id, mixed
+    by SplitMix64 (Steele et al. 2014).
 
     Args:
         seed: The experiment's seed.
         purpose: The purpose of the numbers.
         round: The round.
-        clients: Client numbers, any shape.
+        clients: The clients' ids, any shape.
 
     Returns:
         Numbers of the same shape.

@@ -1,4 +1,4 @@
-"""How processes end: in order when they are told to, and never later than the process that started them."""
+"""Let processes clean up when SIGTERM ends them, and let child processes end with the process that started them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 TERMINATED = 128 + signal.SIGTERM
-"""The exit code of a process that was told to end, as shells have it."""
+"""The exit code of a process that SIGTERM ended, by the convention of shells."""
 
 GRACE = 2.0
-"""Seconds for a process without its parent to end in order; less than whoever comes next waits for a folder."""
+"""Seconds in which a child process may clean up after its parent has ended, before it is killed.
+
+This is less than the time for which a new process waits for the lock of the run folder (``fedstrata.base.locking``).
+"""
 
 AGAIN = 0.01
-"""Seconds after which a SIGTERM whose exception Python ignored is sent again."""
+"""Seconds after which SIGTERM is sent again, if Python ignored the exception that the signal raised."""
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class Terminated(SystemExit):
-    """SIGTERM came: what is open is closed on the way out."""
+    """The exception that SIGTERM raises, so that ``with`` and ``finally`` blocks clean up before the process ends."""
 
     def __init__(self) -> None:
         super().__init__(TERMINATED)
@@ -34,10 +37,10 @@ class Terminated(SystemExit):
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Let SIGTERM raise ``Terminated`` in the block, as Ctrl-C raises ``KeyboardInterrupt``.
+    """Let SIGTERM raise ``Terminated`` while the ``with`` block runs, as Ctrl-C raises ``KeyboardInterrupt``.
 
-    Only the main thread can have that, and only where nobody else decided what the signal does. A second SIGTERM does
-    not interrupt what cleans up; SIGKILL is for those who cannot wait.
+    This has an effect only in the main thread, and only if no other code has set a handler for SIGTERM. A second
+    SIGTERM is ignored, so that it does not interrupt the clean-up.
     """
     if not in_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -56,7 +59,7 @@ def ending_in_order() -> Iterator[None]:
         raise Terminated
 
     def report_ignored(unraisable: sys.UnraisableHookArgs) -> None:
-        # Python ignores what is raised in a finaliser, in a weak reference's callback and in this function.
+        # Python calls this function for exceptions that it ignores, such as those in the finaliser of an object.
         nonlocal raised
         if isinstance(unraisable.exc_value, Terminated):
             raised = False
@@ -72,7 +75,7 @@ def ending_in_order() -> Iterator[None]:
     sender = threading.Thread(target=send_until_raised, name="fedstrata-sigterm", daemon=True)
 
     def send_again() -> None:
-        with suppress(RuntimeError):  # it was started before
+        with suppress(RuntimeError):  # the thread was started before
             sender.start()
 
     sys.unraisablehook = report_ignored
@@ -94,14 +97,18 @@ def _runs(function: Callable[..., object], frame: FrameType | None) -> bool:
 
 
 def end_with_parent(asked_by_main_thread: bool) -> None:
-    """Let this process, which ``multiprocessing`` started, end with its parent, however that one ends.
+    """Let this process end when its parent process ends, even if the parent is killed.
 
-    A pipe tells, which the system closes; then comes SIGTERM, and after ``GRACE`` the end. On Linux the system sends
-    SIGTERM as well, for others may hold the pipe open.
+    ``multiprocessing`` must have started this process. A thread waits for the pipe that the system closes when the
+    parent ends. It then sends SIGTERM to this process, and ends it after ``GRACE`` seconds. On Linux, the system is
+    asked to send SIGTERM too, because other processes may hold the pipe open.
 
     Args:
-        asked_by_main_thread: Whether the parent's main thread started this process. To Linux a parent is a thread, and
-            another one may end long before its process.
+        asked_by_main_thread: Whether the main thread of the parent started this process. If not, the system is not
+            asked: Linux would send SIGTERM as soon as the thread ends that started this process.
+
+    Raises:
+        RuntimeError: ``multiprocessing`` did not start this process.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -119,5 +126,5 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
 
 
 def in_main_thread() -> bool:
-    """Whether the caller is the main thread; see ``end_with_parent``."""
+    """Return True if the caller runs in the main thread."""
     return threading.current_thread() is threading.main_thread()

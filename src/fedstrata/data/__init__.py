@@ -1,1 +1,1 @@
-"""Data sets and where they come from."""
+"""Load data sets, prepare them, and divide them among clients."""

@@ -1,4 +1,4 @@
-"""Check arrays of users and bring them into the form that a ``Dataset`` stores."""
+"""Check users' arrays, and convert them to the form in which a ``Dataset`` stores them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
 CHANNELS = (1, 3, 4)
-"""Lengths of an axis that is taken for the channels of images."""
+"""An axis of images with one of these lengths may be the channels."""
 
 
 def _numpy(values: Array, key: str) -> NDArray[np.generic]:
@@ -43,12 +43,12 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
 
     Args:
         values: See ``from_arrays``.
-        key: Their name in messages.
-        exact: Keep float64 even if float32 can tell these samples apart. Set it if the data set that they belong to is
-            stored as float64.
+        key: The name of the inputs in messages.
+        exact: Whether to keep float64 in any case. By default, float64 is kept only if samples would become
+            indistinguishable in float32. Set it for test inputs if the training inputs are float64.
 
     Returns:
-        (N, H, W, C) or (N, F), contiguous.
+        The inputs, (N, H, W, C) or (N, F), contiguous.
 
     Raises:
         DataError: The values are neither images nor a table, or some are not finite.
@@ -92,10 +92,10 @@ def checked_labels(first: Array, second: Array, train: Tensor, test: Tensor, kin
     """Return the labels (or domains, or clients) of both splits as whole numbers or strings, one per sample.
 
     Args:
-        first: Labels of the training samples.
-        second: Labels of the test samples.
-        train: Training inputs, (N, …).
-        test: Test inputs.
+        first: The labels of the training samples.
+        second: The labels of the test samples.
+        train: The training inputs, (N, …), for their number.
+        test: The test inputs, for their number.
         kind: ``"y"``, ``"domain"`` or ``"client"``, for messages.
 
     Raises:
@@ -141,12 +141,13 @@ def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
 
 
 def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Tensor, Tensor], tuple[str, ...]]:
-    """Return labels as numbers 0…C−1, and the name of each number.
+    """Convert labels to numbers 0…C−1; return the numbers of both splits, and the name of each number.
 
     Args:
-        pair: From ``checked_labels``.
-        names: If given, numeric labels are indices into it, and text labels must be among it.
-        kind: The kind of labels, for messages.
+        pair: The labels of both splits, from ``checked_labels``.
+        names: The names of the numbers. Labels are then indices into ``names``, or texts in it. By default, the sorted
+            labels are numbered.
+        kind: ``"y"``, ``"domain"`` or ``"client"``, for messages.
 
     Raises:
         DataError: A label is not among the names.
@@ -176,13 +177,13 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
 def encode_clients(
     first: Array | None, second: Array | None, train: Tensor, test: Tensor
 ) -> tuple[tuple[Tensor | None, Tensor | None], tuple[str, ...]]:
-    """Return the clients that own the samples as numbers 0…M−1, and the name of each number.
+    """Convert the clients of both splits to numbers 0…M−1; return the numbers, and the name of each number.
 
     Args:
         first: The client of each training sample; None if there are no natural clients.
         second: The client of each test sample; None if it is not known.
-        train: Training inputs, (N, …).
-        test: Test inputs.
+        train: The training inputs, (N, …), for their number.
+        test: The test inputs, for their number.
 
     Raises:
         DataError: The ids have the wrong length, shape or type, or only the test samples have ids.
@@ -191,14 +192,14 @@ def encode_clients(
         if second is not None:
             raise DataError("client_test: given without client_train; give both, or client_train alone")
         return (None, None), ()
-    # Without ids of the test samples, encode an empty test set of the same type.
+    # If the clients of test samples are not known, encode an empty list of them, of the same type.
     ids, samples = (second, test) if second is not None else (_numpy(first, "client_train")[:0], test[:0])
     owners, names = encode(checked_labels(first, ids, train, samples, "client"), None, "client")
     return (owners[0], None if second is None else owners[1]), names
 
 
 def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
-    """Warn about classes that only the test set has: models cannot learn them, so these samples count as wrong.
+    """Warn about classes that only the test set has. Models cannot learn them, so their samples count as errors.
 
     Raises:
         DataError: The splits have no class in common, for example because labels are spelt differently.
@@ -231,8 +232,8 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
         normalize: See ``from_arrays``.
 
     Returns:
-        Shift and scale of each channel or feature. They are float32, or float64 if samples would become
-        indistinguishable in float32. Both are ``None`` for ``"none"``.
+        The shift and the scale of each channel or feature. They are float32, or float64 if samples would become
+        indistinguishable in float32. Both are None if ``normalize`` is ``"none"``.
     """
     width = train.shape[-1]
     if normalize == "none":
@@ -243,7 +244,8 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
     if normalize == "unit":
         low, span = flat.amin(0).double(), flat.amax(0).double() - flat.amin(0).double()
         return precise(train, low, torch.where(span > 0, 1 / span, 1.0), span)
-    # Chunks limit the memory. The first row is subtracted so that a small deviation survives beside a large mean.
+    # Process the rows in chunks to limit memory. Subtract the first row from all, because otherwise a small deviation
+    # would be lost to rounding if the mean is large.
     origin = flat[0].double()
     total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
     for chunk in torch.split(flat, 1 << 20):
@@ -257,7 +259,14 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
 
 
 def precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Return shift and scale as float32 if inputs can be cast to float32 before they are shifted, else unchanged."""
+    """Return shift and scale, as float32 if the inputs can be cast to float32 before they are shifted.
+
+    Args:
+        train: The training inputs as stored.
+        shift: The shift of each channel or feature, float64.
+        scale: The scale of each channel or feature, float64.
+        spread: The deviation or range of each channel or feature, with which the errors of float32 are compared.
+    """
     too_coarse = (shift.abs() * 2.0**-24 > 1e-3 * spread) & (spread > 0)
     if too_coarse.any() and train.dtype in (torch.int32, torch.int64, torch.float64):
         return shift, scale

@@ -18,7 +18,7 @@ KNOWN: Mapping[str, str] = {
     "pacs64": "7 kinds of objects in 4 domains, 64x64 colour, 7,993 / 1,998 (Li et al. 2017)",
     "digits3": "10 digits in 3 domains (MNIST, MNIST-M, USPS), 28x28 colour, 9,000 / 3,000",
 }
-"""A line about each known data set. Each except ``digits`` is read from a file ``NAME.npz``."""
+"""A description of each known data set. All except ``digits`` are read from a file ``NAME.npz``."""
 
 
 def folders() -> list[Path]:
@@ -28,12 +28,12 @@ def folders() -> list[Path]:
 
 
 def available() -> list[tuple[str, str, bool]]:
-    """List name, description and presence of every data set: the known ones, then other files in ``folders()``."""
+    """List the known data sets, and then other files in ``folders()``: name, description, and whether it is there."""
     files = names_there()
     known = [(name, text, name == "digits" or name in files) for name, text in KNOWN.items()]
     return known + [(name, "your own file", True) for name in files if name not in KNOWN]
 
 
 def names_there() -> list[str]:
-    """List the names of the data sets in ``folders()``."""
+    """List the names of the data sets that have a file in ``folders()``."""
     return sorted({path.stem for folder in folders() for path in folder.glob("*.npz")} - {"digits"})

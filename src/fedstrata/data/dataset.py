@@ -1,4 +1,4 @@
-"""A data set in memory. It is stored once, clients are indices into it, and it is normalised when it is read."""
+"""A data set in memory: it is stored once, each client is a list of indices, and batches are normalised when read."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Dataset:
         name: Its name in reports.
         x_train: Training inputs, (N, H, W, C) or (N, F), contiguous.
         y_train: Training labels, (N,) int64 in 0…C−1.
-        x_test: Test inputs.
-        y_test: Test labels.
+        x_test: Test inputs, of the same form.
+        y_test: Test labels, of the same form.
         class_names: The name of each label.
         domain_train: The domain of each training sample, (N,) int64; None without domains.
         domain_test: The domain of each test sample.
@@ -69,32 +69,32 @@ class Dataset:
 
     @property
     def classes(self) -> int:
-        """Number of classes C."""
+        """The number of classes C."""
         return len(self.class_names)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one sample as a model sees it: (C, H, W) or (F,)."""
+        """The shape of one sample as a model sees it: (C, H, W) or (F,)."""
         size = tuple(self.x_train.shape[1:])
         return (size[2], size[0], size[1]) if len(size) == 3 else size
 
     @property
     def train_size(self) -> int:
-        """Number of training samples."""
+        """The number of training samples."""
         return len(self.y_train)
 
     def inputs(self, indices: Indices, split: Split = "train") -> Tensor:
         """Return the normalised inputs of some samples, in the order of ``indices``.
 
         Args:
-            indices: Sample numbers, (B,), or a slice.
+            indices: The indices of the samples, (B,), or a slice.
             split: ``"train"`` or ``"test"``.
 
         Returns:
-            float32, (B, F) or (B, C, H, W) in channels-last memory format; always a copy.
+            A copy of the inputs, float32, (B, F) or (B, C, H, W) in channels-last memory format.
 
         Raises:
-            IndexError: A number is negative or too large.
+            IndexError: An index is negative or too large.
         """
         stored = _take(self.x_train if split == "train" else self.x_test, indices)
         if self._rows is not None and self._rows[0].dtype == torch.float64:  # see ``precise``
@@ -107,9 +107,9 @@ class Dataset:
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor] | None:
-        """Shift and scale of every number of a flattened sample.
+        """Shift and scale, repeated for every number of a flattened sample; None if inputs are not normalised.
 
-        Broadcasting over an innermost axis of 3 channels instead takes four times as long.
+        Broadcasting them over the last axis of images, which has 3 channels, would take four times as long.
         """
         if self.shift is None or self.scale is None:
             return None
@@ -121,7 +121,7 @@ class Dataset:
         return _take(self.y_train if split == "train" else self.y_test, indices)
 
     def to(self, device: torch.device | str) -> Dataset:
-        """Return the data set with its tensors on ``device``; reading it copies indices there."""
+        """Return the data set with its tensors on ``device``."""
         tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return dataclasses.replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
@@ -147,25 +147,25 @@ def from_arrays(
     clients_test: Array | None = None,
     normalize: Normalize = "standard",
 ) -> Dataset:
-    """Build a data set from arrays or tensors, whose memory it may share.
+    """Build a data set from arrays or tensors. It may share their memory, so do not change them afterwards.
 
     Args:
         x_train: Images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F), of any numeric type. Four axes are
             read as N,C,H,W if the length of the second axis is 1, 3 or 4 and that of the last is not.
         y_train: One label per sample: any whole numbers or strings.
-        x_test: Test inputs of the same kind.
-        y_test: Test labels.
+        x_test: Test inputs, of the same kind as ``x_train``.
+        y_test: Test labels, of the same kind as ``y_train``.
         name: Its name in reports.
         domain_train: The domain of each training sample: any whole numbers or strings.
         domain_test: The domain of each test sample.
-        class_names: The name of each label, if labels are indices into this list. By default, labels are sorted and
-            numbered, and keep their text as names.
-        domain_names: The name of each domain, likewise.
+        class_names: The name of each label, for labels that are indices into this list. By default, labels are sorted
+            and numbered, and their texts are the names.
+        domain_names: The name of each domain; see ``class_names``.
         clients: The client of each training sample, for the partition ``natural``: any whole numbers or strings.
         clients_test: The client of each test sample. A client without training samples never trains.
-        normalize: ``"standard"``: each channel or feature gets mean 0 and standard deviation 1 on the training set (a
-            constant one is only shifted). ``"unit"``: it lies in [0, 1] there (bytes are divided by 255). ``"none"``:
-            values do not change.
+        normalize: ``"standard"``: each channel or feature is shifted and scaled to mean 0 and standard deviation 1 on
+            the training set (a constant one is only shifted). ``"unit"``: it is scaled to [0, 1] on the training set
+            (bytes are divided by 255). ``"none"``: values do not change.
 
     Raises:
         DataError: Lengths, shapes or types do not match, a value is not finite, or no label of the test set is in the

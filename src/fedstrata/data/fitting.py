@@ -1,8 +1,8 @@
-"""Statistics of training samples, and the features computed with them: imputed values and normalisation.
+"""Compute statistics of training samples, and features that depend on them: imputed values and normalisation.
 
-Statistics of clients are sums, so the server adds them up without seeing samples. Sites that keep their samples and a
-simulation of these sites therefore compute the same numbers. Both leave out samples that are held out, which are known
-only once the samples are divided among clients.
+Statistics of clients can be added up, so the server gets those of all clients without seeing samples. Sites that keep
+their samples and a simulation of these sites therefore compute the same numbers. Statistics leave out samples that are
+held out of training, for example for validation. These are known only after the samples were divided among clients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 CHUNK = 1 << 20
-"""Rows that are cast to float64 at once, which limits the memory."""
+"""The number of rows that are cast to float64 at once, to limit memory."""
 
 
 @record("Statistics")
@@ -39,13 +39,14 @@ class Statistics(Message):
 
     Args:
         samples: The number of samples.
-        count: The number of values that are not missing, per column of a table or channel of images, (K,) float64.
+        count: The number of values that are not missing, for each of K columns of a table or channels of images, (K,)
+            float64.
         mean: The mean of these values, (K,) float64.
         squares: The sum of their squared distances from the mean, (K,) float64.
-        low: The smallest value, (K,) float64; (0,) if the normalisation does not need it.
-        high: The largest value.
-        counts: The values of a column and how often each occurs, (V, 2) float64, sorted by value. Only for categories
-            and for columns that impute the median or the most frequent value.
+        low: The smallest value, (K,) float64; an empty tensor if the normalisation does not need it.
+        high: The largest value, of the same form.
+        counts: A mapping from column to its values and how often each occurs, (V, 2) float64, sorted by value. It has
+            only categories, and columns that impute the median or the most frequent value.
 
     >>> one, none = (torch.tensor(x, dtype=torch.float64) for x in ([2.0], []))
     >>> both = Statistics(2, one, one, one, none, none, {}) + Statistics(2, one, 2 * one, one, none, none, {})
@@ -79,7 +80,7 @@ class Statistics(Message):
         """Return the value that replaces a missing value of a column.
 
         Raises:
-            DataError: The column has no rule, or no training sample has a value.
+            DataError: The column does not set ``impute``, or no training sample has a value.
         """
         if column.impute is None:
             problem = f"column {name!r}: values are missing; accepted: all of them, or a rule such as impute = 'mean'"
@@ -101,7 +102,7 @@ class Statistics(Message):
         """Check the form and plausibility of statistics that another party sent.
 
         Raises:
-            DataError: They are of other columns, or no data can have these statistics.
+            DataError: The columns are other ones, or no data can have these statistics.
         """
         for name in ("count", "mean", "squares", "low", "high"):
             expected, given = getattr(self, name), getattr(other, name)
@@ -164,9 +165,9 @@ class Unfitted:
         normalize: See ``from_arrays``.
         train: Training samples: the cells of a table as numbers, (N, K) float64, with NaN for missing values; or arrays
             as they are stored.
-        test: Test samples.
-        schema: The completed schema of a table.
-        given: Shift and scale if they are set in the spec.
+        test: Test samples, of the same form.
+        schema: The completed schema of a table; None for arrays.
+        given: The shift and scale that the spec sets; None if they are computed.
     """
 
     normalize: Normalize
@@ -182,13 +183,15 @@ class Unfitted:
         return normalised or any(column.impute not in (None, "constant") for _, column in self._columns())
 
     def statistics(self, groups: Iterable[Ints], least: int = 1) -> Statistics:
-        """Add up the statistics of each client's training samples, in the order that gives the same bits at sites.
+        """Compute the statistics of each client's training samples, and add them up client by client.
+
+        A server adds up the statistics that sites send in the same order, so that the bits are the same.
 
         Args:
-            groups: The numbers of each client's training samples. They are not read if the features do not depend on
-                statistics.
-            least: The smallest number of values that a client may disclose statistics of. A column with fewer values
-                counts as a column without values.
+            groups: For each client, the indices of its training samples. They are not read if the features do not
+                depend on statistics.
+            least: The smallest number of values of a column of which a client discloses statistics. If the column has
+                fewer values, the client reports that it has none.
         """
         groups = groups if self.needed else ()
         parts = (self._without_few(self._of(self.train[torch.tensor(rows)]), least) for rows in groups)
@@ -212,7 +215,7 @@ class Unfitted:
         """Check the form and plausibility of statistics that another party sent of such data.
 
         Raises:
-            DataError: They are of other columns, no data can have these statistics, or required values are missing.
+            DataError: The columns are other ones, no data can have these statistics, or required values are missing.
         """
         self.statistics(()).refuse_unlike(other)
         for index, (name, column) in enumerate(self._columns()):
@@ -223,7 +226,7 @@ class Unfitted:
                 raise DataError(f"column {name!r}: {counted:g} values are counted one by one, of {count:g}")
 
     def _of(self, samples: Tensor) -> Statistics:
-        # NumPy's sums do not depend on the number of threads.
+        # Use NumPy, because its sums, in contrast to PyTorch's, do not depend on the number of threads.
         flat = samples.reshape(-1, samples.shape[-1]).numpy()
         zeros = np.zeros(flat.shape[1])
         total = self._part(len(samples), zeros, zeros, zeros, flat[:0].astype(np.float64), self._counts(flat))
@@ -258,7 +261,7 @@ class Unfitted:
         return [] if self.schema is None else list((self.schema.columns or {}).items())
 
     def fitted(self, known: Statistics) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the training and test samples as a data set stores them, and their shift and scale.
+        """Return the training samples, the test samples, and their shift and scale, as a ``Dataset`` stores them.
 
         Args:
             known: The statistics of the samples that are trained on.
@@ -337,7 +340,7 @@ def _added(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _filled(known: Statistics, index: int, n_missing: float, value: float) -> tuple[float, ...]:
-    """Count, mean, sum of squares, smallest and largest value of a column after ``value`` replaced missing values."""
+    """Return count, mean, sum of squares, smallest and largest value of a column whose missing values are ``value``."""
     low = high = value
     if len(known.low):
         low, high = float(known.low[index]), float(known.high[index])
@@ -359,12 +362,12 @@ def _normal(known: Statistics, train: Tensor, *, unit: bool) -> tuple[Tensor, Te
 
 
 def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
-    """Return a data set with the features that these statistics give.
+    """Return a data set whose features are computed with the statistics ``known``.
 
     Args:
-        data: A data set that has its raw samples.
+        data: A data set with raw samples (``Dataset.unfitted``).
         known: The statistics of the samples that are trained on.
-        again: Whether to keep the raw samples, so that features can be computed again.
+        again: Whether to keep the raw samples, so that features can be computed again with other statistics.
     """
     assert data.unfitted is not None
     x_train, x_test, shift, scale = data.unfitted.fitted(known)

@@ -24,11 +24,11 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
 
     Args:
         name: ``"owner/name"`` or ``"owner/name:configuration"``.
-        seed: The seed that selects test samples, if the data set has only a training split.
+        seed: The seed of the random choice of test samples, for data sets that have only a training split.
         client: The column with the client of each sample, such as ``writer_id``.
 
     Raises:
-        ExtraMissingError: ``datasets`` is not installed.
+        ExtraMissingError: The package ``datasets`` is not installed.
         DataError: The data set cannot be loaded, or has no usable columns.
     """
     try:
@@ -47,16 +47,17 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
 def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     """Return the arrays of a ``datasets.DatasetDict``.
 
-    Training samples are those of ``train``. Test samples are those of ``test``, else of ``validation``, else a fifth of
-    ``train`` with the classes in proportion.
+    The training samples are the split ``train``. The test samples are the split ``test``, or if there is none, a
+    validation split. Without either, a fifth of ``train``, with all classes in proportion, becomes the test samples.
 
     Args:
-        splits: The splits by name; each with the same columns.
-        seed: The seed that selects this fifth.
-        client: The column with the client of each sample.
+        splits: A mapping from the name of each split to its ``datasets.Dataset``, all with the same columns.
+        seed: The seed of the random choice of that fifth.
+        client: The column with the client of each sample; None without such a column.
 
     Returns:
-        ``x_train y_train x_test y_test`` and ``classes``, as in a ``.npz`` file, and ``client_train client_test``.
+        The arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test``; ``classes``, if the labels have names; and
+        ``client_train`` and ``client_test``, if ``client`` is set. They have the same meaning as in a ``.npz`` file.
 
     Raises:
         DataError: There is no split ``train``, or the columns are not clear.
@@ -95,13 +96,16 @@ def _check_client(client: str, features: Any) -> None:
 
 
 def input_columns(features: Any) -> list[str]:
-    """Return the columns with the inputs: one of images, else of arrays, else of lists, else all numbers as a table.
+    """Return the columns with the inputs.
+
+    This is a single column of images if there is one. Otherwise, it is a single column of arrays, or a single column of
+    lists. Without such a column, all columns of numbers together are the inputs, as a table.
 
     Args:
-        features: ``datasets.Features`` of a split.
+        features: The ``datasets.Features`` of a split.
 
     Raises:
-        DataError: The column does not exist, or several could be meant and none has a usual name.
+        DataError: No column has inputs; or several could be the input, and none of them has a usual name.
     """
     kinds = {name: type(feature).__name__ for name, feature in features.items()}
     label = label_column(features)
@@ -120,13 +124,13 @@ def input_columns(features: Any) -> list[str]:
 
 
 def label_column(features: Any) -> str:
-    """Return the column with the label: of type ``ClassLabel``, else one with a usual name.
+    """Return the column with the label: the column of type ``ClassLabel``, or else the column with a usual name.
 
     Args:
-        features: ``datasets.Features`` of a split.
+        features: The ``datasets.Features`` of a split.
 
     Raises:
-        DataError: The column does not exist, or several could be meant and none has a usual name.
+        DataError: No column has labels; or several could be the label, and none of them has a usual name.
     """
     labels = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
     usual = [name for name in LABEL_NAMES if name in (labels or features)]
@@ -141,13 +145,14 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
 
     Args:
         split: A ``datasets.Dataset``.
-        columns: From ``input_columns``.
+        columns: The columns with the inputs; see ``input_columns``.
 
     Returns:
-        Bytes for images; images of 16 bits or of floats, and other columns, keep their type.
+        The inputs. Images are bytes, except images of 16 bits or of floats, which keep their type. Other columns keep
+        their type, too.
 
     Raises:
-        DataError: Images or lists are of different sizes.
+        DataError: Images or lists have different sizes.
     """
     if len(columns) > 1 or _is_number(split.features[columns[0]]):
         return np.stack([np.asarray(split.with_format("numpy")[name][:]) for name in columns], axis=1)
@@ -171,7 +176,7 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
         if pixels.dtype != images.dtype:
             images = images.astype(np.promote_types(pixels.dtype, images.dtype))
         if pixels.ndim + 1 != images.ndim:
-            # One grey image and one in colour: all become colour images.
+            # Some images are grey and others in colour, so convert all of them to colour.
             if images.ndim == 3:
                 images = np.repeat(images[..., None], 3, axis=3)
             else:
@@ -183,7 +188,7 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
 
 
 def _pixels(picture: Any) -> NDArray[Any]:
-    """Return an image, (H, W) or (H, W, 3): as bytes, or in its own type if that has more than eight bits."""
+    """Return the pixels of an image, (H, W) or (H, W, 3), as bytes, or in their own type if they are not bytes."""
     if picture.mode.startswith(("I", "F")):
         return np.asarray(picture)
     return np.asarray(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))
@@ -195,5 +200,5 @@ def read_labels(split: Any, column: str) -> NDArray[Any]:
 
 
 def _is_number(feature: Any) -> bool:
-    # Columns of arrays have a dtype too, but only columns of single numbers are a ``Value``.
+    # Columns of arrays have a dtype, too, but only columns of single numbers have the type ``Value``.
     return type(feature).__name__ == "Value" and feature.dtype.startswith(("int", "uint", "float", "bool"))

@@ -1,4 +1,4 @@
-"""The schema of a table, and its cells as numbers; ``fitting`` computes features from them."""
+"""The schema of a table, which converts its cells to numbers; ``fitting`` computes features from these numbers."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from fedstrata.base.rng import rng
 from fedstrata.data.subsets import stratified
 
 TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
-"""Cells of a boolean column; capitals do not matter."""
+"""The accepted cells of a boolean column, in small letters, and their values."""
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
-"""Cells of a column that marks the test samples."""
+"""The accepted cells of a column that marks the test samples: 1 for test samples."""
 MANY = 20
-"""A table with more rows gets a warning about a category that has a value for every second row."""
+"""In tables with more rows than this, there is a warning if a category has more than half as many values as rows."""
 SHOWN = 12
-"""The number of categories or columns that a message names."""
+"""The most categories or columns that a message lists."""
 
 
 class Column(Setting):
     """A column of a table that is used as a feature.
 
     Args:
-        type: ``number``; ``category``, whose values each become a feature that is 0 or 1; or ``boolean``, 0 or 1.
+        type: ``number``; ``category``, where each value becomes a feature that is 0 or 1; or ``boolean``, 0 or 1.
         unit: The unit of a number, for messages.
         range: The smallest and the largest number that is accepted.
         categories: The accepted categories. Default: the categories of the table.
-        missing: Cells that mean a missing value, in addition to the schema's.
-        impute: The replacement of missing values: the training rows' ``mean``, ``median`` (the lower one) or
-            ``most-frequent`` value (the first in order if there are several), or a ``constant``. By default, missing
-            values are refused.
-        step: The unit to which numbers are rounded for ``median`` and ``most-frequent``. Sites need it, because they
-            disclose the number of occurrences of each rounded value: the larger the step, the less they disclose.
+        missing: Cells that mean a missing value in this column, in addition to those of the schema.
+        impute: The replacement of missing values: the ``mean`` of the training rows; their ``median`` (the lower of two
+            middle values); their ``most-frequent`` value (the smallest, or the first category, if several are equally
+            frequent); or a ``constant``. By default, missing values are refused.
+        step: Numbers are rounded to multiples of ``step`` before they are counted for ``median`` or ``most-frequent``.
+            Real sites need it, because they disclose how often each rounded value occurs: the larger the step, the less
+            they disclose.
         value: The constant for ``impute = "constant"``.
         indicator: Whether to add a feature that is 1 for missing values.
     """
@@ -78,12 +79,12 @@ class Column(Setting):
 
     @property
     def counted(self) -> bool:
-        """Whether the number of occurrences of each value is needed."""
+        """Whether statistics of the column include how often each value occurs."""
         return self.type == "category" or self.impute in ("median", "most-frequent")
 
     @property
     def accepted(self) -> str:
-        """The sentence that says which cells are accepted."""
+        """The part of an error message that says which cells are accepted."""
         if self.type == "boolean":
             return f"accepted: {', '.join(TRUTH)}"
         if self.type == "category":
@@ -92,7 +93,7 @@ class Column(Setting):
         return f"accepted: numbers{span}{f' {self.unit}' if self.unit else ''}"
 
     def number(self, cell: Any) -> float:
-        """Return a cell as a number; for a category its index.
+        """Return a cell as a number; for a category, return its index in ``categories``.
 
         Raises:
             ValueError: The cell is not a value of this column; the message says what is accepted.
@@ -118,7 +119,7 @@ class Column(Setting):
 
 
 def _columns(value: object, info: ValidationInfo) -> object:
-    """Parse columns; a text stands for a column of that type."""
+    """Parse the setting ``columns``; a text instead of a table is the type of a column."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -138,13 +139,14 @@ class Schema(Setting):
     Args:
         label: The column with the label.
         client: The column with the client of each row, for the partition ``natural``.
-        columns: The columns that are features, by name; each is a table, or a word for its type. Default: all other
-            columns, with types guessed from their cells.
-        classes: The possible labels, in order. Default: the labels of the table.
+        columns: The columns that are features: for each name, a table of settings, or a text with its type. Default:
+            all columns that have no other role, with types that are guessed from their cells.
+        classes: The possible labels, in order. Default: the labels that occur in the table, sorted.
         missing: Cells that mean a missing value, in addition to empty cells.
         ignore: Columns that are left out if ``columns`` is not given.
-        test: The share of rows held out as test samples, by label within each client (at least one row of each client
-            with two rows). Or a column that marks these rows, with ``test`` and ``train`` or true and false.
+        test: The share of rows that are held out as test samples, with the labels in proportion within each client (at
+            least one row of each client that has two rows). Or the name of a column that marks these rows, with the
+            cells ``test`` and ``train``, or ``true`` and ``false``.
         delimiter: The character between the cells of a text file.
     """
 
@@ -166,7 +168,7 @@ class Schema(Setting):
 
     @property
     def roles(self) -> dict[str, str]:
-        """The columns that are not features, and the schema's key of each."""
+        """A mapping from each column with another role than a feature to the key that names it, such as ``label``."""
         named = {"label": self.label, "client": self.client, "test": self.test if isinstance(self.test, str) else None}
         return {column: key for key, column in named.items() if column is not None}
 
@@ -202,7 +204,7 @@ class Schema(Setting):
         return under(key, lambda: build(Column, {**dict(column), "categories": categories}))
 
     def refuse_open(self) -> None:
-        """Refuse a schema that must be completed from a table: sites would complete it differently.
+        """Refuse a schema that is not complete: each site would complete it from its own table, and all differently.
 
         Raises:
             SpecError: The schema is not complete.
@@ -233,8 +235,8 @@ class Table:
 
     Args:
         source: The name of the file or data frame, for messages.
-        columns: The cells of each column: texts, numbers, booleans; None for a missing value.
-        lines: The line of the file in which each row begins, for text files.
+        columns: A mapping from column to its cells: texts, numbers or booleans, and None for missing values.
+        lines: The line of the file on which each row begins; None if the source is not a text file.
     """
 
     source: str
@@ -252,7 +254,12 @@ class Table:
             raise error.publicly(f"{key} = {column!r}: there is no such column")
 
     def cells(self, column: str, missing: Iterable[str] = ()) -> list[Any]:
-        """Return the cells of a column, with None for missing values."""
+        """Return the cells of a column, with None for missing values.
+
+        Args:
+            column: The column.
+            missing: Texts that mean a missing value, in addition to empty cells.
+        """
         marks = {"", *missing}
         return [None if is_missing(cell) or text_of(cell) in marks else cell for cell in self.columns[column]]
 
@@ -260,10 +267,10 @@ class Table:
         """Return the error about a cell.
 
         Args:
-            row: Its row.
-            column: Its column.
-            problem: The problem, in words that may quote the cell.
-            public: The problem in words that disclose nothing about the cell.
+            row: The row of the cell, counted from 0.
+            column: The column of the cell.
+            problem: The problem; the text may quote the cell.
+            public: The problem in a text that discloses nothing about the cell, for other parties.
         """
         where = f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
         cell = self.columns[column][row]
@@ -314,12 +321,12 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> Bool
     Args:
         table: The rows.
         schema: A completed schema.
-        seed: The seed that selects the test samples, if ``test`` is a share.
-        first: The number of the table's first client in the federation, so that a site selects the same rows as a
-            simulation.
+        seed: The seed of the random choice, if ``test`` is a share.
+        first: The id in the federation of the table's first client. With it, a site that has only some clients selects
+            the same rows as a simulation of all.
 
     Raises:
-        DataError: A label or a client is missing, or a cell does not say which.
+        DataError: A label or a client is missing, or a cell of the column ``test`` is not accepted.
     """
     if isinstance(schema.test, str):
         cells = [text_of(cell).lower() for cell in _known(table, schema.test, schema)]
@@ -341,10 +348,10 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> Bool
 
 
 def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
-    """Return labels or clients, (N,): as whole numbers if all of them are, else as texts.
+    """Return the cells of the label or client column, (N,): whole numbers if all cells are such, otherwise texts.
 
     Raises:
-        DataError: One is missing, or a label is not one of the classes.
+        DataError: A cell is missing, or a label is not one of the schema's classes.
     """
     texts = [text_of(cell) for cell in _known(table, column, schema)]
     if column == schema.label and schema.classes is not None:
@@ -368,7 +375,7 @@ def _known(table: Table, column: str, schema: Schema) -> list[Any]:
 
 
 def another_unit(number: float, span: tuple[float, float]) -> str:
-    """Return a hint if a number that is out of range fits it when multiplied or divided by 1,000."""
+    """Return a hint for a number that is out of range, if a thousand times or a thousandth of it would be in range."""
     for factor, what in ((1e-3, "a thousandth of it is in range"), (1e3, "a thousand times it is in range")):
         if number and span[0] <= number * factor <= span[1]:
             return f"; {what}: is it in another unit?"
@@ -383,7 +390,7 @@ def is_missing(cell: object) -> bool:
 
 
 def text_of(cell: object) -> str:
-    """Return a cell as text, the same whether it was read as text, as a number or as a boolean.
+    """Return a cell as text. The result is the same if the cell was read as text, as a number or as a boolean.
 
     >>> text_of(" 3 "), text_of(3.0), text_of(True)
     ('3', '3', 'true')
@@ -396,7 +403,7 @@ def text_of(cell: object) -> str:
 
 
 def _guess(name: str, cells: Sequence[Any]) -> Column:
-    """Guess the type of a column from its cells, with a warning if a category looks like a mistake."""
+    """Guess the type of a column from its cells; warn if the column is probably not meant to be a category."""
     known = [cell for cell in cells if cell is not None]
     if known and all(text_of(cell).lower() in ("true", "false") for cell in known):
         return Column(type="boolean")

@@ -1,4 +1,4 @@
-"""Load data sets by name: those of scikit-learn, files, and the Hugging Face hub."""
+"""Load data sets by name: scikit-learn's digits, files, and data sets of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ MOST = 1 << 38
 """The largest size in bytes of the arrays that a ``.npz`` file may declare."""
 
 _reading = threading.Lock()
-"""NumPy reads headers with ``ast``, which sometimes fails in two threads at once in Python 3.11 and 3.12 (CPython issue
-106905). Without the lock, intact files were reported as damaged."""
+"""A lock for reading ``.npz`` files. NumPy parses their headers with ``ast``, which sometimes fails in Python 3.11 and
+3.12 if two threads use it at once (CPython issue 106905). Intact files then seem damaged."""
 
 
 with warnings.catch_warnings():
@@ -54,19 +54,22 @@ with warnings.catch_warnings():
             name: A known name (``fedstrata datasets`` lists them), the NAME of a file NAME.npz in
                 ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``, a path that ends in ``.npz``, ``.csv`` or ``.parquet``,
                 or ``"hub:owner/name"`` (``"hub:owner/name:configuration"``).
-            normalize: ``"standard"``: each channel or feature gets mean 0 and standard deviation 1 on the training set.
-                ``"unit"``: it lies in [0, 1] there. ``"none"``: values do not change.
+            normalize: ``"standard"``: each channel or feature is shifted and scaled to mean 0 and standard deviation 1
+                on the training set. ``"unit"``: it is scaled to [0, 1] on the training set. ``"none"``: values do not
+                change.
             limit: The number of training samples to use, chosen at random with the classes in proportion, for quick
                 trials.
             client: The column of a hub data set with the client of each sample, for the partition ``natural``.
-            schema: The meaning of the columns of a ``.csv`` or ``.parquet`` file; a word names the column of the label.
+            schema: The meaning of the columns of a ``.csv`` or ``.parquet`` file. A text instead of a table is the name
+                of the column with the label.
             shape: The shape of one sample of arrays, (channels, height, width) or (features,). ``shape`` and
-                ``classes`` are needed if sites keep their arrays. Arrays are checked against them, and are then
-                normalised by only the samples that clients train on.
-            classes: The number C of classes of arrays, whose labels are 0 … C−1.
-            range: The smallest and the largest value that is accepted in arrays.
-            shift: The number to subtract from each channel or feature, instead of that of ``normalize``.
-            scale: The number by which each channel or feature is multiplied after that.
+                ``classes`` are needed if sites keep their arrays. Arrays are checked against them. Their normalisation
+                then uses only the samples that clients train on.
+            classes: The number C of classes of arrays, whose labels must be 0 … C−1.
+            range: The smallest and the largest value that are accepted in arrays.
+            shift: The number to subtract from each channel or feature. Default: computed as ``normalize`` says.
+            scale: The number by which each channel or feature is multiplied after the subtraction. Set it together with
+                ``shift``.
             custom: A description of the user's own arrays, which fedstrata writes into the spec of a run. Do not set
                 it.
         """
@@ -103,13 +106,13 @@ with warnings.catch_warnings():
             """Read the data set into memory.
 
             Args:
-                seed: The seed that selects the samples of ``limit``, and the test samples of a hub data set without a
-                    test split.
+                seed: The seed of random choices: of the samples for ``limit``, and of test samples if the data set has
+                    no separate ones.
 
             Raises:
                 SpecError: No data set has that name.
                 DataError: The data set is missing or cannot be used.
-                ExtraMissingError: ``hub:`` without the extra ``hub``.
+                ExtraMissingError: The data set needs an extra that is not installed.
             """
             try:
                 data = self._table(seed) if self.name.endswith(SUFFIXES) else self.declared(self._arrays(seed))
@@ -129,10 +132,10 @@ with warnings.catch_warnings():
             return replace(data, shift=shift, scale=scale)
 
         def given(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
-            """Return the shift and scale that the spec sets, if it does.
+            """Return the shift and scale that the spec sets; None if it does not.
 
             Raises:
-                SpecError: Their number differs from that of the channels or features.
+                SpecError: There is not one number for each channel or feature.
             """
             if self.shift is None or self.scale is None:
                 return None
@@ -142,7 +145,9 @@ with warnings.catch_warnings():
             return torch.tensor(self.shift), torch.tensor(self.scale)
 
         def declared(self, data: Dataset) -> Dataset:
-            """Check arrays against the shape, classes and range of the spec, if it has them.
+            """Check arrays against the shape, classes and range in the spec, and keep the raw samples for ``fit``.
+
+            Without ``shape``, return the data set unchanged.
 
             Raises:
                 DataError: The arrays differ from the spec.
@@ -232,8 +237,8 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
 
     Args:
         path: The file.
-        needed: Arrays that it must hold.
-        optional: Arrays that it may hold.
+        needed: The names of arrays that the file must hold.
+        optional: The names of arrays that it may hold, which are also read.
 
     Raises:
         DataError: The file is missing, damaged or too large, holds Python objects or lacks an array.
@@ -297,7 +302,7 @@ def _names(arrays: Arrays, key: str) -> list[str] | None:
 
 
 def _digits() -> Arrays:
-    """Load scikit-learn's digits, with grey levels scaled from 0…16 to bytes and a fixed stratified test set (20 %)."""
+    """Load scikit-learn's digits, with grey levels scaled from 0…16 to 0…255 and a fixed stratified test set (20 %)."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()

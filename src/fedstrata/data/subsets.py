@@ -9,7 +9,7 @@ from fedstrata.base.arrays import Ints
 
 
 def largest_remainder(shares: NDArray[np.floating], total: int) -> Ints:
-    """Return whole numbers in proportion to ``shares`` that sum to ``total`` (Hamilton's method).
+    """Return whole numbers in proportion to ``shares`` that add up to ``total`` (Hamilton's method).
 
     >>> largest_remainder(np.array([1.0, 1.0, 2.0]), 5).tolist()
     [1, 1, 3]
@@ -22,7 +22,7 @@ def largest_remainder(shares: NDArray[np.floating], total: int) -> Ints:
 
 
 def stratified(codes: Ints, size: int, rng: np.random.Generator) -> Ints:
-    """Draw ``size`` sample numbers, ascending, with the classes in proportion.
+    """Draw ``size`` samples at random, from each class in proportion to its size; return their indices, ascending.
 
     >>> stratified(np.array([0, 0, 0, 0, 1, 1]), 3, np.random.default_rng(0)).shape
     (3,)
@@ -36,7 +36,11 @@ def stratified(codes: Ints, size: int, rng: np.random.Generator) -> Ints:
 
 
 def by_class(codes: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints, Ints]:
-    """Return all samples sorted by class and shuffled within each, the start of each class, and its size."""
+    """Sort all samples by class, in random order within each class.
+
+    Returns:
+        The indices of the samples; where each class begins among them; and the size of each class.
+    """
     shuffled = rng.permutation(len(codes))
     sizes = np.bincount(codes, minlength=classes)
     return shuffled[np.argsort(codes[shuffled], kind="stable")], np.cumsum(sizes) - sizes, sizes

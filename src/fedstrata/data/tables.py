@@ -1,7 +1,7 @@
 """Build data sets from tables: CSV and Parquet files, and data frames.
 
-Text files are read with Python's ``csv``, which needs no extra package, changes no cell and knows line numbers. Parquet
-files are read with pyarrow.
+CSV files are read with Python's module ``csv``, which needs no extra package, does not convert cells and knows line
+numbers. Parquet files are read with pyarrow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedstrata.data.fitting import Unfitted, fit
 from fedstrata.data.schema import Schema, Table, held_out, ids, parsed
 
 SUFFIXES = (".csv", ".parquet")
-"""Suffixes of tables."""
+"""The suffixes of files that are read as tables."""
 
 
 def read_table(path: Path, schema: Schema) -> Table:
@@ -33,7 +33,7 @@ def read_table(path: Path, schema: Schema) -> Table:
 
     Args:
         path: The file.
-        schema: The schema, which has the delimiter.
+        schema: The schema; only its delimiter is used.
 
     Raises:
         DataError: The file is missing or damaged.
@@ -67,10 +67,11 @@ def from_dataframe(
         frame: Anything with ``columns`` whose columns have ``to_list``, or a mapping of column names to lists.
         label: The column with the label.
         client: The column with the client of each row.
-        test: The share of rows that become test samples, a column that marks them, or another frame that holds them.
+        test: The share of rows that become test samples; or the name of a column that marks them; or another frame with
+            the test samples.
         normalize: See ``from_arrays``.
-        seed: The seed that selects the test samples, if ``test`` is a share.
-        name: Its name in reports.
+        seed: The seed of the random choice of test samples, if ``test`` is a share.
+        name: The name of the data set in reports.
         settings: Other settings of ``Schema``, such as ``columns`` and ``missing``.
 
     Raises:
@@ -100,17 +101,17 @@ def dataset_of(
     normalize: Normalize = "standard",
     given: tuple[Tensor, Tensor] | None = None,
 ) -> Dataset:
-    """Build a data set with features by the statistics of all training rows.
+    """Build a data set, with features that depend on statistics of all training rows (imputation and normalisation).
 
-    A run replaces these features by those from the rows that clients train on.
+    When a run begins, it computes the features again with statistics of only the rows that clients train on.
 
     Args:
         table: The rows.
         schema: A completed schema.
         held: Which rows are test samples, (N,).
-        name: Its name in reports.
+        name: The name of the data set in reports.
         normalize: See ``from_arrays``.
-        given: Shift and scale if they are set in the spec.
+        given: The shift and scale that the spec sets; None if they are computed.
 
     Raises:
         DataError: A cell does not match the schema, or a missing value cannot be imputed.
@@ -138,7 +139,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Table:
     """Read a text file in UTF-8 whose first line names the columns.
 
     Raises:
-        DataError: The file has no rows, a name twice, or a line with too many or too few cells.
+        DataError: The file has no rows, two columns of the same name, or a line with too many or too few cells.
     """
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)

@@ -1,1 +1,1 @@
-"""Models as pure functions of their parameters, a small zoo of them, and BatchNorm over the federation."""
+"""Models as pure functions of their parameters, the models that a spec can name, and BatchNorm across clients."""

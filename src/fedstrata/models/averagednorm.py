@@ -1,8 +1,9 @@
 """BatchNorm with statistics averaged over clients, as in FedTAN (Wang et al. 2023).
 
-Each client computes mean and variance of its own batch, and the layer normalises with their averages. In the backward
-pass the gradients with respect to mean and variance are averaged too, and each client propagates the averages to its
-inputs. Averaged variances ignore the differences between the clients' means; ``models.batchnorm`` includes them.
+Each client computes mean and variance of its own batch, and the layer normalises with the averages over clients. In the
+backward pass, the gradients with respect to mean and variance are averaged too, and each client propagates the averages
+to its inputs. An averaged variance ignores that the clients' means differ. ``models.batchnorm`` instead computes the
+variance of all samples.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from fedstrata.models.batchnorm import ReduceGroup, SharedNorm
 
 @contextmanager
 def averaged(module: nn.Module, group: ReduceGroup, weight: float) -> Iterator[None]:
-    """Let every BatchNorm in ``module`` normalise with averaged statistics in the block, and keep them as running ones.
+    """Let every BatchNorm in ``module`` normalise with averaged statistics in the ``with`` block.
 
-    Each member of the group runs the same module on its own batch, with one forward and one backward pass.
+    The averages also replace the running statistics. Each member of the group must run the same module on its own
+    batch, with one forward and one backward pass.
 
     Args:
         module: This client's module.
-        group: This client's group.
-        weight: The weight of this client in the averages; only ratios matter.
+        group: This client's connection to the other clients.
+        weight: The weight of this client in the averages; only the ratios of the clients' weights matter.
     """
     layers = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     for layer in layers:
@@ -63,7 +65,7 @@ def _forward(layer: _BatchNorm, group: ReduceGroup, weight: float, x: Tensor) ->
 
 
 def _statistics(x: Tensor, axes: list[int]) -> Tensor:
-    """Compute mean and biased variance of a batch, (2, C), float64; zeros if it is empty."""
+    """Compute the mean and the biased variance of each channel, shape (2, C), float64; zeros for an empty batch."""
     if not x.numel():
         return torch.zeros(2, x.shape[1], dtype=torch.float64)
     var, mean = torch.var_mean(x, axes, correction=0)

@@ -1,10 +1,10 @@
-"""BatchNorm with the statistics of the union of the clients' batches (Stratify, section III-E).
+"""BatchNorm with the statistics of a batch whose samples are at several clients (Stratify, section III-E).
 
-Clients that each hold a part of a batch normalise it exactly as one machine with the whole batch. In the forward pass
-every layer sums Σx, Σx² and the count over the clients, in the backward pass Σ ∂J/∂x̂ and Σ x̂ ∂J/∂x̂. The sums are
-divided by the total count m. ``torch.nn.SyncBatchNorm`` does the same between processes. The loss must be a *sum* over
-samples, so that the clients' gradients, including those of the layer's weight and bias, sum to those of the whole
-batch.
+Clients that each hold a part of a batch normalise it exactly as one machine with the whole batch would. In the forward
+pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, it sums Σ ∂J/∂x̂ and Σ x̂ ∂J/∂x̂,
+where x̂ is the normalised input and J the loss. The sums are divided by the total count m. ``torch.nn.SyncBatchNorm``
+does the same between processes. The loss must be a *sum* over samples. The clients' gradients, also those of the
+layer's weight and bias, then add up to the gradient of the whole batch.
 """
 
 from __future__ import annotations
@@ -24,30 +24,33 @@ from fedstrata.base.errors import FedstrataError, SpecError
 
 
 class ReduceGroup:
-    """One client's connection to the ``size`` clients that hold parts of its batch.
+    """The connection of one client to its group: the ``size`` clients, itself included, that hold parts of a batch.
 
     Args:
         group: The group.
-        number: The client's number in it.
+        number: The client's index in the group, counted from 0.
     """
 
     def __init__(self, group: LocalGroup, number: int) -> None:
         self._group, self._number, self.size = group, number, group.size
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum the clients' tensors; all get the same bits. All clients must call it equally often."""
+        """Return the sum of the tensors that all clients of the group pass.
+
+        The call waits until all clients have called it, so that they must call it equally often. All get the same bits.
+        """
         return self._group.add({self._number: tensor})
 
 
 class GroupBrokenError(FedstrataError):
-    """The loss of a member of a group, after which the others cannot continue with the batch."""
+    """An error at the members of a group that lost another member, so that they cannot continue with the batch."""
 
 
 class _FederatedBatchNorm(_BatchNorm):
     _group: ReduceGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise a batch; the result has the shape of ``x``."""
+        """Normalise a batch; inside ``federated``, over all clients of the group. The shape stays the same."""
         group = self._group
         if group is None or not self.training:
             out: Tensor = super().forward(x)
@@ -91,11 +94,14 @@ def _by_channel(vector: Tensor, x: Tensor) -> Tensor:
 
 
 def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, int]:
-    """Compute mean (C,) and biased variance (C,) in float64, and count, of the union batch.
+    """Compute the statistics of the batch over all clients.
 
-    Var = Σx²/m − μ² loses precision in float32. Therefore each client computes its mean and the squares about it in two
-    passes over its data, and Σx and Σx² from these in float64. Only vectors of C numbers are cast, and one all-reduce
-    is enough; the usual algorithm in two passes needs two.
+    Var = Σx²/m − μ² loses precision in float32. Therefore each client computes its mean and the sum of squared
+    distances from it, and from these Σx and Σx² in float64. Only vectors of C numbers are cast to float64, and the
+    clients need only one exchange. The usual algorithm, which first computes the mean over all clients, needs two.
+
+    Returns:
+        The mean, shape (C,), float64; the biased variance, shape (C,), float64; and the number of values per channel.
     """
     channels, count = x.shape[1], x.numel() // max(x.shape[1], 1)
     sums = torch.zeros(2, channels, dtype=torch.float64, device=x.device)
@@ -117,11 +123,11 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
 
 
 class SharedNorm(torch.autograd.Function):
-    """y = γ x̂ + β, x̂ = (x − μ) / √(σ² + ε), with μ and σ² of the batches of a group, of which ``x`` is one.
+    """The function y = γ x̂ + β with x̂ = (x − μ) / √(σ² + ε), where μ and σ² are statistics over a group of clients.
 
-    In the backward pass each member contributes its terms of ∂J/∂μ and ∂J/∂σ², times ``share``. The sums over the
-    group, divided by ``count``, are propagated to its inputs; the gradient of σ² is that of squared distances from
-    ``centre``.
+    ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and ∂J/∂σ² by
+    ``share``. These are summed over the group and divided by ``count``, and each client propagates the results to its
+    inputs. For this, σ² is treated as a mean of squared distances from ``centre``.
     """
 
     @staticmethod
@@ -138,7 +144,7 @@ class SharedNorm(torch.autograd.Function):
         eps: float,
         group: ReduceGroup,
     ) -> Tensor:
-        """Normalise ``x`` with given statistics."""
+        """Normalise ``x`` with the statistics ``mean`` and ``var``."""
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), centre)
         ctx.share, ctx.count, ctx.group = share, count, group
         return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
@@ -150,7 +156,7 @@ class SharedNorm(torch.autograd.Function):
         x, weight, mean, inverse, centre = ctx.saved_tensors
         axes = _reduced(x)
         normal = (x - _by_channel(mean, x)).mul_(_by_channel(inverse, x))
-        # ∂J/∂β and ∂J/∂γ are not summed here: the server sums the clients' gradients.
+        # ∂J/∂β and ∂J/∂γ are not summed over the group here, because the server sums the clients' gradients.
         local = torch.stack([grad.sum(axes), (grad * normal).sum(axes)])
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -178,10 +184,10 @@ def has_batchnorm(module: nn.Module) -> bool:
 
 
 def federate_batchnorm(module: nn.Module) -> nn.Module:
-    """Convert every BatchNorm in ``module``, so that it can normalise over a group of clients.
+    """Convert every BatchNorm in ``module`` in place, so that it can normalise over a group of clients.
 
     As with ``nn.SyncBatchNorm.convert_sync_batchnorm``, layers keep their parameters, buffers, settings and names.
-    Layers are converted in place. Outside ``federated`` their results do not change.
+    Their results change only inside ``federated``.
 
     Returns:
         ``module`` itself.
@@ -207,16 +213,16 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
-    """Let every BatchNorm in ``module`` normalise over ``group`` while it trains in the block.
+    """Let every BatchNorm in ``module`` normalise over ``group`` while it trains in the ``with`` block.
 
-    All members run the same module on their own batches, first one forward pass and then one backward pass, so that
-    their all-reduces match. A client without samples in the batch is not in the group, or takes part with an empty
-    batch (0, …): it then adds zeros and gets the same running statistics as the others. A client that fails must break
-    the group (``LocalGroup.abort``), or the others wait until their timeout.
+    All members must run the same module on their own batches, first one forward pass and then one backward pass, so
+    that their sums match. A client without samples in the batch need not be in the group. If it is, it passes an empty
+    batch, shape (0, …), adds zeros and gets the same running statistics as the others. A client that fails must call
+    ``LocalGroup.abort``. Otherwise the others wait until their timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.
-        group: This client's group.
+        group: This client's connection to the other clients.
 
     Raises:
         SpecError: The module has a BatchNorm that is not converted.
@@ -239,12 +245,13 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
 class LocalGroup:
     """A group whose members are threads of this process.
 
-    Tensors are summed in the order of the members and not of their arrival, so that runs repeat bit for bit.
+    Tensors are summed in the order of the members, and not in the order in which they arrive, so that repeated runs
+    have the same bits.
 
     Args:
         size: The number of members.
-        timeout: Seconds that a member waits for the others before it breaks the group; None waits without a limit, if
-            members cannot be lost.
+        timeout: Seconds that a member waits for the others before it breaks the group; None to wait without a limit,
+            for groups that cannot lose a member.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))
@@ -263,7 +270,7 @@ class LocalGroup:
         self._broken: str | None = None
 
     def member(self, number: int) -> ReduceGroup:
-        """Return the interface of member ``number`` (from 0), which one thread uses."""
+        """Return the connection of member ``number``, counted from 0, for use by one thread."""
         if not 0 <= number < self.size:
             raise ValueError(f"member {number}: this group has members 0 to {self.size - 1}")
         return ReduceGroup(self, number)
@@ -276,7 +283,7 @@ class LocalGroup:
             self._changed.notify_all()
 
     def leave(self, *members: int) -> None:
-        """Record that members have ended; the group breaks if a sum needs their parts."""
+        """Record that members have ended. If the others wait for their tensors, or later do so, the group breaks."""
         with self._changed:
             self._ended.update(members)
             self._abort_if_incomplete()
@@ -288,14 +295,14 @@ class LocalGroup:
             return self._turn, tuple(sorted(self._parts))
 
     def add(self, parts: Mapping[int, Tensor]) -> Tensor:
-        """Add the parts of some members, wait for those of the others, and return the sum.
+        """Add the tensors of some members, wait for those of the others, and return the sum of all.
 
         Args:
-            parts: The tensors by member.
+            parts: A mapping from member to its tensor.
 
         Raises:
-            GroupBrokenError: A member failed, ended, added two parts or one of another shape, or did not add one in
-                time.
+            GroupBrokenError: A member failed, ended, added two tensors to one sum or one of another shape, or did not
+                add one in time.
         """
         with self._changed:
             if again := sorted(self._parts.keys() & parts.keys()):

@@ -1,7 +1,7 @@
 """Choose the memory format of a user's own module.
 
 Data sets return images in channels-last format, in which convolutions and pooling are fastest on a CPU. The choice
-depends only on the module and not on measured times: a measurement that differs on another day would change the last
+depends only on the module. It does not depend on measured times, because these vary, and the format affects the last
 bits of results.
 """
 
@@ -15,14 +15,18 @@ from torch import Tensor, nn
 
 
 def lay_out(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-    """Convert a module with convolutions to channels-last format, in place, if it can run in it.
+    """Convert a module with convolutions to channels-last format, in place, if it works in that format.
 
-    A module cannot if it takes a view that needs the default format, such as ``x.view(len(x), -1)`` after a
-    convolution; ``x.flatten(1)`` works with both. It then keeps the default format, and its inputs are converted.
+    Some modules do not, for example if they call ``x.view(len(x), -1)`` after a convolution, which needs the default
+    format; ``x.flatten(1)`` works with both. Such a module keeps the default format, and its inputs are converted to
+    it.
 
     Args:
         module: The module.
         shape: The shape of one sample, such as (channels, height, width).
+
+    Returns:
+        ``module`` itself.
     """
     if len(shape) != 3 or not any(isinstance(part, nn.Conv2d) for part in module.modules()):
         return module
@@ -33,7 +37,7 @@ def lay_out(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
 
 
 def _runs(module: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Return True if both passes succeed in channels-last format and the logits are those of the default format."""
+    """Return True if a forward and a backward pass succeed in channels-last format, with the same logits as before."""
     x = torch.linspace(-1, 1, 2 * torch.Size(shape).numel()).view(2, *shape)
     module.eval()
     with torch.no_grad():
@@ -41,7 +45,7 @@ def _runs(module: nn.Module, shape: tuple[int, ...]) -> bool:
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     try:
         with torch.enable_grad():
-            logits = module(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2))  # the strides of data sets
+            logits = module(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2))  # as ``Dataset.inputs`` returns it
             logits.sum().backward()
     except RuntimeError:
         return False
@@ -49,5 +53,6 @@ def _runs(module: nn.Module, shape: tuple[int, ...]) -> bool:
 
 
 def _to_default_format(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    # Not ``contiguous``: images of one channel are contiguous in both formats, but convolutions depend on the strides.
+    # ``x.contiguous()`` would not do: images of one channel count as contiguous in both formats, so that it would keep
+    # their strides, from which convolutions derive the format.
     return tuple(x.flatten(1).view(x.shape) if isinstance(x, Tensor) and x.dim() == 4 else x for x in inputs)

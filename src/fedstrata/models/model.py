@@ -1,4 +1,4 @@
-"""A module as a function of its parameters, so that an objective runs in a loop, under ``vmap`` and at sites."""
+"""A PyTorch module as a function of its parameters, for use in plain training loops and with ``torch.func``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.func import functional_call
 from fedstrata.base.errors import SpecError
 
 Params = dict[str, Tensor]
-"""Tensors by their dotted name in the module."""
+"""A mapping from the dotted name of a parameter or buffer in the module to its tensor."""
 
 
 class Model:
@@ -22,19 +22,20 @@ class Model:
 
     ``model(params, x)`` returns the logits that the module computes with ``params``, and does not change the module. It
     can be differentiated and vectorised with ``torch.func``. For training in a plain loop, ``loaded`` installs
-    parameters in the module for a block; calls with the dictionary that it yields are as fast as calls of the module.
+    parameters in the module for a ``with`` block. Calls with the dictionary that it yields are as fast as calls of the
+    module.
 
     Outside ``loaded`` the module holds its initial values and is in evaluation mode. A model serves one thread at a
     time; another thread uses a ``clone``.
 
     **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. Its *head* is
-    the submodule that turns features into logits, and its *features* are the input of that submodule. The head is the
-    submodule ``head`` if there is one, else the last ``nn.Linear``; name it here if it is another. ``forward`` must
-    call the head as a module, ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Parameters that do not require
-    gradients are treated as buffers: they are sent and saved, but not trained.
+    the submodule that computes logits from features, and its *features* are the input of that submodule. By default,
+    the head is the submodule ``head`` if there is one, and otherwise the last ``nn.Linear``. ``forward`` must call the
+    head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Parameters that do not require gradients
+    are treated as buffers: they are sent and saved, but not trained.
 
     Args:
-        module: The module; the model owns it from then on.
+        module: The module; do not use it elsewhere afterwards, because the model changes it.
         head: The dotted name of the head, such as ``"classifier.2"``; the empty string is the module itself.
 
     Raises:
@@ -57,12 +58,13 @@ class Model:
         self._installed: Params | None = None
         self._shared: Params = {}
         self._collect()
-        # By identity and not by prefix: a head with two names has its parameters under the first name.
+        # Find the head's parameters by identity and not by the prefix of their names, because a submodule with two
+        # names has its parameters only under the first one.
         names = {id(tensor): name for name, tensor in self._leaves.items()}
         local = {name: names.get(id(tensor)) for name, tensor in self._head.named_parameters()}
         self._head_params = {name: full for name, full in local.items() if full is not None}
         self.head_names = frozenset(self._head_params.values())
-        """Names of the parameters under the head."""
+        """The names of the head's parameters in the whole module."""
 
     def _collect(self) -> None:
         persistent = self.module.state_dict().keys()
@@ -86,10 +88,12 @@ class Model:
         return _copies(self._initial_params)
 
     def laid_out(self, values: Mapping[str, Tensor]) -> Params:
-        """Return clones of values on the module's device and in its memory format, which messages and files lose.
+        """Return clones of values, on the module's device and in its memory format.
+
+        Values from messages and files have neither.
 
         Args:
-            values: Parameters or buffers by name, of the module's shapes.
+            values: A mapping from the name of a parameter or buffer to its value, of the module's shapes.
         """
         initial = {**self._initial_params, **self._initial_buffers}
         clones = {name: torch.empty_like(initial[name]) for name in values}
@@ -101,10 +105,10 @@ class Model:
         return _copies(self._initial_buffers)
 
     def current_buffers(self) -> Params:
-        """Return clones of the buffers in their current state, after training.
+        """Return clones of the buffers in their current state, which training may have changed.
 
         Raises:
-            RuntimeError: Nothing is loaded.
+            RuntimeError: The model is not loaded; see ``loaded``.
         """
         if self._installed is None:
             raise RuntimeError("current_buffers() is for use inside 'with model.loaded(...)'")
@@ -127,12 +131,12 @@ class Model:
         """Compute the logits of a batch.
 
         Args:
-            params: The dictionary of ``loaded``, or any tensors by name. Others, usually buffers, are read from the
-                module and not changed there.
-            x: A batch, (B, …).
+            params: The dictionary that ``loaded`` yields, or any mapping from name to tensor. Parameters and buffers
+                that it lacks are read from the module and not changed there.
+            x: A batch, shape (B, …).
 
         Returns:
-            Logits, (B, classes).
+            The logits, shape (B, classes).
         """
         if params is self._installed:
             return self.module(x)  # type: ignore[no-any-return]
@@ -140,8 +144,8 @@ class Model:
             # BatchNorm updates its running statistics in place; copies keep the call pure.
             params = {**_copies(self._changing), **params}
         tied = {other: params[name] for name, others in self._tied.items() if name in params for other in others}
-        # Each tensor is passed under all of its names. PyTorch's own treatment of ties fails if a submodule has two
-        # names: the module keeps the passed tensor.
+        # Pass each tensor under all of its names. PyTorch's option ``tie_weights`` does the same, but if a submodule
+        # has two names, the module keeps the passed tensor after the call.
         return functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)  # type: ignore[no-any-return]
 
     def with_features(self, params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +168,15 @@ class Model:
         return features[-1], logits
 
     def head(self, params: Params, features: Tensor) -> Tensor:
-        """Compute the logits of given features, with only the head."""
+        """Compute the logits of features with the head.
+
+        Args:
+            params: See ``__call__``.
+            features: The input of the head, usually of shape (B, features).
+
+        Returns:
+            The logits, shape (B, classes).
+        """
         if params is self._installed:
             return self._head(features)  # type: ignore[no-any-return]
         head_params = {name: params[full] for name, full in self._head_params.items() if full in params}
@@ -174,14 +186,14 @@ class Model:
     def loaded(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None, train: bool = False
     ) -> Iterator[Params]:
-        """Install copies of ``params`` and ``buffers`` in the module for the block.
+        """Install copies of ``params`` and ``buffers`` in the module for the ``with`` block.
 
         In-place changes (under ``no_grad``) of the tensors in the yielded dictionary change the module. After the
         block, the module holds its initial values again, and the dictionary is empty: clone tensors that you keep.
 
         Args:
-            params: All parameters by name.
-            buffers: Buffers by name; others have their initial values.
+            params: A mapping from the name of every parameter to its value.
+            buffers: A mapping from the names of buffers to their values; other buffers have their initial values.
             train: Whether the module is in training mode in the block.
 
         Yields:
@@ -210,7 +222,7 @@ class Model:
             self._installed = None
             installed.clear()
             self._gather_rebound()
-            for name in self._shared:  # these parameters get memory of their own again
+            for name in self._shared:  # give these parameters memory of their own again; see ``share``
                 self._leaves[name].data = torch.empty_like(self._initial_params[name])
             self._shared.clear()
             _copy_into(self._leaves, self._initial_params)
@@ -220,7 +232,13 @@ class Model:
             self.train_mode(training)
 
     def load_for_good(self, train: bool = False) -> Params:
-        """Load the initial values for the lifetime of the model; ``share`` replaces them.
+        """Load the initial values without a ``with`` block, so that the model stays loaded; see ``share``.
+
+        Args:
+            train: Whether the module is in training mode.
+
+        Returns:
+            The module's own parameters, as ``loaded`` yields them.
 
         Raises:
             RuntimeError: The model is loaded already.
@@ -231,9 +249,10 @@ class Model:
         return self._installed
 
     def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Let a loaded module use other parameters without a copy, and copy buffers; shapes are not checked.
+        """Let a loaded module use other parameters without copying them, and copy buffers. Shapes are not checked.
 
-        The parameters must not change until the next load, so this is for passes that only read them.
+        The module and ``params`` then share memory. This is for passes that only read parameters: they must not change
+        until other parameters are loaded or shared.
 
         Raises:
             RuntimeError: The model is not loaded.
@@ -247,7 +266,7 @@ class Model:
                 continue
             if given.stride() == initial.stride() and given.dtype == initial.dtype:
                 leaf.data = self._shared[name] = given
-            else:  # messages and files lose the memory format
+            else:  # the tensor is not in the module's memory format, for example because it is from a message or a file
                 self._shared.pop(name, None)
                 leaf.data = torch.empty_like(initial).copy_(given)
         _copy_into(self._others, buffers or {})
@@ -295,7 +314,7 @@ def _find_head(module: nn.Module) -> str:
 
 
 def _tied(module: nn.Module) -> dict[str, list[str]]:
-    """Return the other names of tensors that several submodules share, by their first name."""
+    """Return a mapping from the first name of each tensor with several names to its other names."""
     names: dict[int, list[str]] = {}
     for prefix, part in module.named_modules():
         for name, tensor in itertools.chain(
@@ -314,7 +333,7 @@ def _check(given: Mapping[str, Tensor], expected: Params, kind: str) -> None:
     for name, tensor in given.items():
         if name not in expected:
             raise ValueError(f"no {kind} {name!r} in this model; there are: {', '.join(expected) or 'none'}")
-        if tensor.shape != expected[name].shape:  # copy_ would broadcast
+        if tensor.shape != expected[name].shape:  # ``copy_`` would broadcast some wrong shapes without an error
             shapes = f"{tuple(tensor.shape)}, and {tuple(expected[name].shape)} is needed"
             raise ValueError(f"{kind} {name!r} has shape {shapes}")
 

@@ -1,7 +1,7 @@
 """Residual networks for small images, with BatchNorm or GroupNorm.
 
-These networks cannot be trained under ``torch.func.vmap``: BatchNorm changes its buffers in place, and PyTorch 2.13
-does not support GroupNorm on images there. A GroupNorm that works under ``vmap`` takes 40 % longer in a plain loop.
+These networks cannot be trained under ``torch.func.vmap``: BatchNorm changes its buffers in place, and GroupNorm of
+PyTorch 2.13 does not support images there. A GroupNorm written for ``vmap`` takes 40 % longer in a plain loop.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ Norm = Literal["bn", "gn"]
 class ResNet9(ModelSpec):
     """The nine-layer network of DAWNBench (Page 2018, "How to train your ResNet"), which is common in FL code.
 
-    Its layers are convolutions of 64, 128 (pooled), a residual pair of 128, 256 (pooled), 512 (pooled), a residual pair
-    of 512, global max-pooling, and a linear layer. Logits are not scaled. With 3 channels and 10 classes it has
-    6,573,130 parameters.
+    Its layers are: convolutions with 64 and 128 channels; a residual connection around two convolutions with 128
+    channels; convolutions with 256 and 512 channels; a residual connection around two convolutions with 512 channels;
+    global max-pooling; and a linear layer. Max-pooling follows the convolution to 128 channels and those to 256 and
+    512. Logits are not scaled. With 3 input channels and 10 classes, it has 6,573,130 parameters.
 
     Args:
-        norm: ``"bn"`` for BatchNorm, ``"gn"`` for GroupNorm, which has no statistics over samples.
+        norm: ``"bn"`` for BatchNorm, ``"gn"`` for GroupNorm, which does not use statistics over samples.
     """
 
     norm: Norm = "bn"
@@ -47,9 +48,9 @@ class ResNet9(ModelSpec):
 
 
 class ResNet18(ModelSpec):
-    """ResNet-18 (He et al. 2016) with the stem for small images: one 3x3 convolution and no pooling.
+    """ResNet-18 (He et al. 2016) with first layers for small images: one 3x3 convolution and no pooling.
 
-    With 3 channels and 10 classes: 11,173,962 parameters.
+    With 3 input channels and 10 classes, it has 11,173,962 parameters.
 
     Args:
         norm: ``"bn"`` for BatchNorm, ``"gn"`` for GroupNorm.
@@ -66,7 +67,7 @@ class ResNet18(ModelSpec):
 class ResNet20(ModelSpec):
     """ResNet-20 for CIFAR (He et al. 2016, section 4.2), with projection shortcuts ("option B").
 
-    With 3 channels and 10 classes: 272,474 parameters.
+    With 3 input channels and 10 classes, it has 272,474 parameters.
 
     Args:
         norm: ``"bn"`` for BatchNorm, ``"gn"`` for GroupNorm.
@@ -84,7 +85,7 @@ class Residual(nn.Module):
     """A residual connection, ``x + branch(x)``.
 
     Args:
-        branch: A module that keeps the shape.
+        branch: A module whose output has the shape of its input.
     """
 
     def __init__(self, branch: nn.Module) -> None:
@@ -93,7 +94,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the input to the output of the branch."""
-        # Not in place: the branch ends with a ReLU, which needs its result for the backward pass.
+        # The sum is not computed in place, because the branch ends with a ReLU, whose backward pass needs its output.
         return x + self.branch(x)  # type: ignore[no-any-return]
 
 
@@ -138,14 +139,14 @@ def _resnet(channels: int, widths: tuple[int, ...], depth: int, classes: int, no
 
 
 def _conv(channels: int, width: int, stride: int = 1) -> nn.Conv2d:
-    # Without a bias, because the normalisation that follows would remove it.
+    # The convolution has no bias, because the normalisation that follows would remove it.
     return nn.Conv2d(channels, width, kernel_size=3, stride=stride, padding=1, bias=False)
 
 
 def _norm(width: int, norm: Norm) -> nn.Module:
     if norm == "bn":
         return nn.BatchNorm2d(width)
-    # Groups of 16 channels, the best size in table 3 of Wu and He 2018, but at least two groups.
+    # Use groups of 16 channels, which is the best size in table 3 of Wu and He 2018, but at least two groups.
     return nn.GroupNorm(max(2, width // 16), width)
 
 

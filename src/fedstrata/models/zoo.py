@@ -1,7 +1,7 @@
-"""Models by name, and users' own models by ``"module:factory"``.
+"""The models that a spec can name, and users' own models, which a spec names as ``"module:factory"``.
 
-In all models, pooling comes *before* ReLU. Both are monotone, so the result is the same, and ReLU processes a quarter
-of the values. Convolutions are in channels-last memory format, as are the images of data sets.
+In all models, pooling comes *before* ReLU. Both are monotone, so the result is the same as in the usual order, and ReLU
+processes only a quarter of the values. Convolutions are in channels-last memory format, as are the images of data sets.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class ModelSpec(Setting):
 
     @abstractmethod
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Create a module for samples of one shape, initialised with PyTorch's global generator.
+        """Create a module, initialised with PyTorch's global random generator.
 
         Args:
-            shape: Shape of one sample, (channels, height, width) or (features,).
-            classes: Number of classes.
+            shape: The shape of one sample, (channels, height, width) or (features,).
+            classes: The number of classes.
 
         Returns:
             A module that maps (B, *shape) to logits (B, classes).
@@ -44,7 +44,7 @@ class ModelSpec(Setting):
 
 
 class MLP(ModelSpec):
-    """Fully connected layers with ReLU; any shape is flattened (McMahan et al. 2017; Lu et al. 2023, FedSSAR).
+    """Fully connected layers with ReLU. Samples are flattened (McMahan et al. 2017; Lu et al. 2023, FedSSAR).
 
     Args:
         hidden: The width of each hidden layer; an empty list gives multinomial logistic regression.
@@ -84,7 +84,7 @@ class CNN(ModelSpec):
     Convolutions are padded by 2, so that 8x8 images are large enough for three of them.
 
     Args:
-        channels: The channels of each convolution; ReBaFL adds a third one of 64 for CIFAR-10.
+        channels: The number of channels of each convolution. For CIFAR-10, ReBaFL adds a third one with 64 channels.
         hidden: The width of the hidden layer, whose outputs are the features.
     """
 
@@ -97,7 +97,7 @@ class CNN(ModelSpec):
 
 
 class CNN64(ModelSpec):
-    """The network of FedSSAR for CIFAR: two 5x5 convolutions of 64 channels, hidden layers of 394 and 192."""
+    """The network of FedSSAR for CIFAR: two 5x5 convolutions with 64 channels, and hidden layers of 394 and 192."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """See ``ModelSpec.build``."""
@@ -105,7 +105,7 @@ class CNN64(ModelSpec):
 
 
 class CustomModel(ModelSpec):
-    """A user's own module, in the spec that fedstrata writes for a run; do not set it.
+    """A placeholder for a user's own module, in the spec that fedstrata writes for a run. Do not set it.
 
     Args:
         custom: A description of the module.
@@ -123,9 +123,10 @@ class Custom(ModelSpec):
     """A user's own module.
 
     Args:
-        factory: ``"package.module:factory"``, a function that returns a module, or a subclass of ``nn.Module``. It is
-            called as ``factory(shape, classes, **arguments)``. See ``Model`` about features and head.
-        arguments: Further arguments; in a spec they are further keys beside the name.
+        factory: The path ``"package.module:factory"`` of a function that returns a module, or of a subclass of
+            ``nn.Module``. It is called as ``factory(shape, classes, **arguments)``. See ``Model`` about features and
+            head.
+        arguments: Further arguments of the factory. In a spec, they are keys of ``[model]`` beside ``name``.
     """
 
     factory: str
@@ -188,12 +189,12 @@ AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 
 
 def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int) -> Model:
-    """Create the model of ``spec``, initialised from ``seed``; the bits depend only on the arguments.
+    """Create the model of ``spec``, initialised from ``seed``. Equal arguments give equal bits.
 
     Args:
         spec: The model's settings.
-        shape: Shape of one sample, (channels, height, width) or (features,).
-        classes: Number of classes.
+        shape: The shape of one sample, (channels, height, width) or (features,).
+        classes: The number of classes.
         seed: The experiment's seed.
 
     Raises:
@@ -235,7 +236,7 @@ def own_module(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> n
 
 
 def _try_out(module: nn.Module, name: str, shape: tuple[int, ...], classes: int) -> None:
-    """Run a forward pass of a zero sample, so that a module of the wrong shape fails here and not at a client."""
+    """Run a forward pass on a sample of zeros, so that a module that does not fit fails here and not at a client."""
     try:
         with torch.no_grad():
             logits = module.eval()(torch.zeros(1, *shape))
@@ -251,8 +252,8 @@ class Classifier(nn.Module):
     """A module of layers that compute features, and a head that computes logits.
 
     Args:
-        layers: The layers from an input (B, …) to features (B, features).
-        head: The module from features to logits (B, classes).
+        layers: The layers that map inputs (B, …) to features (B, features).
+        head: The module that maps features to logits (B, classes).
     """
 
     def __init__(self, *layers: nn.Module, head: nn.Module) -> None:
@@ -270,7 +271,7 @@ def check_image(name: str, shape: tuple[int, ...], side: int) -> None:
     """Check that samples are images of at least ``side`` × ``side`` pixels.
 
     Raises:
-        SpecError: They are not; the message names a model for them.
+        SpecError: They are not; the message suggests another model.
     """
     if len(shape) != 3:
         problem = f"takes images (channels, height, width), and the samples have shape {shape}; try 'mlp'"
@@ -294,7 +295,7 @@ def _convolutional(
 
 
 def _with_dense(layers: list[nn.Module], features: int, hidden: tuple[int, ...], classes: int) -> Classifier:
-    """Add hidden layers and a head to layers with so many outputs."""
+    """Return a model of ``layers``, which have ``features`` outputs, followed by hidden layers and a head."""
     widths = (features, *hidden)
     for width, out in itertools.pairwise(widths):
         layers += [nn.Linear(width, out), nn.ReLU(inplace=True)]

@@ -1,1 +1,1 @@
-"""Which clients take part, and which of their samples."""
+"""Samplers: choose the clients that take part in a round, and how many of their samples they use."""

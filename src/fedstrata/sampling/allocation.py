@@ -1,4 +1,7 @@
-"""Allocation of a round's draws to strata, and systematic sampling."""
+"""Allocation of a round's draws to strata, and systematic sampling.
+
+m is the number of draws, H the number of strata, N_h the number of clients in stratum h, and m_h its number of draws.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,25 @@ Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proporti
 """The allocation rules.
 
 - ``neyman``: Neyman's optimal allocation; a stratum may get no draw.
-- ``neyman-random``: The same, rounded at random and above a floor, so that every stratum can get a draw.
+- ``neyman-random``: Neyman's allocation, raised to a minimum (see ``FLOOR``) and rounded at random, so that every
+  stratum can get a draw.
 - ``neyman-at-least-one``: Neyman's allocation with at least one draw for every stratum.
 - ``proportional``: In proportion to N_h, with at least one draw for every stratum.
 """
 
 FLOOR = 0.5
-"""The fewest draws of a stratum under ``neyman-random``, on average, as a share of budget / H; at most one draw."""
+"""The minimum for ``neyman-random``: every stratum gets min(1, ``FLOOR`` · m / H) draws or more on average."""
 
 
 def spread(points: Floats32, strata: Ints, count: int) -> Floats:
-    """Return S_h, the root of the mean coordinate variance within each stratum, shape (count,).
+    """Return S_h, a measure of how much the points of each stratum differ, shape (count,).
+
+    S_h is the root of the mean of the d coordinates' variances within stratum h.
 
     Args:
         points: Shape (N, d).
-        strata: Shape (N,), in 0 … count − 1.
-        count: H.
+        strata: The stratum of each point, shape (N,), in 0 … count − 1.
+        count: H, the number of strata.
     """
     result = np.zeros(count)
     for h in range(count):
@@ -40,15 +46,15 @@ def spread(points: Floats32, strata: Ints, count: int) -> Floats:
 def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> Ints:
     """Return whole numbers in proportion to ``weights``, by largest remainder, that add up to ``budget``.
 
-    No stratum gets more than its size. With ``least = 1`` every stratum that is not empty gets at least one draw,
-    because a stratum without a draw biases the aggregate. If the budget is smaller than the number of strata, the
+    No stratum gets more draws than it has clients. With ``least = 1`` every stratum that is not empty gets at least one
+    draw, because a stratum without a draw biases the aggregate. If the budget is smaller than the number of strata, the
     strata with the largest weights get one draw each.
 
     Args:
-        budget: m, at most Σ N_h.
-        sizes: N_h, shape (H,).
-        weights: Shape (H,), not negative.
-        least: The fewest draws of a stratum that is not empty: 0 or 1.
+        budget: m, the number of draws to allocate, at most Σ N_h.
+        sizes: N_h, the number of clients in each stratum, shape (H,).
+        weights: The weight of each stratum, shape (H,), not negative.
+        least: The minimum for a stratum that is not empty: 0 or 1.
 
     Returns:
         m_h, shape (H,).
@@ -78,13 +84,13 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
     """Return real numbers in proportion to ``weights``, between ``floors`` and ``sizes``, that add up to ``budget``.
 
     Args:
-        budget: m, between Σ floors and Σ N_h.
-        sizes: N_h, shape (H,).
-        weights: Shape (H,), not negative.
-        floors: Shape (H,), at most N_h.
+        budget: m, between Σ ``floors`` and Σ N_h.
+        sizes: N_h, the largest result for each stratum, shape (H,).
+        weights: The weight of each stratum, shape (H,), not negative.
+        floors: The smallest result for each stratum, shape (H,), at most N_h.
 
     Returns:
-        Shape (H,).
+        The expected number of draws from each stratum, shape (H,).
 
     Raises:
         ValueError: The budget is larger than Σ N_h.
@@ -97,7 +103,8 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
     if budget == 0:
         return np.zeros(len(sizes))
     filled, total = sizes > 0, weights.sum()
-    # The small second term gives the rest of the budget to strata of weight zero when all other strata are full.
+    # The second term is too small to matter, except when all strata with a positive weight have reached their size: the
+    # rest of the budget then goes to strata of weight zero.
     shares = (weights / total if total > 0 else 0.0) + 1e-12 * sizes / sizes.sum()
     # Find the scale at which the clipped shares add up to the budget, by bisection down to the last bit.
     low, high = float(floors[filled].min() / shares.max()), float((sizes[filled] / shares[filled]).max())
@@ -108,12 +115,13 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
 
 
 def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
-    """Round numbers down or up at random, so that their sum stays and each equals ``exact`` on average.
+    """Round numbers down or up at random, so that their sum stays the same and each result is unbiased.
 
-    The rounding is systematic: the cumulative sums are shifted by one random number, and then rounded down.
+    The rounding is systematic: the cumulative sums are shifted by one random number in [0, 1) and rounded down, and the
+    results are their differences.
 
     Args:
-        exact: Shape (H,); the sum is a whole number.
+        exact: The numbers to round, shape (H,); their sum is a whole number.
         generator: Randomness.
 
     >>> systematic(np.array([0.5, 0.5, 2.0]), np.random.default_rng(0)).sum()
@@ -121,26 +129,29 @@ def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
     """
     ends = np.concatenate(([0.0], np.cumsum(exact)))
     ends[-1] = round(float(ends[-1]))
-    # Correct rounding errors of the sums, because they could cost a stratum its draw.
+    # Correct floating-point errors of the sums, because they could move a draw from one stratum to another.
     whole = np.round(ends)
     ends = np.where(np.abs(ends - whole) < 1e-9, whole, ends)
     return np.diff(np.floor(ends + generator.random())).astype(np.int64)
 
 
 def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.Generator) -> Ints:
-    """Draw items by systematic sampling in random order (Madow 1949): item k count · n_k / Σ n times on average.
+    """Draw items by systematic sampling in random order (Madow 1949).
+
+    Item k is drawn ``count`` · n_k / Σ n times on average, where the sum is over ``items``.
 
     Args:
-        items: The items to draw from, shape (I,).
-        sizes: n_k, indexed by the items.
-        count: Number of draws.
+        items: The items to draw from, as indices into ``sizes``, shape (I,).
+        sizes: n_k, the weight of each item, whole numbers.
+        count: The number of draws.
         generator: Randomness.
 
     Returns:
-        The items drawn, shape (count,); each appears ⌊count · n_k / Σ n⌋ or ⌈count · n_k / Σ n⌉ times.
+        The items drawn, shape (count,). The number of times that an item appears is its average rounded down or up.
     """
     order = generator.permutation(items)
-    # Item k covers count · n_k of a line of whole numbers, and the pointers are Σ n apart.
+    # The items lie one after another on a line, where item k has the length count · n_k. Pointers at a distance of Σ n
+    # from each other, with a random start, hit the items that are drawn.
     ends = np.cumsum(sizes[order] * count)
     total = int(sizes[order].sum())
     pointers = generator.integers(total) + total * np.arange(count)
@@ -153,11 +164,11 @@ def allocated(
     """Return how many draws each stratum gets by a rule, and the probability that it gets any.
 
     Args:
-        rule: See ``Allocation``.
-        budget: m.
-        sizes: N_h, shape (H,).
-        deviations: S_h, shape (H,).
-        generator: Randomness, for ``neyman-random``.
+        rule: The rule; see ``Allocation``.
+        budget: m, the number of draws to allocate.
+        sizes: N_h, the number of clients in each stratum, shape (H,).
+        deviations: S_h of each stratum, shape (H,); see ``spread``.
+        generator: Randomness, which only ``neyman-random`` uses.
 
     Returns:
         m_h, shape (H,), with Σ m_h = m and m_h ≤ N_h; and the probability of m_h > 0, shape (H,), which is 0 or 1 for
@@ -180,10 +191,10 @@ def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> I
     """Return Neyman's optimal allocation m_h ∝ N_h S_h (FedSTS, Eq. 5); proportional to N_h if all S_h are zero.
 
     Args:
-        budget: m.
-        sizes: N_h, shape (H,).
-        deviations: S_h, shape (H,).
-        least: The fewest draws of a stratum that is not empty: 0 (as in the authors' published code) or 1.
+        budget: m, the number of draws to allocate.
+        sizes: N_h, the number of clients in each stratum, shape (H,).
+        deviations: S_h of each stratum, shape (H,); see ``spread``.
+        least: The minimum for a stratum that is not empty: 0 (as in the authors' published code) or 1.
 
     Returns:
         m_h, shape (H,), with Σ m_h = m and m_h ≤ N_h.

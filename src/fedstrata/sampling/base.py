@@ -21,7 +21,7 @@ from fedstrata.federation.messages import FitReply, Weights
 
 @dataclass(frozen=True)
 class Selection:
-    """The clients of a round, and how they were drawn, which an aggregator needs for its weights.
+    """The clients of a round, and how they were drawn. An aggregator needs this for its weights.
 
     Args:
         clients: Distinct clients, ascending, shape (m,).
@@ -29,10 +29,11 @@ class Selection:
         probability: The probability p_k of each client in a single draw of its stratum, shape (m,).
         stratum: The stratum of each client, shape (m,).
         stratum_sizes: N_h, the number of clients in every stratum, shape (H,).
-        stratum_samples: Σ n_k of every stratum, shape (H,), if clients were drawn in proportion to n_k: a mean by
-            size then counts all draws of a stratum equally. None if the draws did not depend on size.
-        stratum_chance: The probability that each stratum gets a draw, shape (H,), if the numbers of draws are random.
-            None if they are not random.
+        stratum_samples: The number of samples in every stratum, Σ n_k over its clients, shape (H,), if clients were
+            drawn in proportion to their size n_k. A mean weighted by size then counts all draws of a stratum equally.
+            None if the draws did not depend on size.
+        stratum_chance: The probability that a stratum gets any draw, shape (H,), if the number of draws from each
+            stratum is random. None if it is not random.
         metrics: The sampler's metrics of the round.
         round: The round, counted from 1. A recipe sets it, so that aggregators can read it.
         rounds: The number of rounds of the run, also set by the recipe.
@@ -51,7 +52,12 @@ class Selection:
 
     @classmethod
     def plain(cls, clients: Ints, population: int) -> Selection:
-        """Return a uniform selection without replacement, from one stratum of all clients."""
+        """Return a selection of clients that were drawn uniformly and without replacement, from a single stratum.
+
+        Args:
+            clients: The clients that were drawn, in any order, shape (m,).
+            population: The number of clients that could be drawn.
+        """
         clients = np.sort(clients)
         m = len(clients)
         return cls(
@@ -64,13 +70,13 @@ class Selection:
 
     @classmethod
     def from_draws(cls, clients: Ints, draws: Ints, sizes: Ints, *, by_size: bool = True) -> Selection:
-        """Return the selection of draws from one stratum, whose expected numbers are in proportion to ``sizes``.
+        """Return a selection of clients that were drawn from a single stratum in proportion to ``sizes``.
 
         Args:
             clients: All clients that could be drawn, ascending, shape (N,).
-            draws: How often each was drawn, shape (N,).
+            draws: How often each client was drawn, shape (N,); on average, in proportion to ``sizes``.
             sizes: n_k, shape (N,), not all zero.
-            by_size: Whether ``sizes`` are numbers of samples; otherwise they say nothing about a client's data.
+            by_size: Whether ``sizes`` are the clients' numbers of samples; False if they are other weights.
         """
         drawn = draws > 0
         return cls(
@@ -105,10 +111,10 @@ class ClientSampler(Setting):
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """Client code for the sampler's own requests; see ``fedstrata.clients.handling``."""
+    """The functions that answer the sampler's own requests at a client; see ``fedstrata.clients.handling``."""
 
     tells_sizes: ClassVar[bool] = False
-    """Whether clients report the number of their samples in the clear."""
+    """Whether the sampler asks clients for their exact numbers of samples."""
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings do not fit the federation."""
@@ -124,7 +130,10 @@ class ClientSampler(Setting):
             raise SpecError("method.client_sampler", "asks for sizes that clients keep private; use another")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the sampler's requests; None if they are not declared, and real sites then refuse the method."""
+        """Return the requests that the sampler sends. Real sites accept no others.
+
+        None means that the sampler does not declare them, so that real sites refuse the method.
+        """
         return None
 
     def learns(self, config: FederationConfig) -> bool:
@@ -146,7 +155,12 @@ class ClientSampler(Setting):
         """
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """Learn from the round's replies."""
+        """Return the state after the round's replies, from which the sampler may learn.
+
+        Args:
+            state: The sampler's state.
+            replies: A mapping from participant to reply.
+        """
         return state
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
@@ -155,7 +169,7 @@ class ClientSampler(Setting):
         Args:
             config: The federation's settings.
             state: The sampler's state after the round.
-            round: Number of the round.
+            round: The round, counted from 1.
         """
         return None
 
@@ -178,7 +192,7 @@ class Uniform(ClientSampler):
     replacement: bool = False
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return no requests."""
+        """Return an empty list: the sampler sends no requests."""
         return []
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
@@ -192,14 +206,14 @@ class Uniform(ClientSampler):
 
 
 KeepResult = tuple[float, Tree, Mapping[str, Any]]
-"""The share of their samples that clients use, the new state, and metrics."""
+"""The result of ``DataSampler.keep``: the share of its samples that each client uses, the new state, and metrics."""
 
 
 class DataSampler(Setting):
-    """Base class of the samplers that decide how many of their samples clients use in a round."""
+    """Base class of the samplers that decide which share of their samples the clients of a round use."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """Client code for the sampler's own requests; see ``fedstrata.clients.handling``."""
+    """The functions that answer the sampler's own requests at a client; see ``fedstrata.clients.handling``."""
 
     fixed_share: ClassVar[float | None] = None
     """The share of its samples that every participant keeps in every round; None if it varies."""
@@ -208,7 +222,7 @@ class DataSampler(Setting):
         """Raise ``SpecError`` if the settings do not fit the federation."""
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the sampler's requests; None if they are not declared, and real sites then refuse the method."""
+        """Return the requests that the sampler sends, or None; see ``ClientSampler.allowed``."""
         return None
 
     def init(self, federation: Federation) -> Tree:
@@ -217,15 +231,20 @@ class DataSampler(Setting):
 
     @property
     def private(self) -> bool:
-        """True if sizes are private, and replies must not disclose how many samples were used."""
+        """True if clients keep their sizes private, so that replies must not disclose how many samples they used."""
         return False
 
     @abstractmethod
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Compute the probability with which each participant keeps each of its samples this round.
+        """Compute the probability with which participants keep each of their samples in this round.
+
+        Args:
+            federation: The federation, to send the sampler's requests.
+            state: The sampler's state.
+            clients: The participants.
 
         Returns:
-            The probability, the new state and metrics.
+            The probability, the same for all participants; the new state; and the sampler's metrics.
         """
 
 
@@ -235,7 +254,7 @@ class AllData(DataSampler):
     fixed_share = 1.0
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return no requests."""
+        """Return an empty list: the sampler sends no requests."""
         return []
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:

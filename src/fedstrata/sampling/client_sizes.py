@@ -1,4 +1,4 @@
-"""Requests for the clients' numbers of samples, in the clear or under local differential privacy (FedSTaS §2.4)."""
+"""Ask clients for their numbers of samples, exact or hidden by local differential privacy (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sizes:
 
     Args:
         known: Clients that answered and hold samples, ascending, int64.
-        samples: n_k of each of them, int64.
+        samples: n_k, the number of samples of each client in ``known``, int64.
     """
 
     known: Ints
@@ -35,7 +35,7 @@ class Sizes:
 
     @classmethod
     def ask(cls, federation: Federation) -> Sizes:
-        """Ask every client for its n_k. Clients without samples or without an answer are left out, and never drawn."""
+        """Ask every client for its n_k; clients without samples and clients that do not answer are left out."""
         sizes, _, _ = ask_sizes(federation, federation.candidates().tolist())
         held = {client: samples for client, samples in sizes.items() if samples}
         return cls(np.fromiter(held, dtype=np.int64), np.fromiter(held.values(), dtype=np.int64))
@@ -49,10 +49,16 @@ class Sizes:
 def ask_sizes(
     federation: Federation, clients: Iterable[int], epsilon: float | None = None, bound: int = 0
 ) -> tuple[dict[int, int], int, float]:
-    """Ask clients how many samples they hold, under ε-LDP if ``epsilon`` is given.
+    """Ask clients how many samples they hold; with ``epsilon``, under ε-local differential privacy.
+
+    Args:
+        federation: The federation, to ask the clients.
+        clients: The clients to ask.
+        epsilon: ε; None if clients answer exactly.
+        bound: M, the public bound on a client's size, which ``epsilon`` needs.
 
     Returns:
-        The answers by client, and the M and α for ``estimated_total`` (0 and 1 without ε).
+        A mapping from client to answer; and M and α, as ``estimated_total`` needs them (0 and 1 without ε).
     """
     bound, alpha = (0, 1.0) if epsilon is None else (bound, truth_probability(epsilon, bound))
     replies = federation.ask(clients, SizeReport(federation.round, bound, alpha))
@@ -62,12 +68,12 @@ def ask_sizes(
 def allowed_sizes(
     epsilon: float | None = None, bound: int = 0, *, phase: Phase = "round", per: Literal["phase", "run"] = "phase"
 ) -> Allowed:
-    """Return the declaration of ``ask_sizes`` and ``Sizes.ask``, for ``allowed`` of a sampler.
+    """Return the declaration of the request that ``ask_sizes`` sends, for the method ``allowed`` of a sampler.
 
     Args:
-        epsilon: ε; None if clients answer plainly.
-        bound: M.
-        phase: When clients are asked.
+        epsilon: ε; None if clients answer exactly.
+        bound: M, the public bound on a client's size.
+        phase: Whether clients are asked at enrolment or in a round.
         per: Whether a client is asked once per phase or once per run.
     """
     rule = replace(SizeReport.rule, phase=phase)
@@ -79,7 +85,9 @@ def allowed_sizes(
 
 
 def truth_probability(epsilon: float, bound: int) -> float:
-    """Return α = (e^ε − 1) / (e^ε + M − 2), which makes the randomised response ε-LDP (FedSTaS, Lemma 2.4, Eq. 11).
+    """Return α = (e^ε − 1) / (e^ε + M − 2), the probability of a truthful answer.
+
+    With it, the randomised response satisfies ε-local differential privacy (FedSTaS, Lemma 2.4, Eq. 11).
 
     >>> round(truth_probability(3.0, 100), 4)
     0.1616
@@ -93,8 +101,8 @@ def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Ge
 
     Args:
         size: n_k, the true number of samples.
-        bound: M.
-        alpha: α.
+        bound: M, the public bound on a client's size.
+        alpha: α, the probability of a truthful answer.
         generator: Randomness.
     """
     truthful, other = generator.random() < alpha, int(generator.integers(1, bound))
@@ -103,11 +111,11 @@ def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Ge
 
 
 def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float:
-    """Return the estimate ñ = (Σ r_k − (1 − α) M m / 2) / α of the total size, at least 1 (FedSTaS, Eq. 7).
+    """Return the estimate ñ = (Σ r_k − (1 − α) M m / 2) / α of the clients' total size, at least 1 (FedSTaS, Eq. 7).
 
-    Without the minimum of 1, the estimate is unbiased if no n_k exceeds M − 1. With much noise, the minimum often
-    applies and makes the estimate too large on average: 107 for a true total of 87 at ε = 1.3, M = 20 and m = 10
-    (``fedstrata.papers.readings``).
+    r_k are the m responses. Without the minimum of 1, the estimate is unbiased if no n_k exceeds M − 1. With much
+    noise, the minimum often applies and makes the estimate too large on average: 107 for a true total of 87 at ε = 1.3,
+    M = 20 and m = 10 (``fedstrata.papers.readings``).
 
     >>> estimated_total([10, 20], bound=100, alpha=1.0)
     30.0

@@ -1,9 +1,10 @@
 """Clustered sampling (Fraboni et al. 2021, Clustered Sampling: Low-Variance and Improved Representativity, ICML).
 
-A round makes m draws, each from its own distribution over the clients. All quantities are whole numbers: client k has
-the mass m n_k, each distribution holds exactly the mass Σn, and all mass is used. Each draw counts 1/m, so the expected
-weight of client k is exactly n_k / Σn, however the masses are divided. Algorithm 1 divides them by client size,
-Algorithm 2 by the similarity of the clients' updates.
+A round makes m draws, each from its own distribution over the clients. n_k is the size of client k (its number of
+samples), and Σn the sum of all sizes. Probabilities are stored as whole numbers, called masses: every distribution has
+the mass Σn in total, and client k has the mass m n_k, divided among the distributions. Each draw counts 1/m in the
+aggregate. The expected weight of client k is therefore exactly n_k / Σn, however its mass is divided. Algorithm 1
+divides the masses by client size, Algorithm 2 by the similarity of the clients' updates.
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ from fedstrata.sampling.sketches import Sketches, no_sketches, sketch, update_sk
 Algorithm = Literal[1, 2]
 
 LARGEST = 5000
-"""Most clients for Algorithm 2, because Ward's clustering needs all pairwise distances."""
+"""The most clients for Algorithm 2, because Ward's clustering needs all pairwise distances."""
 
 
 @dataclass(frozen=True)
 class Distributions:
-    """m distributions over the clients, stored one after another; each consecutive mass of Σn is one distribution.
+    """m distributions over the clients, stored one after another as pieces of mass.
+
+    The first pieces with a total mass of Σn are the first distribution, and so on. Each piece belongs to one client.
 
     Args:
-        places: The position of the client that each piece of mass belongs to, shape (s,).
-        masses: The size of each piece, shape (s,); the sum is ``draws`` · ``each``.
-        draws: m.
-        each: Σn.
+        places: The client of each piece, as its position in the array of clients, shape (s,).
+        masses: The mass of each piece, shape (s,); the sum is ``draws`` · ``each``.
+        draws: m, the number of distributions.
+        each: Σn, the mass of each distribution.
     """
 
     places: Ints
@@ -50,7 +53,7 @@ class Distributions:
     each: int
 
     def draw(self, generator: np.random.Generator) -> Ints:
-        """Draw the position of one client from every distribution, shape (m,)."""
+        """Draw one client from every distribution, and return the positions of these clients, shape (m,)."""
         pointers = generator.integers(self.each, size=self.draws) + self.each * np.arange(self.draws)
         drawn: Ints = self.places[np.searchsorted(np.cumsum(self.masses), pointers, side="right")]
         return drawn
@@ -62,7 +65,7 @@ class ClusteredState:
 
     Args:
         sizes: The sizes of all clients.
-        sketches: Sketches of each client's last update, for Algorithm 2.
+        sketches: The sketch of each client's last update, for Algorithm 2.
         seed: The experiment's seed, on which the sketches depend.
     """
 
@@ -75,8 +78,8 @@ class Clustered(ClientSampler):
     """m draws from m distributions that each hold similar clients; the aggregators ``size`` and ``mean`` are unbiased.
 
     Args:
-        algorithm: 1 groups clients by size; 2 groups them by the directions of their last updates (Ward's method), and
-            clients that never took part together.
+        algorithm: 1 groups clients by size. 2 groups them by the directions of their last updates, with Ward's method;
+            clients that never took part form one group.
         coordinates: The length of the sketch of a client's update that is stored; 0 for the whole update.
     """
 
@@ -100,7 +103,7 @@ class Clustered(ClientSampler):
         return self.algorithm == 2
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for sizes, once."""
+        """Return the request for the clients' sizes, which are asked for once."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
@@ -148,7 +151,7 @@ def by_size(sizes: Ints, m: int) -> Distributions:
 
     Args:
         sizes: n_k, shape (N,), positive.
-        m: Draws.
+        m: The number of draws, and of distributions.
 
     >>> distributions = by_size(np.array([1, 3, 2]), 2)
     >>> distributions.places.tolist(), distributions.masses.tolist()
@@ -164,14 +167,14 @@ def by_size(sizes: Ints, m: int) -> Distributions:
 def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     """Divide the masses by group (Algorithm 2, lines 5 to 12).
 
-    A client with a mass of Σn or more first fills as many whole distributions by itself as it can. Each of the heaviest
-    groups then starts one of the remaining distributions, and the clients of the other groups fill these up.
+    A client with a mass of Σn or more first fills as many whole distributions by itself as it can. Its remaining mass
+    is less than Σn. Each of the groups with the largest remaining mass then starts one of the remaining distributions,
+    and the clients of the other groups fill these distributions up.
 
     Args:
-        groups: The group of each client. The mass of a group, without the distributions that one client fills, is at
-            most Σn.
+        groups: The group of each client, shape (N,). The remaining masses of its clients must add up to at most Σn.
         sizes: n_k, shape (N,), positive.
-        m: Draws.
+        m: The number of draws, and of distributions.
     """
     total = int(sizes.sum())
     filled, masses = np.divmod(sizes * m, total)
@@ -183,7 +186,7 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     order = np.argsort(rank, kind="stable")
     order = order[masses[order] > 0]
     first, rest = order[rank[order] < remaining], order[rank[order] >= remaining]
-    # Cut the mass of the rest where a client ends, and where a distribution is full.
+    # Cut the masses of the other groups' clients into pieces: where a client ends, and where a distribution is full.
     room = np.cumsum(total - group_masses[heaviest[:remaining]])
     ends = np.cumsum(masses[rest])
     cuts = np.union1d(ends, room[room > 0])
@@ -197,13 +200,14 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
 def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
     """Cut Ward's clustering of the clients into the largest groups with a mass of at most Σn (Algorithm 2, lines 1-4).
 
-    Updates are compared by direction, as the distance of two unit vectors grows with the angle between them. All
-    clients without an update (zero) are in the same place.
+    The mass of a client is what is left of m n_k after the distributions that it fills by itself; see ``by_group``.
+    Updates are scaled to length 1, so that their distance depends only on the angle between them. Clients without an
+    update have the zero vector and therefore no distance from each other.
 
     Args:
         updates: The last update of each client, shape (N, d).
         sizes: n_k, shape (N,).
-        m: Draws.
+        m: The number of draws.
 
     Returns:
         The group of each client, shape (N,), in 0 … G − 1.
@@ -219,7 +223,7 @@ def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
     weight = np.concatenate([masses, np.zeros(n - 1, dtype=np.int64)])
     for i, (a, b) in enumerate(children):
         weight[n + i] = weight[a] + weight[b]
-    # Go from the root to the leaves: a subtree with a mass of at most Σn is one group.
+    # Go from the root of the tree to the leaves. The first node on each path with a mass of at most Σn is one group.
     group_of = np.full(2 * n - 1, -1, dtype=np.int64)
     count = 0
     for node in range(2 * n - 2, -1, -1):
@@ -232,7 +236,7 @@ def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
 
 
 def _updates(sketches: Sketches, clients: Ints, length: int) -> Floats32:
-    """Return the last update of each client; zeros for a client that never took part."""
+    """Return the last update of each client, shape (N, ``length``); zeros for a client that never took part."""
     result = np.zeros((len(clients), length), dtype=np.float32)
     known = np.isin(sketches.known, clients)
     if known.any():

@@ -36,11 +36,11 @@ class Everyone(ClientSampler):
 
 @record("AnswersState")
 class AnswersState:
-    """The clients' answers about their sizes.
+    """The clients' answers about their numbers of samples.
 
     Args:
         known: Clients that answered, ascending, int64.
-        answers: The answer of each of them, int64.
+        answers: The answer of each client in ``known``, int64.
     """
 
     known: Ints
@@ -50,13 +50,15 @@ class AnswersState:
 class FedSamplingData(DataSampler):
     """Each sample of the participants is kept with probability K/ñ, the same for all clients.
 
+    ñ is an estimate of how many samples the participants hold together.
+
     Args:
         samples: K, the number of samples wanted per round, over all participants.
         epsilon: ε of local differential privacy for the answers about the clients' sizes; none by default. It protects
             only these answers: the aggregation weighs by the samples that participants kept, which discloses sizes.
         bound: M, the public bound on a client's size under privacy; see ``fedstrata.sampling.ldp``.
-        reuse: Ask each client once and keep its answer, so that ε is spent once. Otherwise every client
-            answers in every round: the errors of the estimates average out, and T rounds spend T ε.
+        reuse: Whether to ask each client only once and keep its answer, so that ε is spent once. Otherwise each
+            participant answers in every round: the errors of the estimates average out, but T rounds spend T ε.
     """
 
     samples: PositiveInt = 1000
@@ -65,7 +67,7 @@ class FedSamplingData(DataSampler):
     reuse: bool = True
 
     def check(self, config: FederationConfig) -> None:
-        """Warn if M clips sizes."""
+        """Warn if a client holds more samples than the bound M allows it to report."""
         FedSTaSData(epsilon=self.epsilon, bound=self.bound).check(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
@@ -78,7 +80,7 @@ class FedSamplingData(DataSampler):
         return AnswersState(no_clients, no_clients)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask the clients without a known size, estimate ñ, and return K/ñ."""
+        """Ask the clients whose answer is not known, estimate ñ from all answers, and return K/ñ."""
         participants = sorted(clients)
         answers = dict(zip(state.known.tolist(), state.answers.tolist(), strict=True)) if self.reuse else {}
         unknown = [client for client in participants if client not in answers]

@@ -1,4 +1,4 @@
-"""FedSSAR's sampler: clusters clients with similar parameters, and draws from each cluster by its size."""
+"""FedSSAR's sampler: cluster clients with similar parameters, and draw from each cluster in proportion to its size."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ class FedSSARSampler(ClientSampler):
     takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: OPTICS: the number of clients, itself included, that make a client's neighbourhood dense.
-        xi: OPTICS: the relative drop of reachability at which a cluster begins. With the defaults, 100 clients of
-            MNIST form 1 cluster if their data are IID, 24 with two shards each, and 10 with one (the paper: 1, 29, 10).
-        features: ``parameters`` (the paper), or ``updates``: the parameters minus the model that the client started
-            from, which do not depend on the round in which the client last took part.
+        min_samples: ``min_samples`` of OPTICS: how many clients, itself included, make a client's neighbourhood dense.
+        xi: ``xi`` of OPTICS: the relative drop of reachability at which a cluster begins. With the defaults, 100
+            clients of MNIST form 1 cluster if their data are IID, 24 if each has two shards, and 10 if each has one
+            shard. In the paper, these are 1, 29 and 10 clusters.
+        features: The vectors that are clustered: ``parameters`` (as in the paper), or ``updates``, the parameters minus
+            the model from which the client started. Updates can also be compared if they are from different rounds.
         coordinates: K, the length of the sketch of a client's parameters that is stored; 0 for all parameters.
         optics_max: The most clients for OPTICS, which takes quadratic time. If there are more, a random subset is
             clustered, and the other clients join the nearest cluster.
@@ -70,7 +71,7 @@ class FedSSARSampler(ClientSampler):
         return True
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for a sketch, to clients without one."""
+        """Return the request for a sketch, which is sent to clients without one."""
         length = f"{self.coordinates} random combinations of " if self.coordinates else ""
         rule = replace(Sketch.rule, description=f"{length}{Sketch.rule.description}")
         return [Allowed(Sketch, where={"coordinates": self.coordinates}, limit=step_limit(agreed), rule=rule)]
@@ -80,7 +81,7 @@ class FedSSARSampler(ClientSampler):
         return FedSSARState(no_sketches(), federation.config.seed)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Ask unknown clients to train, cluster all known clients, and draw from the clusters."""
+        """Ask clients without a sketch to train, cluster all clients with a sketch, and draw from the clusters."""
         config, candidates = federation.config, federation.candidates()
         state = self._introduce(federation, state, weights, candidates)
         known = state.sketches.known
@@ -97,7 +98,8 @@ class FedSSARSampler(ClientSampler):
         allocation = shares(m, sizes, available_sizes, federation.rng("allocation"))
         generator = federation.rng("client-sampling")
         selection = draw(known[available], clusters[available], sizes, allocation, np.zeros(total), False, generator)
-        # ``draw`` computes the probability within the available clients, and ``sizes`` counts all clients of a cluster.
+        # ``draw`` computes the probability among the available clients of a cluster, but ``sizes`` counts all its
+        # clients. This factor makes the probability refer to all of them.
         probability = selection.probability * (available_sizes / sizes)[selection.stratum]
         metrics: dict[str, Any] = {
             "strata_sizes": sizes.tolist(),
@@ -112,7 +114,7 @@ class FedSSARSampler(ClientSampler):
         return replace(state, sketches=update_sketches(state.sketches, replies, self.coordinates, state.seed, updates))
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Cluster the known clients, as ``select`` does."""
+        """Return the clusters of all clients with a sketch, computed as in ``select``."""
         known, points = state.sketches.known, state.sketches.points
         if len(known) == 0:
             return None
@@ -136,15 +138,15 @@ class FedSSARSampler(ClientSampler):
 
 
 def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Generator) -> Ints:
-    """Return places in proportion to the clusters' sizes, m_h, shape (H,), at most ``available``.
+    """Return how many clients to draw from each cluster: m_h in proportion to N_h, shape (H,), at most ``available``.
 
-    The places are allocated by largest remainder, with at least one for each cluster that has an available client. If
-    there are fewer places than such clusters, the largest clusters would always get all places. The shares are then
-    rounded at random, so that every available client is drawn with the same probability.
+    The draws are allocated by largest remainder, with at least one for each cluster that has an available client. If
+    there are fewer draws than such clusters, the largest clusters would always get all draws. The clusters are
+    therefore drawn at random in that case, so that every available client has the same probability.
 
     Args:
-        budget: m, at most Σ ``available``.
-        sizes: N_h, shape (H,).
+        budget: m, the number of draws, at most Σ ``available``.
+        sizes: N_h, the number of clients in each cluster, shape (H,).
         available: The number of clients of each cluster that may be invited, shape (H,).
         generator: Randomness.
     """
@@ -157,20 +159,21 @@ def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Gener
 def cluster(
     points: Floats32, min_samples: int, xi: float, limit: int, generator: np.random.Generator
 ) -> tuple[Ints, int]:
-    """Cluster points with OPTICS (Ankerst et al. 1999), and assign points that OPTICS labels as noise as well.
+    """Cluster points with OPTICS (Ankerst et al. 1999), so that every point belongs to a cluster.
 
-    Noise joins the cluster with the nearest mean. If OPTICS finds no cluster, all points are one cluster.
+    Points that OPTICS labels as noise join the cluster with the nearest mean. If OPTICS finds no cluster, all points
+    are one cluster.
 
     Args:
         points: Shape (N, d).
         min_samples: See ``FedSSARSampler``.
         xi: See ``FedSSARSampler``.
-        limit: The most points for OPTICS. If there are more, a random subset is clustered, and the other points join
+        limit: The most points for OPTICS. If there are more, OPTICS clusters a random subset, and the other points join
             the cluster with the nearest mean.
         generator: Randomness for the subset.
 
     Returns:
-        The cluster of each point, shape (N,), in 0 … H − 1, none of them empty; and the number of noise points.
+        The cluster of each point, shape (N,), in 0 … H − 1, where no cluster is empty; and the number of noise points.
     """
     n = len(points)
     subset = np.arange(n) if n <= limit else np.sort(generator.choice(n, size=limit, replace=False))
@@ -185,14 +188,15 @@ def cluster(
     if unassigned.any():
         centre = points[subset].mean(axis=0, dtype=np.float64).astype(np.float32)
         means = np.stack([points[subset[labels == h]].mean(axis=0, dtype=np.float64) for h in range(count)])
-        # Subtract the mean, because models differ by much less than their norms, and float32 would lose the difference.
+        # Models differ by much less than their norms, so that distances in float32 would be inaccurate. Subtracting the
+        # mean of all points makes the norms small.
         means = means.astype(np.float32) - centre
         result[unassigned] = np.argmin(_squares(points[unassigned] - centre, means), axis=1)
     return np.unique(result, return_inverse=True)[1].astype(np.int64), noise
 
 
 def _optics(points: Floats32, min_samples: int, xi: float) -> Ints:
-    """Return scikit-learn's clusters of an OPTICS ordering; −1 is noise."""
+    """Return the OPTICS cluster of each point; −1 for noise. The clusters are the same as those of scikit-learn."""
     from sklearn.cluster import cluster_optics_xi
 
     if len(points) < max(min_samples, 3):
@@ -214,17 +218,18 @@ def _optics(points: Floats32, min_samples: int, xi: float) -> Ints:
 
 
 def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, Ints]:
-    """Compute the OPTICS ordering without a maximum distance, as scikit-learn does.
+    """Compute the OPTICS ordering with an unlimited neighbourhood (``max_eps`` is infinite).
 
-    For a matrix of distances this is a hundred times as fast as scikit-learn.
+    The result is that of ``sklearn.cluster.compute_optics_graph``, but this is a hundred times as fast for a matrix of
+    distances.
 
     Args:
         distances: Shape (n, n), symmetric, zero on the diagonal.
         min_samples: The number of points, itself included, within a point's core distance.
 
     Returns:
-        The ordering; the reachability of each point (infinite for the first); and the point that each was reached from
-        (−1 for the first).
+        Three arrays of shape (n,): the points in their order; the reachability of each point (infinite for the first
+        in the order); and the point from which each point was reached (−1 for the first).
     """
     n, digits = len(distances), np.finfo(np.float64).precision
     distances = np.around(distances, digits)
@@ -245,7 +250,7 @@ def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, 
 
 
 def _squares(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-    """Return the squared distances between the rows of two matrices, at least 0."""
+    """Return the squared distance of each row of ``a`` to each row of ``b``, without negative rounding errors."""
     squares = (a * a).sum(axis=1)[:, None] + (b * b).sum(axis=1) - 2 * (a @ b.T)
     clipped: NDArray[Any] = np.maximum(squares, 0.0)
     return clipped

@@ -1,9 +1,9 @@
 """k-means of many rows of which a few change in every round: Lloyd's iteration continues from the last round.
 
-The sum of each stratum is updated by the rows that changed. Bounds on distances (Hamerly 2010, Making k-means even
-faster) show which rows may belong to another stratum after the centres moved, and only these rows are compared with the
-centres. So the cost of a round depends on how much changed, and the result is the same as if every row had been
-compared with every centre.
+A stratum is a cluster of k-means, and its centre is the mean of its rows. When rows change, the sums of their strata
+are updated. Bounds on distances (Hamerly 2010, Making k-means even faster) show which rows may be nearer to another
+centre after the centres moved, and only these rows are compared with the centres. So the cost of a round depends on how
+much changed, and the result is the same as if every row had been compared with every centre.
 
 With 10,000 clients of which 100 change, this is 25 times as fast as k-means from the start
 (``benchmarks/fast_paths.py``).
@@ -22,7 +22,7 @@ from fedstrata.base.records import record
 from fedstrata.sampling.row_store import RowStore
 
 STEPS = 5
-"""The most steps of Lloyd's iteration in one round; the next round continues with the rest."""
+"""The most steps of Lloyd's iteration in one round; if it has not converged by then, the next round continues."""
 
 UNASSIGNED = -1
 """The label of a row without a stratum."""
@@ -33,13 +33,13 @@ class Clusters:
     """The state of Lloyd's iteration.
 
     Args:
-        centres: The centres that the bounds refer to, shape (H, d), float32.
+        centres: The centres, to which the bounds below refer, shape (H, d), float32.
         sums: The sum of each stratum's rows, shape (H, d), float64.
         sizes: The number of rows of each stratum, shape (H,), int64.
         labels: The stratum of each row, or ``UNASSIGNED``, shape (n,), int64.
         upper: An upper bound on the distance of each row to the centre of its stratum, shape (n,), float64.
         lower: A lower bound on the distance of each row to any other centre, shape (n,), float64.
-        renewed: The number of rows that were replaced or added since ``of``.
+        renewed: The number of rows that were replaced or added since ``of`` created the state.
     """
 
     centres: Floats32
@@ -52,18 +52,28 @@ class Clusters:
 
     @classmethod
     def of(cls, rows: RowStore, labels: Ints) -> Clusters:
-        """Begin with given strata 0 … H − 1, none of them empty."""
+        """Create the state for given strata.
+
+        Args:
+            rows: The rows, shape (n, d).
+            labels: The stratum of each row, shape (n,), in 0 … H − 1, where no stratum is empty.
+        """
         count, matrix = int(labels.max()) + 1, rows.whole()
         sums = np.stack([matrix[labels == h].sum(axis=0, dtype=np.float64) for h in range(count)])
         sizes = np.bincount(labels, minlength=count)
         centres = (sums / sizes[:, None]).astype(np.float32)
-        # The bounds of a row that is nearer to another centre cross, so that the first step checks the row.
+        # If a row is nearer to another centre, upper > lower, so that ``converged`` checks the row in its first step.
         scale = _scale(rows.norms)
         upper, lower = (scale * bound for bound in _bounds(_distances(rows, None, centres, scale), labels))
         return cls(centres, sums, sizes, labels, upper, lower)
 
     def without(self, places: Ints, before: Floats32) -> Clusters:
-        """Return a copy in which some rows, whose values are ``before``, are unassigned."""
+        """Return a copy in which some rows have no stratum, because their values are about to change.
+
+        Args:
+            places: The indices of the rows, shape (c,).
+            before: The old values of the rows, which are subtracted from the strata's sums, shape (c, d).
+        """
         assigned = self.labels[places] != UNASSIGNED
         places, before = places[assigned], before[assigned]
         sums, labels = self.sums.copy(), self.labels.copy()
@@ -73,13 +83,13 @@ class Clusters:
         return replace(self, sums=sums, sizes=sizes, labels=labels, renewed=self.renewed + len(places))
 
     def among(self, places: Ints, count: int) -> Clusters:
-        """Return a copy with ``count`` rows: the present rows at ``places``, and new unassigned rows elsewhere."""
+        """Return a copy for ``count`` rows: the present rows move to ``places``, and the others have no stratum yet."""
         labels, upper, lower = np.full(count, UNASSIGNED), np.zeros(count), np.zeros(count)
         labels[places], upper[places], lower[places] = self.labels, self.upper, self.lower
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
     def converged(self, rows: RowStore) -> Clusters:
-        """Run Lloyd's iteration until every row belongs to its nearest centre, but at most ``STEPS`` steps."""
+        """Return the state after Lloyd's iteration: until every row has its nearest centre, or for ``STEPS`` steps."""
         scale = _scale(rows.norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()
         labels, upper, lower = self.labels.copy(), self.upper.copy(), self.lower.copy()
@@ -108,7 +118,7 @@ class Clusters:
         return replace(self, centres=centres, sums=sums, sizes=sizes, labels=labels, upper=upper, lower=lower)
 
     def spread(self, norms: Floats) -> tuple[Floats, float]:
-        """Return S_h, shape (H,), and S of all rows as one stratum; see ``allocation.spread``.
+        """Return S_h of each stratum, shape (H,), and S if all rows were one stratum; see ``allocation.spread``.
 
         Args:
             norms: The norm of every row, shape (n,).
@@ -119,7 +129,7 @@ class Clusters:
         sums = self.sums / scale
 
         def deviation(squares: Floats, lengths: Floats, sizes: NDArray[Any]) -> Floats:
-            # Σ‖z − mean‖² = Σ‖z‖² − ‖Σz‖² / n, in float64.
+            # Uses Σ‖z − mean‖² = Σ‖z‖² − ‖Σz‖² / n.
             n = np.maximum(sizes, 1)
             spread: Floats = scale * np.sqrt(np.maximum(squares - lengths / n, 0.0) / (n * d))
             return spread
@@ -130,12 +140,15 @@ class Clusters:
 
 
 def _scale(norms: Floats) -> float:
-    """Return the divisor of all rows, because squares of very small or large values leave the range of float32."""
+    """Return a number by which rows are divided, so that their squares stay within the range of float32."""
     return float(norms.max()) or 1.0
 
 
 def _distances(rows: RowStore, indices: Ints | None, centres: Floats32, scale: float) -> Floats:
-    """Return the distances of some rows, or of all, to each centre, in units of ``scale``, shape (rows, H)."""
+    """Return the distance of each row at ``indices`` (None: of all rows) to each centre, divided by ``scale``.
+
+    The shape is (rows, H).
+    """
     scaled = centres / np.float32(scale)
     products = rows.times(scaled.T) if indices is None else rows.take(indices) @ scaled.T
     norms = (rows.norms if indices is None else rows.norms[indices]) / scale
@@ -145,7 +158,7 @@ def _distances(rows: RowStore, indices: Ints | None, centres: Floats32, scale: f
 
 
 def _bounds(distances: Floats, labels: Ints) -> tuple[Floats, Floats]:
-    """Return the distance of each row to its own centre, and to the nearest other centre (infinite without one)."""
+    """Return the distance of each row to its own centre, and to the nearest other centre (infinite if H = 1)."""
     rows = np.arange(len(labels))
     others = distances.copy()
     others[rows, labels] = np.inf

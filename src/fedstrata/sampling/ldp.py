@@ -1,4 +1,4 @@
-"""FedSTaS's data sampler: a requested number of samples, under local differential privacy (FedSTaS §2.4)."""
+"""FedSTaS's data sampler: train on a requested number of samples, with private client sizes (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class FedSTaSDataState:
     """The running mean of the estimates ñ.
 
     Args:
-        total: Sum of the estimates so far.
-        rounds: Number of estimates so far.
+        total: The sum of the estimates so far.
+        rounds: The number of estimates so far.
     """
 
     total: float
@@ -31,14 +31,16 @@ class FedSTaSDataState:
 class FedSTaSData(DataSampler):
     """The server requests n* samples per round; participants keep each sample with probability n*/ñ.
 
+    ñ is the server's estimate of how many samples the round's participants hold together.
+
     Args:
         fraction: q. Without ``samples``, n* is q times the mean of the estimates ñ so far, so that every round
             trains on about the same number of samples.
         samples: n* as a fixed number, instead of ``fraction``.
-        epsilon: ε of local differential privacy for the clients' sizes; none by default, and the
-            sizes are then sent in the clear. A client spends ε in every round in which it takes part: r ε in r rounds.
-        bound: M, the public bound on a client's size under privacy. Larger sizes are reported as M − 1 at most, which
-            biases ñ downwards and keeps more data than requested.
+        epsilon: ε of local differential privacy for the clients' sizes. By default, clients report their exact sizes.
+            A client spends ε in every round in which it takes part: r ε in r rounds.
+        bound: M, the public bound on a client's size under privacy. Larger sizes are reported as M − 1, which makes ñ
+            too small, so that more data are kept than requested.
     """
 
     fraction: float = Field(default=0.1, gt=0, le=1)
@@ -48,11 +50,11 @@ class FedSTaSData(DataSampler):
 
     @property
     def private(self) -> bool:
-        """True with ε."""
+        """True if ``epsilon`` is set."""
         return self.epsilon is not None
 
     def check(self, config: FederationConfig) -> None:
-        """Warn if M clips sizes."""
+        """Warn if a client holds more samples than the bound M allows it to report."""
         if self.epsilon is not None and config.sizes is not None and (config.sizes >= self.bound).any():
             clipped = int((config.sizes >= self.bound).sum())
             warnings.warn(
@@ -81,7 +83,8 @@ class FedSTaSData(DataSampler):
         keep = min(1.0, wanted / estimate)
         metrics = {"estimated_samples": estimate, "requested_samples": wanted, "keep": keep}
         if (true_sizes := federation.config.sizes) is not None:
-            # The true sizes are known only in simulations. The expected number of samples exceeds n*, because 1/ñ is
-            # convex, and far more so if M clips sizes. Comparisons at equal numbers of samples need this figure.
+            # The true sizes are known only in simulations. The expected number of samples exceeds n*, slightly because
+            # 1/ñ is convex, and by far if M clips sizes. To compare methods at equal numbers of samples, it is
+            # recorded.
             metrics["expected_samples"] = keep * float(true_sizes[list(sizes)].sum())
         return keep, state, metrics

@@ -15,21 +15,21 @@ from fedstrata.federation.reply_checks import require_shape
 from fedstrata.sampling.quantization import restore
 
 MOST_SAMPLES = 2**31
-"""The largest size that a client may report. The sum over a million clients still fits into 64 bits."""
+"""The largest number of samples that a client may report. The sum over a million clients still fits into 64 bits."""
 
 
 def sketch_length(params: Params, coordinates: int) -> int:
-    """Return min(d, K), the length of the projection of d parameters to K ``coordinates``; d if K is 0."""
+    """Return the length of a sketch: min(d, K) for a model with d parameters and K ``coordinates``; d if K is 0."""
     d = sum(map(torch.numel, params.values()))
     return min(d, coordinates or d)
 
 
 @record("SizeReply")
 class SizeReply(Reply):
-    """The client's number of samples, or its randomised response.
+    """The client's number of samples, or a randomised response that hides it.
 
     Args:
-        samples: The answer.
+        samples: The number, or the randomised response.
     """
 
     samples: int
@@ -42,7 +42,8 @@ class SizeReport(Request):
     Args:
         round: The round, counted from 1.
         bound: M, the public bound on the number of samples; 0 asks for the plain number.
-        alpha: The probability of the true (clipped) answer; see ``fedstrata.sampling.client_sizes``.
+        alpha: The probability of the true answer (clipped to M − 1) instead of a random one; see
+            ``fedstrata.sampling.client_sizes``.
     """
 
     reply_type: ClassVar[type[Reply]] = SizeReply
@@ -63,8 +64,9 @@ class CompressReply(Reply):
     """A quantized gradient.
 
     Args:
-        centres: X, shape (d',), float32.
-        codes: λ, the centre of every coordinate, uint8. If d' ≤ 16, each byte holds two coordinates, high half first.
+        centres: X, the values that occur in the quantized gradient, shape (d',), float32.
+        codes: λ, the index in X of every coordinate's value, uint8. If d' ≤ 16, each byte holds two indices, the first
+            one in the high half.
         length: The number of coordinates.
     """
 
@@ -88,7 +90,7 @@ class Compress(ModelRequest):
     Args:
         round: The round, counted from 1.
         weights: The global model.
-        centres: d', the most different values of the quantized gradient.
+        centres: d', the largest number of different values in the quantized gradient.
         coordinates: K_desired, the length to which a seeded random projection first reduces the gradient; 0 for no
             projection.
     """
@@ -121,7 +123,7 @@ class SketchReply(Reply):
     """A sketch of a locally trained model.
 
     Args:
-        values: Shape (K,), float32; see ``fedstrata.sampling.sketches``.
+        values: The sketch, shape (K,), float32; see ``fedstrata.sampling.sketches``.
     """
 
     values: Tensor
@@ -129,10 +131,10 @@ class SketchReply(Reply):
 
 @record("Sketch")
 class Sketch(ModelRequest):
-    """Asks a client to train once, starting at ``weights``, for a sketch of the trained parameters (FedSSAR).
+    """Asks a client to train once, starting at ``weights``, and to send a sketch of the trained parameters (FedSSAR).
 
-    The client trains with plain cross-entropy on all its samples, because the state of an objective changes only in
-    rounds in which the client takes part.
+    The client trains with plain cross-entropy on all its samples. The method's objective is not used, because it may
+    have a state, which changes only in rounds in which the client takes part.
 
     Args:
         round: The round, counted from 1.

@@ -19,10 +19,10 @@ from fedstrata.sampling.messages import LossReport
 class PowerOfChoice(ClientSampler):
     """d candidates, drawn by size without replacement, report their loss; the m with the largest loss take part.
 
-    The sampler is biased on purpose, in contrast to samplers that keep the expected aggregate.
+    The sampler is biased on purpose: the expected aggregate is not the mean over all clients.
 
     Args:
-        candidates: d. Default: twice the clients of a round, or all clients if there are fewer.
+        candidates: d. Default: twice the number of clients per round, or all clients if there are fewer.
     """
 
     tells_sizes = True
@@ -39,7 +39,7 @@ class PowerOfChoice(ClientSampler):
             raise SpecError(key, f"a round invites {m} of the candidates; give at least that", self.candidates)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for sizes, once, and for the loss of candidates, in every round."""
+        """Return two requests: for the clients' sizes, once, and for the loss of candidates, in every round."""
         return [allowed_sizes(phase="enrolment"), Allowed(LossReport)]
 
     def init(self, federation: Federation) -> Tree:
@@ -47,7 +47,7 @@ class PowerOfChoice(ClientSampler):
         return Sizes.ask(federation)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Draw the candidates, ask them for their loss, take the m largest; equal losses in random order."""
+        """Draw the candidates, ask them for their loss, and select the m with the largest; ties break at random."""
         config = federation.config
         clients, sizes = state.among(federation.candidates())
         m = min(config.training.invited(config.clients), len(clients))
@@ -57,7 +57,7 @@ class PowerOfChoice(ClientSampler):
         chosen = federation.rng("candidates").choice(clients, size=d, replace=False, p=sizes / sizes.sum())
 
         request = LossReport(federation.round, weights)
-        replies = federation.ask(chosen.tolist(), request, work=lambda samples: samples / 3)  # no backward pass
+        replies = federation.ask(chosen.tolist(), request, work=lambda samples: samples / 3)  # only a forward pass
         asked = np.fromiter(replies, dtype=np.int64)
         losses = np.array([reply.loss for reply in replies.values()])
         worst = np.lexsort((federation.rng("client-sampling").permutation(len(asked)), -losses))[:m]

@@ -1,4 +1,4 @@
-"""Compression of a gradient to a few centres and a small code for each coordinate (FedSTaS, information squeeze)."""
+"""Compress a gradient to a few different values and a small code for each coordinate (FedSTaS, information squeeze)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
     """Project gradients to fewer coordinates with a seeded random projection, the same for every client.
 
     The projection is a count sketch (Charikar et al. 2002): each coordinate is added to a bucket with a random sign.
-    The signs keep inner products in expectation, and the cost is O(d) instead of O(d K) for a dense projection.
-    Coordinate i goes to bucket i mod p, where p is the largest prime up to K. Memory is then read in order, and because
-    p does not divide the width of a layer, the weights of one input or output spread evenly over all buckets. Buckets
-    from p on stay 0.
+    Because of the signs, inner products stay the same in expectation. The cost is O(d), and not O(d K) as for a dense
+    projection to K coordinates. Coordinate i goes to bucket i mod p, where p is the largest prime up to K, so that
+    memory is read in order. Because p does not divide the width of a layer, the weights of one input or output spread
+    evenly over all buckets. Buckets p … K − 1 stay 0.
 
     Args:
         gradients: Shape (d,), or (n, d) for several gradients.
-        coordinates: K_desired; a shorter gradient stays unchanged.
+        coordinates: K; a gradient with at most K coordinates stays unchanged, and 0 keeps every gradient unchanged.
         seed: The experiment's seed.
 
     Returns:
-        Shape (min(d, K_desired),), or (n, min(d, K_desired)).
+        The projected gradients, shape (min(d, K),) or (n, min(d, K)).
     """
     d = gradients.shape[-1]
     if coordinates == 0 or d <= coordinates:
@@ -56,14 +56,15 @@ def _prime(most: int) -> int:
 
 
 def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8]]:
-    """Return the exact 1-D k-means of a vector's values.
+    """Quantize a vector: cluster its values by exact one-dimensional k-means, and replace each by its cluster's mean.
 
     Args:
         values: Shape (d,).
-        centres: d', at most 255.
+        centres: d', the largest number of clusters, at most 255.
 
     Returns:
-        The centres, ascending, shape (min(d', different values),), and the centre of every coordinate, shape (d,).
+        The means, ascending, shape (d',), or fewer if there are fewer different values; and for every coordinate the
+        index of its mean, shape (d,).
 
     >>> X, codes = quantize(np.array([0.0, 9.0, 0.2, 8.8], dtype=np.float32), 2)
     >>> X.round(2).tolist(), codes.tolist()
@@ -80,7 +81,7 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
 
 
 def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
-    """Pack two codes into each byte if there are at most 16 centres.
+    """Pack two codes into each byte if there are at most 16 centres; otherwise, return the codes unchanged.
 
     >>> pack(np.array([1, 2, 3], dtype=np.uint8), 9).tolist()
     [18, 48]
@@ -93,7 +94,7 @@ def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
 
 
 def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats32:
-    """Return the gradient Z = X[λ], shape (length,).
+    """Return the quantized gradient Z = X[λ], shape (length,), from its centres X and the packed codes λ.
 
     Raises:
         ValueError: The codes do not fit the length or the centres.

@@ -8,17 +8,19 @@ from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.records import record
 
 SHARE = 8
-"""The whole matrix is copied only once more than one row in ``SHARE`` was replaced since the last copy."""
+"""The whole matrix is copied when more than 1/``SHARE`` of its rows were replaced since the last copy."""
 
 
 @record("RowStore")
 class RowStore:
-    """An immutable matrix: replacing 50 of 10,000 rows copies only 50 rows.
+    """An immutable matrix in which some rows can be replaced without a copy of all others.
+
+    Replaced rows are stored beside the old matrix, until they are too many; see ``SHARE``.
 
     Args:
-        base: All rows at the last copy of the whole matrix, shape (n, d).
-        places: The indices of the rows that were replaced since, ascending, shape (c,).
-        newer: Their current values, shape (c, d).
+        base: All rows as they were at the last copy of the whole matrix, shape (n, d).
+        places: The indices of the rows that were replaced after that, ascending, shape (c,).
+        newer: The current values of these rows, shape (c, d).
         norms: The Euclidean norm of every row, shape (n,), float64, because squares of very small values leave the
             range of float32.
     """
@@ -58,13 +60,18 @@ class RowStore:
         return rows
 
     def times(self, matrix: Floats32) -> Floats32:
-        """Return the product with a matrix, shape (n, columns)."""
+        """Return the product of the rows and ``matrix``, shape (n, k), for a matrix of shape (d, k)."""
         product: Floats32 = self.base @ matrix
         product[self.places] = self.newer @ matrix
         return product
 
     def renewed(self, places: Ints, rows: Floats32) -> RowStore:
-        """Return a store with new rows at some indices, ascending."""
+        """Return a store with new rows at some indices.
+
+        Args:
+            places: The indices, ascending, shape (c,).
+            rows: The new rows, shape (c, d).
+        """
         if len(places) == len(self):
             return RowStore.of(rows)
         norms = self.norms.copy()

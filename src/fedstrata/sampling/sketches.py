@@ -1,8 +1,9 @@
 """Sketches of the clients' models, which the server stores instead of the models.
 
-A sketch is the seeded random projection of ``quantization.project``. The projection is linear, so the sketch of an
-update is the difference of two sketches. It keeps squared distances in expectation, with a relative standard deviation
-of √(2/K), which is 3 % for K = 2,048 and models of any size. A model of at most K parameters is stored unchanged.
+A sketch is a random projection of the model's parameters to K numbers; see ``quantization.project``. The projection is
+linear, so the sketch of an update is the difference of two sketches. Squared distances between sketches equal those
+between models on average, with a relative standard deviation of √(2/K): 3 % for K = 2,048 and models of any size. A
+model of at most K parameters is stored unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Sketches:
 
     Args:
         known: The clients with a sketch, ascending, int64.
-        rows: Their sketches, len(known) rows of length K.
+        rows: The sketches of these clients: one row of length K for each client in ``known``.
         sent: The sketch of the global model that was sent last, shape (K,), float32; empty before the first round.
     """
 
@@ -36,7 +37,7 @@ class Sketches:
 
     @property
     def points(self) -> Floats32:
-        """The sketches, shape (len(known), K), read-only."""
+        """The sketches of the clients in ``known``, shape (len(known), K), read-only."""
         return self.rows.whole()
 
     def with_rows(self, clients: Ints, points: Floats32) -> Sketches:
@@ -51,7 +52,7 @@ class Sketches:
 
 
 def no_sketches() -> Sketches:
-    """Return sketches of no clients."""
+    """Return the state before any client has sent a model."""
     return Sketches(np.empty(0, dtype=np.int64), RowStore.empty(), np.empty(0, dtype=np.float32))
 
 
@@ -60,11 +61,11 @@ def sketch(params: Params, coordinates: int, seed: int) -> Floats32:
 
     Args:
         params: The model's parameters by name.
-        coordinates: K; 0 for all parameters.
+        coordinates: K, the length of the sketch; 0 for all parameters.
         seed: The experiment's seed.
 
     Returns:
-        Shape (min(d, K),).
+        The sketch, shape (min(d, K),), for a model with d parameters.
     """
     flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()])
     sketch: Floats32 = project(flat, coordinates, seed).numpy()
@@ -78,12 +79,15 @@ def update_sketches(
 
     Args:
         state: The sketches so far.
-        replies: The participants' models.
-        coordinates: K.
+        replies: A mapping from participant to its reply, with the trained model.
+        coordinates: K, the length of a sketch; 0 for all parameters.
         seed: The experiment's seed.
-        updates: Whether to sketch the updates instead, the differences from the global model that was sent.
+        updates: Whether to store the sketch of the update instead: the model minus the global model that was sent.
+
+    Returns:
+        The sketches with those of the participants that trained.
     """
-    # A client without a step returned the model that it received, which says nothing about its data.
+    # A client that took no step returned the model that it received, which says nothing about its data.
     models = {client: reply.weights.params for client, reply in replies.items() if reply.trained}
     if not models:
         return state

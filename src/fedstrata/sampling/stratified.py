@@ -1,4 +1,8 @@
-"""FedSTS: strata of compressed gradients, Neyman allocation, importance sampling (FedSTaS, Algorithm 1 and 2)."""
+"""FedSTS: stratify clients by their compressed gradients, and draw from every stratum (FedSTaS, Algorithms 1 and 2).
+
+Symbols, as in the paper: Z_k is the compressed gradient of client k. N_h is the number of clients in stratum h of H,
+m_h the number of draws from it, and S_h the standard deviation of Z within it; Neyman's allocation is m_h ∝ N_h S_h.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +35,14 @@ Gradients = Literal["asked", "updates"]
 Compared = Literal["restored", "centroids"]
 
 LARGE = 1000
-"""The number of clients above which only the participants' gradients are renewed by default; see ``refresh``."""
+"""Above this number of clients, only the participants' gradients are renewed by default; see ``refresh``."""
 
 FITTED = 1000
-"""The number of clients above which k-means and S_h use a random subset; the others join the nearest centre."""
+"""The most clients for which k-means and S_h use all clients.
+
+If there are more, both use a random subset of this size, and the other clients join the stratum with the nearest
+centre.
+"""
 
 
 @record("StratifiedState")
@@ -43,13 +51,14 @@ class StratifiedState:
 
     Args:
         known: Clients with a known gradient, ascending, int64.
-        rows: Z of these clients, len(known) rows of length d.
+        rows: Z of these clients: one row of length d for each client in ``known``.
         participants: Clients that returned a model in the last round, ascending, int64.
-        sent: The sketch of the global model of the last round, shape (d,), if updates are used as gradients.
-        lr: η of the last round.
-        steps: K, the steps of every client, if it is the same for all clients; otherwise 1.
+        sent: The sketch of the global model of the last round, shape (d,); empty if updates are not used as gradients.
+        lr: η, the learning rate of the last round.
+        steps: K, the number of local steps, if it is the same for all clients; otherwise 1.
         seed: The experiment's seed, on which sketches depend.
-        clusters: The state of k-means, for more than ``FITTED`` clients of which a few are renewed in each round.
+        clusters: The state of k-means from round to round. None if k-means starts from scratch in every round: for at
+            most ``FITTED`` clients, or if all gradients are renewed.
     """
 
     known: Ints
@@ -63,11 +72,16 @@ class StratifiedState:
 
     @property
     def points(self) -> Floats32:
-        """Z, shape (len(known), d)."""
+        """Z of the clients in ``known``, shape (len(known), d)."""
         return self.rows.whole()
 
     def learned(self, clients: Ints, points: Floats32) -> StratifiedState:
-        """Return a copy with new Z of some clients, ascending."""
+        """Return a copy with new values of Z for some clients.
+
+        Args:
+            clients: The clients with a new Z, ascending, shape (n,).
+            points: Their Z, shape (n, d).
+        """
         known, rows = self.rows.joined(self.known, clients, points)
         clusters = self.clusters
         if clusters is not None and len(clients) == len(known):
@@ -84,28 +98,30 @@ class Stratified(ClientSampler):
     """Clients in strata of similar gradients; large and diverse strata get more draws.
 
     Args:
-        strata: H.
-        centres: d', the number of different values of a compressed gradient.
+        strata: H, the number of strata.
+        centres: d', the number of different values in a compressed gradient.
         coordinates: The length to which a gradient is projected first; 0 for its full length. This is our reading of
             the paper's K_desired. In the published code of FedSTaS, K_desired is the number of samples per round.
-        refresh: Whose compressed gradient Z is renewed in every round; the other clients keep their last one. ``all``
-            (the paper, and the default for up to 1,000 clients) or ``participants`` (the default for more).
-        gradients: Where Z comes from. ``asked``: clients are asked for their compressed gradient at w_t, which costs
-            them a pass over their data. With ``participants``, each round also asks as many unknown clients as it
-            invites. ``updates``: no client is asked. A participant's update (w_t − w_k) / (η K) after K steps is used
-            as its gradient, and clients that never took part are one stratum. Default: ``asked`` with ``all``, and
-            ``updates`` with ``participants``, because asking would take longer than training.
+        refresh: The clients whose compressed gradient Z is renewed in every round; the others keep their last one.
+            ``all`` (as in the paper; the default for up to 1,000 clients) or ``participants`` (the default for more).
+        gradients: The source of Z. ``asked``: clients are asked for their compressed gradient at the global model w_t,
+            which costs them a pass over their data. With refresh = ``participants``, each round also asks as many
+            clients without a Z as it invites. ``updates``: no client is asked. A participant's update
+            (w_t − w_k) / (η K) after K steps is used as its gradient, and clients that never took part are one
+            stratum. Default: ``asked`` with refresh = ``all``, and ``updates`` with refresh = ``participants``, because
+            asking would take longer than training.
         compared: The part of a compressed gradient that k-means, ‖Z_k‖ and S_h use. ``restored``: the whole gradient,
             as in the paper. ``centroids``: only its d' centres, as in the published code of FedSTaS; this needs
             gradients that are ``asked``.
-        replacement: Draw with replacement within a stratum, which unbiased Horvitz-Thompson weights need.
-        allocation: How many draws each stratum gets. ``neyman``: in proportion to N_h S_h, by largest remainder, as in
-            the published code. A stratum may get no draw, which is a bias that no weight corrects. ``neyman-random``:
-            rounded at random, with at least half of an equal share for every stratum on average, which the weights
-            correct. ``neyman-at-least-one``: first one draw for every stratum. ``proportional``: in proportion to N_h,
-            with a draw for every stratum. Default: ``neyman``; ``neyman-random`` with replacement;
-            ``neyman-at-least-one`` if only participants are renewed, because a stratum without draws would never be
-            renewed.
+        replacement: Whether to draw with replacement within a stratum. Horvitz-Thompson weights are unbiased only then.
+        allocation: The rule for how many draws each stratum gets. ``neyman``: in proportion to N_h S_h, by largest
+            remainder, as in the published code. A stratum may get no draw, which causes a bias that weights cannot
+            correct. ``neyman-random``: in proportion to N_h S_h, rounded at random. Every stratum gets at least half of
+            an equal share on average, and the weights correct for chance. ``neyman-at-least-one``: like ``neyman``,
+            but every stratum gets at least one draw. ``proportional``: in proportion to N_h, with at least one draw for
+            every stratum. Default: ``neyman-random`` with replacement; without, ``neyman`` if all gradients are
+            renewed, and ``neyman-at-least-one`` if only participants' are, because a stratum without draws would then
+            never be renewed.
     """
 
     strata: PositiveInt = 10
@@ -126,7 +142,7 @@ class Stratified(ClientSampler):
         return "neyman" if self._refreshes(config) == "all" else "neyman-at-least-one"
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse more strata than clients, and warn about fewer draws than strata."""
+        """Refuse settings that contradict each other, the clients or the model; warn about fewer draws than strata."""
         super().check(config)
         if self._refreshes(config) == "all" and self.gradients == "updates":
             problem = "there are updates of participants alone: set refresh = 'participants', or use 'asked'"
@@ -148,7 +164,11 @@ class Stratified(ClientSampler):
             )
 
     def check_private(self, config: FederationConfig) -> None:
-        """Refuse updates as gradients if the number of local steps, and so a client's size, affects their length."""
+        """Refuse updates as gradients if their length would disclose the client's number of samples.
+
+        The length of an update depends on the number of local steps. If ``training.local_steps`` is not set, that
+        number depends on how many samples the client holds.
+        """
         if self._uses_updates(config) and config.training.local_steps is None:
             problem = "updates tell how many steps a client took, and with them the size that it keeps private"
             accepted = "use 'asked', or give training.local_steps, the same for all"
@@ -159,7 +179,7 @@ class Stratified(ClientSampler):
         return self._uses_updates(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for compressed gradients, in every round; nothing if updates stand for them."""
+        """Return the request for compressed gradients in every round; none if updates are used as gradients."""
         if self._uses_updates(agreed):
             return []
         where = {"centres": self.centres, "coordinates": self.coordinates}
@@ -173,7 +193,7 @@ class Stratified(ClientSampler):
         return StratifiedState(no_clients, RowStore.empty(), no_clients)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Renew the compressed gradients, stratify, allocate and draw."""
+        """Renew the compressed gradients, divide the clients into strata, allocate the draws to them, and draw."""
         config, candidates = federation.config, federation.candidates()
         state, candidates = self._refresh(federation, state, weights, candidates)
         is_known = np.isin(candidates, state.known)
@@ -182,7 +202,8 @@ class Stratified(ClientSampler):
         clients = np.concatenate([known, unseen])
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
-        # Unseen clients are one stratum. Known clients get a share of the other strata in proportion to their number.
+        # Clients without a Z are one stratum. The number of strata for the others is then smaller than H, and in
+        # proportion to how many of the clients have a Z.
         count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
         available = np.searchsorted(state.known, known)
         norms = state.rows.norms[available]
@@ -211,10 +232,10 @@ class Stratified(ClientSampler):
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
         """Store the participants, and their updates if these are used as gradients."""
-        # The update of a client without a step, because it kept no sample, says nothing about its gradient.
+        # A client that kept no sample took no step, so that its update says nothing about its gradient.
         trained = {client: reply for client, reply in replies.items() if reply.trained} if len(state.sent) else {}
         if trained:
-            # If sizes are private, replies do not contain the number of steps, which ``check_private`` makes equal.
+            # If sizes are private, replies lack the number of steps; ``check_private`` ensures that all take the same.
             steps = [reply.steps or state.steps for reply in trained.values()]
             models = np.stack(
                 [sketch(reply.weights.params, self.coordinates, state.seed) for reply in trained.values()]
@@ -237,20 +258,22 @@ class Stratified(ClientSampler):
     def _strata(
         self, federation: Federation, state: StratifiedState, available: Ints, count: int
     ) -> tuple[StratifiedState, Ints, Floats, float]:
-        """Stratify the available clients.
+        """Divide the available clients into strata.
 
         Args:
             federation: The federation.
             state: The sampler's state.
-            available: The rows of the known clients that are available, ascending, shape (n,).
-            count: H.
+            available: The indices in ``state.known`` of the available clients, ascending, shape (n,).
+            count: The largest number of strata.
 
         Returns:
-            The new state, the strata of the available clients, S_h, and S of all clients as one stratum.
+            The new state; the stratum of each available client, shape (n,); S_h, shape (H,); and S if all clients were
+            one stratum.
         """
         seed, round, rows, clusters = federation.config.seed, federation.round, state.rows, state.clusters
         if len(rows) > FITTED and self._refreshes(federation.config) != "all":
-            # Few rows change: continue from the last round's centres, until half of the rows have been renewed.
+            # Few rows change per round, so k-means continues from the last round's centres. It starts from scratch
+            # when half of the rows have been renewed, when a stratum is empty, or when H changes.
             stale = clusters is None or 2 * clusters.renewed > len(rows) or not clusters.sizes.all()
             if clusters is None or stale or len(clusters.sizes) != count:
                 clusters = Clusters.of(rows, stratify(state.points, count, seed, round))
@@ -267,7 +290,11 @@ class Stratified(ClientSampler):
     def _refresh(
         self, federation: Federation, state: StratifiedState, weights: Weights, candidates: Ints
     ) -> tuple[StratifiedState, Ints]:
-        """Renew the compressed gradients, and return the new state and the candidates that may be drawn."""
+        """Renew the compressed gradients.
+
+        Returns:
+            The new state, and the candidates without those that were asked for a gradient and did not answer.
+        """
         config = federation.config
         refresh, training = self._refreshes(config), config.training
         if self._uses_updates(config):
@@ -276,8 +303,8 @@ class Stratified(ClientSampler):
             return replace(state, sent=sent, lr=lr, steps=steps, seed=config.seed), candidates
         asked = candidates
         if refresh == "participants":
-            # Ask the last round's participants, and as many unknown clients as a round invites, because only known
-            # clients can be drawn.
+            # Ask the last round's participants for new gradients. Also ask as many clients without a gradient as a
+            # round invites, because only clients with a gradient can be drawn.
             unseen = np.setdiff1d(candidates, state.known)
             m = min(training.invited(config.clients), len(unseen))
             introduced = federation.rng("introduce").choice(unseen, size=m, replace=False)
@@ -288,11 +315,14 @@ class Stratified(ClientSampler):
             return state, candidates[:0] if refresh == "all" else candidates
         answered = np.array(sorted(replies), dtype=np.int64)
         points = np.stack([self._point(replies[int(client)]) for client in answered])
-        # A client that was asked and did not answer would probably not train either.
+        # If all were asked, those that did not answer are left out: they would probably not train either.
         return state.learned(answered, points), answered if refresh == "all" else candidates
 
     def _point(self, reply: CompressReply) -> Floats32:
-        """Return the vector that clients are compared by: Z, shape (d,), or its centres, padded to shape (d',)."""
+        """Return the vector by which clients are compared.
+
+        This is Z, shape (d,), or its centres, shape (d',), where missing centres repeat the last one; see ``compared``.
+        """
         if self.compared == "restored":
             return reply.restored()
         centres: Floats32 = reply.centres.numpy()
@@ -306,28 +336,32 @@ class Stratified(ClientSampler):
 
 
 def stratify(points: Floats32, count: int, seed: int, round: int) -> Ints:
-    """Divide compressed gradients by k-means into strata 0 … H' − 1, none of them empty (H' ≤ ``count``).
+    """Divide compressed gradients by k-means into strata.
 
     Args:
         points: Z, shape (N, d).
-        count: H.
+        count: The number of strata; there are fewer if fewer rows of Z are different.
         seed: The experiment's seed.
         round: The round, counted from 1.
+
+    Returns:
+        The stratum of each row, shape (N,), in 0 … H − 1, where no stratum is empty and H ≤ ``count``.
     """
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
     subset = _subset(len(points), seed, round)
     fitted = points[subset]
-    # The scale does not change k-means, but squares of very small or large values leave the range of float32.
+    # Scaling all values does not change the clusters, and keeps the squares within the range of float32.
     largest = np.float32(max(float(fitted.max()), -float(fitted.min())))
     fitted = fitted / largest if largest > 0 else fitted
     state = int(rng(seed, "strata", round).integers(2**31))
-    # Count different rows by their sums, which is much faster, and compare whole rows only if that finds too few.
+    # Rows with different sums are different, and counting sums is much faster. Compare whole rows only if the sums do
+    # not show enough different rows.
     distinct = len(np.unique(fitted.sum(axis=1)))
     distinct = distinct if distinct >= count else len(np.unique(fitted, axis=0))
     with warnings.catch_warnings():
-        # scikit-learn warns if points differ only in their last bits and form fewer clusters, which is fine here.
+        # scikit-learn warns if points differ only in their last bits, so that it finds fewer clusters. That is fine.
         warnings.simplefilter("ignore", ConvergenceWarning)
         model = KMeans(min(count, distinct), n_init=1, random_state=state).fit(fitted)
     labels = model.labels_
@@ -340,7 +374,7 @@ def stratify(points: Floats32, count: int, seed: int, round: int) -> Ints:
 
 
 def _subset(clients: int, seed: int, round: int) -> Ints | slice:
-    """Return the rows that k-means uses: all, or a random subset, the same for every caller."""
+    """Return the rows that k-means uses: all rows, or a random subset of ``FITTED`` rows that depends on the round."""
     if clients <= FITTED:
         return slice(None)
     return np.sort(rng(seed, "strata-subset", round).choice(clients, FITTED, replace=False))
@@ -355,13 +389,13 @@ def draw(
     replacement: bool,
     generator: np.random.Generator,
 ) -> Selection:
-    """Draw m_h clients of every stratum, p_k ∝ ‖Z_k‖ within it (uniform where all norms are zero).
+    """Draw m_h clients from every stratum h, with probabilities p_k ∝ ‖Z_k‖ within it (uniform if all norms are zero).
 
     Args:
         clients: Shape (N,), ascending.
         strata: The stratum of each client, shape (N,).
-        sizes: N_h, shape (H,).
-        allocation: m_h, shape (H,).
+        sizes: N_h, the number of clients in each stratum, shape (H,).
+        allocation: m_h, the number of draws from each stratum, shape (H,).
         norms: ‖Z_k‖, shape (N,).
         replacement: Whether a client may be drawn more than once.
         generator: Randomness.
@@ -378,7 +412,8 @@ def draw(
         if replacement:
             times[members] = generator.multinomial(allocation[h], p)
             continue
-        # Only clients with a positive probability can be drawn by weight; the remaining draws are uniform.
+        # Without replacement, clients with a positive probability are drawn first, with these probabilities. If they
+        # are fewer than m_h, the remaining draws are uniform among the other clients.
         weighted = min(int(allocation[h]), int((p > 0).sum()))
         chosen = generator.choice(members, size=weighted, replace=False, p=p)
         times[chosen] = 1

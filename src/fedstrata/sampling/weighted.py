@@ -15,15 +15,15 @@ from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
 
 class Weighted(ClientSampler):
-    """m draws in proportion to n_k, which every client is asked for once.
+    """m draws in proportion to n_k, the number of samples, which every client is asked for once.
 
-    The aggregators ``size`` and ``stratum`` count all draws equally, which is unbiased for the mean by
-    size: E[weight of k] = n_k / Σn.
+    The aggregators ``size`` and ``stratum`` count all draws equally. The expected weight of client k is then n_k / Σn,
+    so that the aggregate is an unbiased estimate of the mean over all clients, weighted by size.
 
     Args:
         replacement: Whether a client may be drawn more than once. Without replacement, clients that hold more than
-            1/m of the data are always drawn and keep their weight n_k / Σn, and the other clients are drawn by
-            systematic sampling in random order (Madow 1949).
+            1/m of the data are always drawn and keep their weight n_k / Σn. The other clients are drawn by systematic
+            sampling in random order (Madow 1949).
     """
 
     tells_sizes = True
@@ -31,7 +31,7 @@ class Weighted(ClientSampler):
     replacement: bool = True
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for sizes, once."""
+        """Return the request for the clients' sizes, which are asked for once."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
@@ -51,7 +51,7 @@ class Weighted(ClientSampler):
 def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random.Generator) -> Selection:
     """Draw m different clients, each with the probability min(1, c n_k), where c makes these probabilities add up to m.
 
-    Each client with probability one is a separate stratum; all other clients are stratum 0.
+    Each client with probability 1 is a stratum of its own; all other clients are stratum 0.
 
     Args:
         clients: Ascending, shape (N,).
@@ -80,9 +80,10 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 
 
 def certainties(sizes: Ints, m: int) -> Bools:
-    """Return which clients are certain to be drawn when m are drawn in proportion to size.
+    """Return which clients are certain to be drawn if m are drawn in proportion to size; bools, shape (N,).
 
-    A client is certain if m' n_k ≥ Σn, with m' draws and Σn samples left for it and the clients that are not certain.
+    A client is certain if m n_k ≥ Σn. These clients and their draws are set aside. The test is repeated for the other
+    clients, with the remaining draws as m and the sum of their sizes as Σn, until no client is certain.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
     [True, False, False, False]

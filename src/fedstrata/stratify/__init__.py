@@ -1,1 +1,1 @@
-"""Stratify: a stratified label schedule decides which label trains next, and only its holders are asked."""
+"""Stratify: a schedule decides which label trains next, and the server asks only clients that hold this label."""

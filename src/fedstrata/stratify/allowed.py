@@ -1,4 +1,4 @@
-"""What Stratify may ask: of an epoch only samples that were set aside for it, and batch after batch."""
+"""The requests that Stratify declares to real sites, which accept no others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedstrata.stratify.messages import Gradient, GradientSteps, LabelReport, Re
 
 
 def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, rounds: range | None) -> list[Allowed]:
-    """Return the requests of union batches.
+    """Return the requests of training in batches.
 
     Args:
-        size: Samples in a batch.
-        window: The part of each label's samples that has arrived.
-        lr: The learning rate with which clients step, if they take several steps.
-        local_steps: Steps of a client on its part of a batch.
-        rounds: The rounds with batches; None for all.
+        size: The number of samples in a batch.
+        window: The part of each label's samples that has arrived; see ``Reserve``.
+        lr: The learning rate of the clients' steps, if they take several steps.
+        local_steps: The number of steps of a client on its part of a batch.
+        rounds: The rounds that train in batches; None for all rounds.
     """
     reserve = Allowed(Reserve, where={"window": window}, times=None, rounds=rounds)
     limit = SampleLimit(size, f"is over a part of a batch of {size} sample{'s' * (size > 1)}")
@@ -43,9 +43,9 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
     """Return the request of training sample by sample.
 
     Args:
-        window: The part of each label's samples that has arrived.
-        longest: Samples of a task at most.
-        rounds: The rounds with such training; None for all.
+        window: The part of each label's samples that has arrived; see ``Reserve``.
+        longest: The largest number of samples in one request.
+        rounds: The rounds that train sample by sample; None for all rounds.
     """
     where = {"window": window, "labels": Bound(f"at most {longest} of them", lambda value, _: len(value) <= longest)}
     limit = SampleLimit(1, "trains a model on one sample at a time")
@@ -53,12 +53,12 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
 
 
 def allowed_in_enrolment(masking: str, *, weighted: bool, classes: int | None) -> list[Allowed]:
-    """Return the requests before the first round.
+    """Return the requests of enrolment, which are sent before the first round.
 
     Args:
-        masking: The mode.
-        weighted: Whether clients are chosen by how many samples they have.
-        classes: C; None if it is not known.
+        masking: The mode of masking; see ``Stratify``.
+        weighted: Whether clients are drawn in proportion to their number of samples.
+        classes: C, the number of classes; None if it is not known.
     """
     if masking == "none":
         return [Allowed(LabelReport), Allowed(Assign)]

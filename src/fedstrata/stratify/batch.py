@@ -1,4 +1,4 @@
-"""Stratify's batch mode: an epoch of union batches over the clients that hold the labels (Algorithms 2 and 4)."""
+"""Stratify's batch mode: an epoch of batches that consist of samples of many clients (Algorithms 2 and 4)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rate(training: Training, server: ServerOptimizer | None, scale: float, round
 
 @dataclass(frozen=True)
 class BatchMode:
-    """Epochs of union batches; for the fields see ``Stratify``."""
+    """Epochs of batches over many clients; ``Stratify`` describes the fields."""
 
     batch_size: int | None
     lr_rule: LRRule
@@ -65,24 +65,24 @@ class BatchMode:
             raise SpecError(key, "BatchNorm needs at least two samples in a batch", 1)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode, tuple[float, float]]:
-        """Return the mode of a round's epoch, and the part of the data that has arrived."""
+        """Return the mode that trains a round, and the window of the samples to train: all of them."""
         return self, ALL
 
     def scale(self, training: Training) -> float:
-        """Return the factor by which the batch size changes the learning rate."""
+        """Return the factor for the learning rate that follows from ``batch_size`` and ``lr_rule``."""
         ratio = (self.batch_size or training.batch_size) / training.batch_size
         return float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule])
 
     def run_epoch(
         self, roster: Roster, wanted: Ints, weights: Weights, optimizer: Tree
     ) -> tuple[Weights, Tree, dict[str, Any]]:
-        """Make one exchange and one step of the server's optimiser per batch.
+        """Train an epoch: one request to the clients and one step of the server's optimiser per batch.
 
         Args:
-            roster: The clients to ask.
-            wanted: The schedule: places of placeholders, shape (L,).
+            roster: The clients that can be asked.
+            wanted: The schedule: the place of the placeholder at each position, shape (L,).
             weights: The global model.
-            optimizer: The optimiser's state.
+            optimizer: The state of the server's optimiser.
 
         Returns:
             The new model, the optimiser's new state and the metrics.
@@ -114,9 +114,9 @@ class BatchMode:
             samples += reply.samples
             loss += reply.loss
             transfers += len(total.clients)
-            # Two gradients at a time would displace each other from the processor's cache.
+            # Free this gradient before the next one arrives, because both do not fit into the processor's cache.
             del total, reply
-        # The stepper goes on to change the tensors that it has returned.
+        # Copy the tensors, because the stepper would change them in its next step.
         weights = Weights({name: w.clone() for name, w in weights.params.items()}, weights.buffers)
         metrics = {"samples": samples, "train_loss": loss / samples if samples else None, "transfers": transfers}
         if plan.held_back or federation.config.privacy.min_samples > 1:
@@ -124,11 +124,14 @@ class BatchMode:
         return weights, stepper.state(), metrics
 
     def _sum_of_batch(self, plan: BatchPlan, request: Gradient, together: bool) -> Summed | None:
-        """Return the sum over one batch; a client that fails is left out, and others take its later positions."""
+        """Return the sum of the clients' replies for one batch; None if no client is left.
+
+        A client that fails is left out, and other clients take its positions in later batches.
+        """
         federation, steps = plan.roster.federation, self.local_steps
         while samples := plan.work(request.batch):
             if together and sum(samples.values()) < 2:
-                # No client is at fault: the others of the batch are absent.
+                # The remaining client is not at fault: the other clients of the batch are absent.
                 federation.note("batch skipped", samples, "a single sample is left of it, and BatchNorm needs two")
                 return None
             work = samples if steps == 1 else {client: steps * count for client, count in samples.items()}
@@ -136,7 +139,8 @@ class BatchMode:
             absent = set(samples) - set(total.clients if total else ())
             if not absent:
                 return total
-            # A group that had to be given up has no answers, but only the clients at fault count as failed or late.
+            # Without a sum, some of these clients may not be at fault. Remove only those that are logged as failed or
+            # late, if any are.
             lost = absent if total else (absent & federation.log.absent()) or absent
             plan.lose(lost, request.batch)
             if total:
@@ -145,16 +149,16 @@ class BatchMode:
 
 
 class BatchPlan:
-    """The client that trains each position of an epoch's schedule, and the reservation of its samples.
+    """The plan of an epoch: which client trains each position of the schedule, with a sample that it has reserved.
 
-    Clients are chosen batch by batch (Algorithm 2). The requests of the whole epoch travel together: one exchange, and
-    another for the positions that could not be served, instead of one per batch.
+    Clients are chosen batch by batch (Algorithm 2), but each client is asked to reserve its samples of the whole epoch
+    in one request. Positions for which a client has no sample are given to other clients in further requests.
 
     Args:
-        roster: The clients to ask.
-        wanted: The schedule: places of placeholders, shape (L,).
-        batch_size: Positions in a batch.
-        pairs: Whether a batch needs two samples, as for BatchNorm.
+        roster: The clients that can be asked.
+        wanted: The schedule: the place of the placeholder at each position, shape (L,).
+        batch_size: The number of positions in a batch.
+        pairs: Whether a batch must have at least two samples, as BatchNorm needs.
     """
 
     def __init__(self, roster: Roster, wanted: Ints, batch_size: int, *, pairs: bool = False) -> None:
@@ -165,16 +169,16 @@ class BatchPlan:
         self.batches = int(self.batch_of[-1]) + 1 if len(wanted) else 0
         self.owner = np.full(len(wanted), -1, dtype=np.int64)
         self.held_back = 0
-        """Positions that are not trained, because their clients would have sent parts of too few samples."""
+        """The number of positions that are not trained, because a client would have had too few samples in a batch."""
         self._work: list[dict[int, float]] | None = None
         self._refilled, self._waiting = np.zeros((2, len(roster.places)), dtype=bool)
-        """Rows of the roster that were refilled and not exhausted since, and rows whose client held samples back: with
-        more positions it could send them."""
+        """Two bool arrays, shape (R,) each: the rows of the roster that were refilled and are not exhausted since then;
+        and the rows whose client held samples back, which it could train if it got more positions."""
         self._last = np.zeros(len(roster.holders.placeholders), dtype=bool)
-        """Placeholders of which only clients that held samples back have samples left."""
+        """Bools, shape (P,): the placeholders of which samples are left only at clients that held samples back."""
 
     def work(self, batch: int) -> dict[int, float]:
-        """Return how many samples each client of a batch has in it, by client, ascending."""
+        """Return a mapping from each client of a batch to its number of samples in it, sorted by client."""
         if self._work is None:
             served = self.owner >= 0
             clients = self.roster.federation.config.clients
@@ -185,7 +189,7 @@ class BatchPlan:
         return self._work[batch]
 
     def lose(self, clients: set[int], batch: int) -> None:
-        """Give up the parts of some clients in a batch, and give their later positions to others."""
+        """Remove clients that failed in ``batch``: their positions in it are lost, and others get their later ones."""
         self._remove(clients)
         theirs = np.flatnonzero(np.isin(self.owner, list(clients)))
         self.owner[theirs] = -1
@@ -203,7 +207,12 @@ class BatchPlan:
             positions = self._ask_owners(positions[owner >= 0])
 
     def _choices(self, wanted: Ints) -> tuple[dict[int, Ints], dict[int, Floats] | None]:
-        """Return the available clients and their weights by placeholder; refill pools that are exhausted everywhere."""
+        """Return the clients that have samples of each placeholder; refill placeholders that no client has left.
+
+        Returns:
+            Two mappings from the place of a placeholder: to the available clients, and to their weights. The second is
+            None if selection is uniform.
+        """
         roster, clients, weights = self.roster, dict[int, Ints](), dict[int, Floats]()
         for place in np.unique(wanted).tolist():
             rows = roster.rows_of(place)
@@ -220,7 +229,7 @@ class BatchPlan:
         return clients, weights if roster.weighted else None
 
     def _ask_owners(self, positions: Ints) -> Ints:
-        """Ask the chosen clients to reserve samples; return the positions that are still open."""
+        """Ask the chosen clients to reserve samples; return the positions that still need a client."""
         if len(positions) == 0:
             return positions
         roster = self.roster
@@ -249,26 +258,36 @@ class BatchPlan:
                 wanted = self.wanted[theirs]
                 rows = roster.empty_rows(client, wanted[missing], reply.exhausted)
                 roster.available[rows] = False
-                # A pool that is empty right after a refill will never serve.
+                # If a pool has no sample right after a refill, the client holds none, and is not asked for them again.
                 useless = self._refilled[rows] & ~np.isin(roster.places[rows], wanted[~missing])
                 roster.present[rows[useless]] = self._refilled[rows] = False
         left = np.sort(np.concatenate(still_open))
         return left[np.argsort(self.batch_of[left], kind="stable")]
 
     def _check(self, reply: ReserveReply) -> None:
-        """Refuse a position in a batch that the epoch does not have."""
+        """Refuse a reply that moves a position to a batch beyond the last one."""
         if isinstance(reply, GatheredReply) and bool((reply.batches[~reply.missing] >= self.batches).any()):
             raise ReplyRefusedError(NO_SUCH_BATCH)
 
     def _give_up(self, client: int, theirs: Ints, missing: Bools, held: Bools) -> Bools:
-        """Return the positions that only clients that held samples back could serve: they are not trained.
+        """Decide which of the positions that a client held back are not trained at all.
 
-        A refill would train other samples twice instead.
+        These are positions whose placeholder has samples left only at clients that hold them back. Refilling the pools
+        instead would train other samples twice. Other clients are asked for the other positions.
+
+        Args:
+            client: The client.
+            theirs: The positions that the client was asked to fill, shape (n,).
+            missing: Whether the client reserved no sample for each position, shape (n,).
+            held: Whether the client held a sample back for each position, shape (n,).
+
+        Returns:
+            Whether each position is given up, shape (n,).
         """
         wanted = self.wanted[theirs]
         none_left = np.unique(wanted[missing & ~held])
         for place in np.unique(wanted[held]).tolist():
-            # A client without a sample for a position, while positions of the placeholder are given up, has none left.
+            # If only such clients are left, and this one also lacks samples for some positions, its pool is empty.
             if not self._last[place] or place not in none_left:
                 rows = self.roster.rows_of(place)
                 self._waiting[rows] |= self.roster.holders.clients[rows] == client

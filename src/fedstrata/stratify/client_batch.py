@@ -1,4 +1,8 @@
-"""The client's part of Stratify's batch mode: samples reserved by label, and the gradient of their summed loss."""
+"""The client's part of Stratify's batch mode: reserve samples of each label, and compute gradients of their loss.
+
+A *placeholder* is a number that stands for a label. A client's *part* of a batch is the samples that it reserved for
+it.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +40,16 @@ from fedstrata.stratify.messages import (
 Q = TypeVar("Q", bound=Gradient)
 _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
-"""The keys of a client's state for its pools, and for the label behind each placeholder if labels are masked."""
+"""The keys of a client's state: for its pools and reservations, and for the label of each placeholder under masking."""
 
 
 @record("Pool")
 class Pool:
-    """The samples of one placeholder at a client, drawn without replacement.
+    """A client's samples of one placeholder, which are drawn in random order without replacement.
 
     Args:
-        order: The shuffled places of the samples among the client's own.
-        used: How many samples were drawn.
+        order: The indices of the samples among the client's samples, shuffled.
+        used: The number of samples that were drawn already, from the beginning of ``order``.
         refills: How often the pool was refilled in this epoch.
     """
 
@@ -59,10 +63,10 @@ class Reserved:
     """The state of a client within an epoch of batches.
 
     Args:
-        round: The epoch.
-        pools: The pools by placeholder.
-        batches: The batch of every reserved sample, ascending.
-        places: The place of that sample among the client's own.
+        round: The epoch, counted from 1.
+        pools: A mapping from placeholder to its pool.
+        batches: The batch of every reserved sample, ascending, shape (n,).
+        places: The index of every reserved sample among the client's samples, shape (n,).
     """
 
     round: int
@@ -72,13 +76,16 @@ class Reserved:
 
     @cached_property
     def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Where each batch begins and ends in ``places``; two dicts of numbers, because these cost no collection."""
+        """Two mappings from a batch to where its samples begin and end in ``places``.
+
+        The values are plain numbers and not pairs, because the garbage collector does not track dicts of numbers.
+        """
         batches, begins = np.unique(self.batches, return_index=True)
         numbers, first = batches.tolist(), begins.tolist()
         return dict(zip(numbers, first, strict=True)), dict(zip(numbers, [*first[1:], len(self.batches)], strict=True))
 
     def part(self, batch: int) -> Ints:
-        """Return the places of a batch's samples; none if no sample was reserved for it."""
+        """Return the indices of a batch's samples among the client's samples; empty if none was reserved for it."""
         begins, ends = self._bounds
         return self.places[begins.get(batch, 0) : ends.get(batch, 0)]
 
@@ -86,17 +93,18 @@ class Reserved:
 def opened(
     client: Client, pools: Mapping[int, Pool], request: Reserve | Steps, placeholders: Iterable[int]
 ) -> dict[int, Pool]:
-    """Return the client's pools after the refills of a request, with a pool for each of some placeholders.
+    """Return the client's pools after the refills of a request, with a pool for each of ``placeholders``.
 
-    A pool holds the samples of the label behind its placeholder. It is empty if the client does not know the
-    placeholder, or holds fewer samples of the label than ``privacy.min_samples``: such a label was not named at
-    enrolment, and no request may draw from it. Randomness is keyed by the label, so that masking changes nothing.
+    A pool holds the client's samples of the label for which the placeholder stands. It is empty if the client does not
+    know the placeholder, or holds fewer samples of the label than ``privacy.min_samples``. The client did not report
+    such a label at enrolment, and no request may draw from it. The order of a pool depends on the label and not on the
+    placeholder, so that training is the same with and without masking.
 
     Args:
         client: The client.
-        pools: Its pools before the request.
-        request: The request, with the refills and the window.
-        placeholders: The placeholders to draw from.
+        pools: A mapping from placeholder to its pool, before the request.
+        request: The request, with the refills and the window of the samples that may be used.
+        placeholders: The placeholders from which the request draws.
 
     Raises:
         FedstrataError: The request refills more pools than there are classes, which would fill the client's memory.
@@ -117,7 +125,7 @@ def opened(
         if request.window != ALL:
             # The samples of each label arrive in an order that is drawn once for the whole run.
             arriving = client.rng(f"arrival/{label}", 0).permutation(order)
-            # The small term makes up for products such as 0.29 · 100, which fall below the exact integer.
+            # Add a small number, because a floating-point product may fall below the exact integer: 0.29 · 100 < 29.
             first, last = (int(part * len(order) + 1e-9) for part in request.window)
             order = np.sort(arriving[first:last])
         order = client.rng(f"pool/{label}/{refills}", request.round).permutation(order)
@@ -127,7 +135,7 @@ def opened(
 
 @handles(Reserve)
 def reserve(client: Client, request: Reserve) -> ReserveReply:
-    """Reserve one sample for every position as long as the placeholder's pool lasts."""
+    """Reserve one sample for every position, until the pool of its placeholder is empty."""
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Reserved) or before.round != request.round:
         before = Reserved(request.round, {}, _NONE, _NONE)
@@ -165,18 +173,19 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
 
 
 def gathered(batches: Ints, before: Ints, least: int) -> Ints:
-    """Merge parts of batches that are too small: each joins the client's next part, until a part is large enough.
+    """Move a client's new samples between batches, so that its part of every batch is large enough.
 
-    A small part at the end joins the part before it. Samples that were reserved earlier stay in their batches. Nothing
-    is moved to a batch before the first of the new ones, because that batch may be over.
+    A part that is too small joins the client's next part, until a part is large enough. A small part at the end joins
+    the part before it. Samples that were reserved earlier stay in their batches. No sample is moved to a batch before
+    the first batch of the new samples, because that batch may be over.
 
     Args:
         batches: The batches of the new samples, ascending, shape (n,).
         before: The batches of the samples that were reserved earlier, in parts that are large enough, ascending.
-        least: Fewest samples in a part.
+        least: The smallest number of samples in a part.
 
     Returns:
-        The batch in which each new sample is sent, −1 if the client has fewer than ``least`` in all. Shape (n,).
+        The batch in which each new sample is trained, −1 if no part can be large enough, shape (n,).
 
     >>> gathered(np.array([0, 2, 2, 3, 5, 5, 8]), np.array([], dtype=int), 2).tolist()
     [2, 2, 2, 5, 5, 5, 5]
@@ -202,10 +211,10 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
 
 
 def reserved(clients: Collection[Client], batch: int) -> Ints:
-    """Return the data set's indices of the samples that some clients reserved for a batch, client after client.
+    """Return the indices in the data set of the samples that clients reserved for a batch, client after client.
 
     Raises:
-        WithheldError: A client has fewer than ``privacy.min_samples``.
+        WithheldError: A client reserved fewer samples than ``privacy.min_samples``.
     """
     parts = [client.indices[client.state[STATE].part(batch)] for client in clients]
     for client, part in zip(clients, parts, strict=True):
@@ -215,13 +224,13 @@ def reserved(clients: Collection[Client], batch: int) -> Ints:
 
 @handles(Gradient)
 def gradient(client: Client, request: Gradient) -> GradientReply:
-    """Answer with the gradient of a client's part of a batch; BatchNorm's statistics are those of all parts."""
+    """Compute the gradient for a client's part of a batch; BatchNorm uses the statistics of the whole batch."""
     return _part(client, request, summed_gradient)
 
 
 @handles(GradientSteps)
 def gradient_steps(client: Client, request: GradientSteps) -> GradientReply:
-    """Answer with the sum of the gradients along several steps on a client's part of a batch."""
+    """Take several SGD steps on a client's part of a batch, and return the sum of the gradients of these steps."""
     return _part(client, request, stepped)
 
 
@@ -241,10 +250,11 @@ def _part(
 def stepped(
     context: ClientContext, model: Model, params: Params, request: GradientSteps, indices: Ints
 ) -> GradientReply:
-    """Return the sum of the gradients along several steps on the client's own part.
+    """Take several SGD steps on the client's own samples, and return the sum of the gradients of these steps.
 
-    With n samples, a step is w ← w − (η / n) g. The server steps along the sum over clients, divided by the number of
-    all samples. With the same η, its step leads to the mean of the clients' models, weighted by their samples.
+    With n samples and the gradient g of their summed loss, a step is w ← w − (η / n) g. The server's step uses the sum
+    of all clients' replies, divided by the number of all samples. With the same η, it leads to the mean of the clients'
+    models, weighted by their numbers of samples.
     """
     first = reply = summed_gradient(context, model, params, request, indices)
     total = {name: gradient.clone() for name, gradient in first.gradient.items()}
@@ -259,9 +269,10 @@ def stepped(
 
 @handles_sum(Gradient)
 def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientId, Gradient]) -> Reply:
-    """Compute all clients' parts in one pass: the sums are the same, and BatchNorm sees the union batch.
+    """Compute the sum of all clients' gradients in one pass over the whole batch, for clients of one process.
 
-    Nine times as fast as one pass per client, with 100 clients and an MLP (``benchmarks/fast_paths.py``).
+    This gives the same sums as one pass per client, and BatchNorm sees the whole batch. It is nine times as fast for
+    100 clients and an MLP (``benchmarks/fast_paths.py``).
     """
     first = next(iter(clients.values()))
     context, request = first.context, requests[first.number]
@@ -273,9 +284,10 @@ def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientI
 
 
 def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER) -> AbstractContextManager[None]:
-    """Seed layers that draw random numbers by the batch, and by the client where each computes its own part.
+    """Seed the random numbers of layers such as dropout, from the batch and from ``client``.
 
-    Nothing is seeded if no layer draws any: seeding takes a tenth of a small batch's time.
+    ``client`` is the server's id if the whole batch is computed in one pass. Nothing is seeded if the model has no
+    layer that draws random numbers, because seeding takes a tenth of a small batch's time.
     """
     if not context.config.random:
         return nullcontext()
@@ -291,7 +303,7 @@ def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
 def summed_gradient(
     shared: ClientContext, model: Model, params: Params, request: Gradient, indices: Ints
 ) -> GradientReply:
-    """Return the gradient of the summed loss over some samples, at the parameters that are loaded."""
+    """Return the gradient of the summed loss over the samples at ``indices``, for the parameters that are loaded."""
     where = torch.from_numpy(indices)
     batch = Batch(shared.data.inputs(where), shared.data.y_train[where])
     chain = shared.cached(manual_sgd_of) if is_plain(shared.objective, "loss") else None

@@ -1,4 +1,7 @@
-"""The client's part of Stratify's single-sample mode: one SGD step on one sample for each placeholder of a task."""
+"""The client's part of Stratify's single-sample mode: one SGD step on one sample for each placeholder of a task.
+
+A *task* is one ``Steps`` request. A *relay* is the path of the model from client to client, one *hop* per task.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,11 @@ from fedstrata.stratify.client_batch import STATE, Pool, opened
 from fedstrata.stratify.messages import Steps, StepsReply
 
 TRIAL = 3
-"""The steps in which a traced stepper must agree with autograd before it is used."""
+"""The number of trial steps in which a ``TracedStepper`` must agree with autograd before it is used."""
 
 BLOCK_BYTES = 16 << 20
-"""Bytes of inputs that are converted at once; after each such block, a fused relay checks that the model is finite."""
+"""The size of a block of inputs, in bytes. ``FusedSteps`` trains block by block, and checks after each block that the
+model is finite."""
 
 
 @record("Stepped")
@@ -35,9 +39,9 @@ class Stepped:
     """The state of a client within an epoch of single samples.
 
     Args:
-        round: The epoch.
-        pools: The pools by placeholder.
-        steps: The number of samples that it has trained.
+        round: The epoch, counted from 1.
+        pools: A mapping from placeholder to its pool.
+        steps: The number of samples that the client has trained in this epoch.
     """
 
     round: int
@@ -46,13 +50,13 @@ class Stepped:
 
 
 def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]:
-    """Draw one sample for each placeholder of a task as long as its pool lasts.
+    """Draw one sample from the pool of each placeholder of a task; an empty pool gives no sample.
 
     Returns:
-        The data set's indices of the samples, in order; the number of steps that the client took before; and the reply,
-        whose loss is not known yet.
+        The indices of the samples in the data set, in order; the number of steps that the client took earlier in this
+        epoch; and the reply, with a loss of 0 because the samples are not trained yet.
     """
-    client.authorize_release(1)  # the model travels on after a step on a single sample
+    client.authorize_release(1)  # the model that leaves the client may have been changed by a single sample
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Stepped) or before.round != request.round:
         before = Stepped(request.round, {}, 0)
@@ -77,7 +81,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
 
 @handles_hop(Steps)
 def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, StepsReply]:
-    """Take the steps of one task on the travelling model."""
+    """Take the steps of one task, starting at ``weights``; return the new model and the reply."""
     indices, steps, reply = draw_samples(client, request)
     if len(indices) == 0:
         return weights, reply
@@ -89,13 +93,13 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 
 @handles_relay(Steps)
 class FusedSteps:
-    """All tasks of a relay in one pass: clients only draw samples, and the steps run in blocks.
+    """All tasks of a relay in one pass, for clients of one process: clients only draw samples, and steps run in blocks.
 
-    Each step is the same as at its client, so that the model is the same to the bit. A block after which the model is
-    not finite is repeated task by task, without the tasks at fault.
+    The steps are the same as if each client took its own, so that the model is equal bit by bit. If the model is not
+    finite after a block, the block is repeated task by task, and tasks after which the model is not finite are undone.
 
     Args:
-        context: The context of the clients.
+        context: The context that the clients share.
         weights: The model before the relay.
     """
 
@@ -119,7 +123,7 @@ class FusedSteps:
         return reply
 
     def keep(self, accepted: bool) -> None:
-        """Accept the last task, or drop it."""
+        """Keep the last task for training, or drop it if its reply was refused."""
         if accepted and self._last is not None:
             part, reply, self._round = self._last
             self._parts.append(part)
@@ -130,9 +134,9 @@ class FusedSteps:
         self._last = None
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the model after all tasks, and the replies with their losses."""
+        """Train the remaining tasks; return the model, and a reply with its loss or a failure for each task."""
         self._flush()
-        # If no task counted, the model is returned as it was.
+        # If all tasks failed, the original model is returned.
         moved = any(not isinstance(outcome, Failure) for outcome in self._done)
         return self._stepper.weights() if moved else self._like, self._done
 
@@ -157,7 +161,7 @@ class FusedSteps:
                 self._done.append(replace(reply, loss=outcome.sum()))
 
     def _try(self, parts: list[tuple[int, int, Ints]]) -> Tensor | Failure:
-        """Return the losses of some tasks, or the failure if the model is not finite after them."""
+        """Train some tasks; return the losses of their samples, or a failure if the model is not finite afterwards."""
         try:
             losses = _run(self._shared, self._stepper, parts, self._round)
         except Exception as error:
@@ -168,7 +172,7 @@ class FusedSteps:
 
 
 def stepper_of(context: ClientContext, model: Model) -> Stepper:
-    """Return the fastest stepper for the model; it is made once per process."""
+    """Return the fastest stepper that works for the model. It is cached until another model is asked for."""
     last = context.cached(_Last)
     if last.stepper is None or last.model is not model:
         last.model, last.stepper = model, _make_stepper(context, model)
@@ -176,7 +180,7 @@ def stepper_of(context: ClientContext, model: Model) -> Stepper:
 
 
 class _Last:
-    """The last stepper, and its model."""
+    """A cache of the last stepper, and of the model that it is for."""
 
     def __init__(self, _: ClientContext) -> None:
         self.model: Model | None = None
@@ -197,7 +201,10 @@ def _make_stepper(context: ClientContext, model: Model) -> Stepper:
 
 
 def _agree(traced: Stepper, plain: Stepper, context: ClientContext, model: Model) -> bool:
-    """Return whether two steppers take the same steps, which a trace only assumes."""
+    """Return True if two steppers take equal steps on some samples.
+
+    A trace assumes that every step does the same operations as the first, which is wrong for some models.
+    """
     start = Weights(model.params(), model.buffers())
     where = torch.linspace(0, len(context.data.y_train) - 1, TRIAL).long()
     x, y, after = context.data.inputs(where), context.data.y_train[where], []
@@ -235,11 +242,20 @@ class TracedStepper:
         self.random = self._sgd.random
 
     def load(self, weights: Weights) -> None:
-        """Continue from this model."""
+        """Set the model from which the next steps start."""
         self._sgd.load(weights.params)
 
     def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        """Take one step per sample, in order, on at least one sample; return the losses, (n,)."""
+        """Take one step per sample, in order; return the loss before each step.
+
+        Args:
+            x: The inputs, shape (n, …), n ≥ 1.
+            y: The labels, shape (n,).
+            lr: The learning rate.
+
+        Returns:
+            The losses, shape (n,).
+        """
         return self._sgd.run(x, y, lr)
 
     def weights(self) -> Weights:
@@ -248,7 +264,7 @@ class TracedStepper:
 
 
 class AutogradStepper:
-    """Steps of any model, through autograd."""
+    """Steps with autograd, for models that cannot be traced."""
 
     random = True
 
@@ -257,11 +273,11 @@ class AutogradStepper:
         self._weights = Weights(model.params(), model.buffers())
 
     def load(self, weights: Weights) -> None:
-        """Continue from this model."""
+        """Set the model from which the next steps start."""
         self._weights = weights
 
     def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        """Take one step per sample, in order."""
+        """Take one step per sample, in order; see ``TracedStepper.run``."""
         model, training = self._model, self._shared.config.training
         losses = []
         with model.loaded(self._weights.params, self._weights.buffers, train=True) as params:
@@ -281,11 +297,22 @@ class AutogradStepper:
 
 
 Stepper = TracedStepper | AutogradStepper
-"""Takes one SGD step per sample, on a model of its own."""
+"""An object that holds a model, and changes it by one SGD step per sample."""
 
 
 def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, Ints]], round: int) -> Tensor:
-    """Take the steps of some tasks, each (client, its earlier steps, indices); return the losses of all samples."""
+    """Take the steps of some tasks, one task after another.
+
+    Args:
+        context: The context that the clients share.
+        stepper: The stepper, which holds the model.
+        parts: For each task: the client's id, the number of its earlier steps in this epoch, and the indices of its
+            samples in the data set.
+        round: The epoch, counted from 1.
+
+    Returns:
+        The losses of all samples, in order.
+    """
     lr = context.config.training.lr_at(round)
     if not parts:
         return torch.zeros(0)
@@ -293,7 +320,7 @@ def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, I
         return _steps(context, stepper, np.concatenate([indices for _, _, indices in parts]), lr)
     losses = []
     for client, before, indices in parts:
-        # Layers that draw random numbers are seeded by client, so that the other tasks do not matter.
+        # Layers that draw random numbers are seeded for each task, so that they do not depend on the other tasks.
         with torch_seeded(context.config.seed, f"layers/{before}", round, client):
             losses.append(_steps(context, stepper, indices, lr))
     return torch.cat(losses)

@@ -1,4 +1,4 @@
-"""Stratify's hybrid mode: union batches on the data that are there, then single samples of a stream of new ones."""
+"""Stratify's hybrid mode: rounds of batches on the first data, then rounds of single samples on data that arrive."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class HybridMode:
             raise SpecError("method.pretraining", problem, before)
 
     def batch_rounds(self, agreed: Agreed) -> int:
-        """Return the number of rounds of batches."""
+        """Return how many of the first rounds train in batches."""
         return self.pretraining or max(1, agreed.training.rounds // 2)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode | SingleMode, tuple[float, float]]:
-        """Return the mode of a round's epoch, and the part of the data that is trained in it."""
+        """Return the mode that trains a round, and the window (from, to) of the samples to train; see ``Reserve``."""
         before = self.batch_rounds(agreed)
         if round <= before:
             return self.batches, (0.0, 1.0 - self.stream)

@@ -1,4 +1,9 @@
-"""What Stratify asks clients: their labels, samples set aside, gradients and steps."""
+"""The requests of Stratify: report labels, reserve samples for batches, compute gradients, and take SGD steps.
+
+A *placeholder* is a number that stands for a label, so that the server need not know the label. The *pool* of a
+placeholder is the client's samples of that label that are not yet used. A *position* is one entry of the schedule of an
+epoch, which trains one sample of a placeholder.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +31,20 @@ from fedstrata.federation.reply_checks import require_shape
 from fedstrata.stratify.masking.messages import CountReport
 
 MOST_SAMPLES = 2**40
-"""The most samples of one label at one client, so that the sum over millions of clients fits into 64 bits."""
+"""The most samples of one label that a client may report, so that sums over millions of clients fit into 64 bits."""
 
 ALL = (0.0, 1.0)
-"""The window in which all samples have arrived."""
+"""The window (from, to) that contains all samples of a label; see ``Reserve``."""
 
 NO_SUCH_BATCH = "a position in a batch that is over, or that there is not"
 """The reason for refusing a reply to ``Reserve``."""
 
 
 class Epoch(Order):
-    """Samples are set aside first, for batches that are still to come; each batch trains once, in order."""
+    """The order of requests within an epoch, which the client enforces.
+
+    Samples must be reserved for a batch before it is trained. Each batch is trained at most once, in ascending order.
+    """
 
     def __init__(self) -> None:
         self._begun = False
@@ -44,7 +52,7 @@ class Epoch(Order):
         self._last = -1
 
     def refusal(self, request: Any) -> str:
-        """Refuse positions of batches that are over, a batch out of order, and a batch without samples set aside."""
+        """Refuse positions of batches that are over, batches out of order, and batches without reserved samples."""
         if isinstance(request, Gradient):
             if request.batch <= self._last:
                 return f"batch {request.batch} comes after batch {self._last}; accepted: each batch once, in order"
@@ -62,14 +70,14 @@ class Epoch(Order):
         return ""
 
     def asked(self, request: Any) -> None:
-        """Note that the epoch has begun, and that a batch is over once it is trained."""
+        """Note that the epoch has begun, or that the batch of a ``Gradient`` request is over."""
         if isinstance(request, Gradient):
             self._last = request.batch
         else:
             self._begun = True
 
     def answered(self, request: Any, reply: Any) -> None:
-        """Note the batches for which samples were set aside."""
+        """Note the batches for which the client reserved samples."""
         if isinstance(request, Reserve):
             batches = getattr(reply, "batches", request.batches)
             self._set_aside.update(torch.unique(batches[~reply.missing]).tolist())
@@ -84,8 +92,8 @@ class LabelReply(Reply):
     """A client's labels.
 
     Args:
-        labels: The labels that it holds, int64, in an order of the client's own.
-        counts: The number of samples of each, int64.
+        labels: The labels that the client holds, int64, in random order.
+        counts: The number of samples of each label, int64.
     """
 
     labels: Tensor
@@ -104,7 +112,7 @@ class LabelReport(Request):
     )
 
     def check(self, reply: LabelReply) -> None:
-        """Refuse a label that comes twice, and an impossible number of samples."""
+        """Refuse duplicate labels and impossible numbers of samples."""
         require_shape(reply.labels, (-1,), torch.int64, "labels")
         require_shape(reply.counts, (len(reply.labels),), torch.int64, "counts")
         if len(torch.unique(reply.labels)) != len(reply.labels):
@@ -118,8 +126,8 @@ class ReserveReply(Reply):
     """The positions for which a client could not reserve a sample.
 
     Args:
-        missing: One bool per position: True if the pool was empty (``not_trained``).
-        exhausted: Placeholders whose pools are empty now, int64.
+        missing: One bool per position: True if the client reserved no sample for it, because the pool was empty.
+        exhausted: The placeholders whose pools are empty after this request, int64.
     """
 
     missing: Tensor
@@ -128,12 +136,14 @@ class ReserveReply(Reply):
 
 @record("GatheredReply")
 class GatheredReply(ReserveReply):
-    """The reply of a client that sends no part of a batch with fewer samples than ``privacy.min_samples``.
+    """The reply of a client that moves samples between batches, so that none has too few of its samples.
+
+    The client computes no gradient over fewer samples than ``privacy.min_samples``.
 
     Args:
-        batches: The batch in which each position is trained now, int64; any number for positions that are not trained.
-        held: One bool per position: True if it was held back, because its part of the batch would have too few samples.
-            These positions are ``missing`` too, and their samples are still in the pool.
+        batches: The batch in which each position is now trained, int64; meaningless for positions in ``missing``.
+        held: One bool per position: True if the client holds the sample back, because it has too few samples for any
+            batch. These positions are also in ``missing``, and their samples stay in the pool.
     """
 
     batches: Tensor
@@ -146,11 +156,13 @@ class Reserve(Request):
 
     Args:
         round: The epoch, counted from 1.
-        batches: The batch of each of the client's positions, int64, ascending.
+        batches: The batch of each position that the client is asked to fill, int64, ascending.
         labels: The placeholder wanted at each position, int64.
-        refill: Placeholders whose pools are refilled first, int64.
-        fresh: Whether an earlier reservation of this epoch is discarded first.
-        window: The part of each label's samples that has arrived, in the order of arrival: from and to, in [0, 1].
+        refill: The placeholders whose pools are refilled first, int64.
+        fresh: True for the client's first request of the epoch. The client then discards what it reserved in an
+            earlier, interrupted attempt at the epoch.
+        window: The part of each label's samples that may be used, in the order in which they arrive: (from, to), as
+            fractions in [0, 1].
     """
 
     reply_type: ClassVar[type[Reply]] = ReserveReply
@@ -169,7 +181,7 @@ class Reserve(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: ReserveReply) -> None:
-        """Refuse a reply without one answer per position, or with an impossible batch."""
+        """Refuse replies that lack an answer for a position, or that move a position to an impossible batch."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if isinstance(reply, GatheredReply):
@@ -188,10 +200,10 @@ class GradientReply(Reply):
     """Sums over a client's part of a batch.
 
     Args:
-        gradient: The gradient of the summed loss, by parameter.
+        gradient: A mapping from each parameter's name to the gradient of the summed loss.
         samples: The number of samples.
-        loss: The summed loss.
-        buffers: The buffers after the union batch, the same at all its clients.
+        loss: The sum of the samples' losses.
+        buffers: The model's buffers after the batch, which are equal at all clients of the batch.
     """
 
     gradient: Params
@@ -214,7 +226,7 @@ class Gradient(ModelRequest):
 
     Args:
         round: The epoch, counted from 1.
-        batch: The number of the batch in the epoch.
+        batch: The index of the batch in the epoch, counted from 0.
         weights: The global model.
     """
 
@@ -236,7 +248,7 @@ class Gradient(ModelRequest):
         return self.weights.params
 
     def check(self, reply: GradientReply) -> None:
-        """Refuse other shapes than those of the model, and a batch without samples."""
+        """Refuse gradients and buffers whose shapes differ from the model's, and a batch without samples."""
         require_like(reply.gradient, self.weights.params, "gradient")
         require_like(reply.buffers, self.weights.buffers, "buffers")
         if reply.samples < 1:
@@ -245,11 +257,11 @@ class Gradient(ModelRequest):
 
 @record("GradientSteps")
 class GradientSteps(Gradient):
-    """Compute the sum of the gradients along several steps of a client on its own part of a batch.
+    """Take several SGD steps on the client's own part of a batch, and return the sum of the gradients of these steps.
 
     Args:
         steps: The number of steps, at least 2.
-        lr: The server's learning rate, which clients use for their steps too.
+        lr: The learning rate of the server's step, which clients use for their own steps too.
     """
 
     steps: int = 2
@@ -261,9 +273,9 @@ class StepsReply(Reply):
     """The placeholders that a client could not train.
 
     Args:
-        missing: One bool per placeholder: True if the pool was empty (``not_trained``).
-        exhausted: Placeholders whose pools are empty now, int64.
-        loss: The summed loss of the samples, each before its step; a scalar, float32.
+        missing: One bool per placeholder of the request: True if no sample was trained, because the pool was empty.
+        exhausted: The placeholders whose pools are empty after this request, int64.
+        loss: The sum of the samples' losses, each computed before the step on the sample; a scalar, float32.
     """
 
     missing: Tensor
@@ -273,13 +285,16 @@ class StepsReply(Reply):
 
 @record("Steps")
 class Steps(Request):
-    """Take one SGD step on one sample for each placeholder, on the travelling model (Stratify, Algorithm 3).
+    """Take one SGD step on one sample for each placeholder (Stratify, Algorithm 3).
+
+    The steps change the model that travels from client to client.
 
     Args:
         round: The epoch, counted from 1.
         labels: The placeholders to train, in order, int64.
-        refill: Placeholders whose pools are refilled first, int64.
-        fresh: Whether the client forgets first what it drew earlier in this epoch.
+        refill: The placeholders whose pools are refilled first, int64.
+        fresh: True for the client's first request of the epoch. The client then discards what it drew in an earlier,
+            interrupted attempt at the epoch.
         window: See ``Reserve``.
     """
 
@@ -299,7 +314,7 @@ class Steps(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: StepsReply) -> None:
-        """Refuse a reply without one answer per label, or without the loss as one number."""
+        """Refuse replies that lack an answer for a placeholder, or whose loss is not a scalar."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if reply.loss.ndim != 0 or not reply.loss.is_floating_point():

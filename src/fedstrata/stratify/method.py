@@ -1,4 +1,4 @@
-"""Stratify: the label schedule decides what trains next, in union batches or sample by sample."""
+"""Stratify: a schedule of labels decides what trains next, in batches over all clients or sample by sample."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedstrata.stratify.single import SingleMode
 
 @record("StratifyState")
 class StratifyState:
-    """The global model, the holders of each label, and the server optimiser's state."""
+    """The global model, the clients that hold each label, and the state of the server's optimiser."""
 
     weights: Weights
     holders: Holders
@@ -40,38 +40,43 @@ class StratifyState:
 class Stratify(Method):
     """One epoch of the stratified label schedule per round.
 
-    ``batch``: union batches over the clients that hold the labels. Each batch is one step on the gradient of the summed
-    loss, divided by the number of samples that were trained: the step of a centralised run on the same samples.
-    ``single``: the model travels from client to client, and each takes one SGD step per sample of its task.
-    ``hybrid``: rounds of batches on the data that are there, then rounds of single samples from a stream of new data.
-    Each client's samples of a label arrive in an order of their own. All but the last ``stream`` of them are there from
-    the start. The others arrive in equal parts before each of the later rounds, and each part is trained in the round
-    before which it arrives. (Parts are rounded down at each client, and a sample may train twice to fill the schedule.)
+    The schedule is a random sequence of labels. Each of its positions trains one sample of a label, at a client that
+    holds the label. In mode ``batch``, a batch consists of samples of many clients. Each batch is one step on the mean
+    gradient over its samples: the same step as in a centralised run on these samples. In mode ``single``, the model
+    travels from client to client, and each client takes one SGD step per sample.
+
+    Mode ``hybrid`` begins with rounds of batches, and continues with rounds of single samples on new data. The samples
+    of each client and label are put in a random order of arrival. The last part of them, ``stream``, arrives in equal
+    shares before the rounds of single samples, and each share is trained in the round before which it arrives. All
+    other samples are there from the start. (Shares are rounded down at each client, and a sample may train twice to
+    fill the schedule.)
+
     A round is an epoch over the schedule: ``training.clients_per_round`` and ``training.local_epochs`` have no effect,
-    and ``training.batch_size`` is the size of a union batch.
+    and ``training.batch_size`` is the size of a batch over all clients.
 
     Args:
         mode: ``batch``, ``single`` or ``hybrid``.
-        schedule: How often each label trains in an epoch: ``capped`` at the median count, ``uniform`` (the mean count
-            for every label) or ``uncapped`` (its own count).
-        cap: The cap instead of the median.
+        schedule: How many samples of each label train in an epoch: its number of samples, but at most the median over
+            labels (``capped``); the mean over labels (``uniform``); or its number of samples (``uncapped``).
+        cap: The cap for ``capped``, instead of the median.
         selection: How a label's holders are drawn: ``uniform``, or ``weighted`` by their number of samples.
-        batch_size: Samples in a batch over all clients; by default, training's. Larger batches need fewer exchanges:
-            the gradients of several batches at one model are the gradient of one batch of all their samples.
-        lr_rule: The effect of ``batch_size`` on the learning rate: none (``none``), or multiplication by the ratio to
-            training's batch size (``linear``) or its square root (``sqrt``).
-        local_steps: Batch mode: steps that a client takes on its own part of a batch before its answer. With 1, a batch
-            is a centralised step; with more, clients drift apart between two exchanges.
-        server: The server's optimiser in batch mode; by default, SGD with training's momentum and weight decay. Its
-            ``lr``, 1 by default, multiplies training's.
-        chunk_size: Single-sample mode: consecutive positions that are given out together, in the longest runs that one
-            client can train.
+        batch_size: The number of samples in a batch over all clients. Default: ``training.batch_size``. Larger batches
+            need fewer exchanges between server and clients, but also mean fewer steps.
+        lr_rule: How ``batch_size`` changes the learning rate: not at all (``none``), or by multiplication with the
+            ratio of ``batch_size`` to ``training.batch_size`` (``linear``) or with its square root (``sqrt``).
+        local_steps: Batch mode: the number of steps that a client takes on its own part of a batch before it answers.
+            With 1, a batch is a centralised step. With more, the clients' models drift apart within a batch.
+        server: Batch mode: the server's optimiser. Default: SGD with the momentum and weight decay of ``training``. Its
+            ``lr``, 1 by default, is multiplied by ``training.lr``.
+        chunk_size: Single-sample mode: the number of consecutive positions of the schedule for which clients are chosen
+            together. Each client gets the longest run of them that it can train.
         retain: Single-sample mode: the part of a label's holders that is considered in each chunk. With 1, the runs are
-            longest, and larger holders take more of them.
-        pretraining: Hybrid mode: rounds of batches; by default, half of all rounds.
+            longest, and clients that hold many labels train more of them.
+        pretraining: Hybrid mode: the number of rounds of batches. Default: half of all rounds.
         stream: Hybrid mode: the part of every client's samples that arrives later.
-        masking: How the server learns which clients share a label: ``none`` (labels in the clear), ``prf`` (a keyed
-            hash) or ``ckks`` (compared under encryption). Training is the same in all modes under the same keys.
+        masking: How the server learns which clients share a label: clients send their labels (``none``), a keyed hash
+            of each (``prf``), or encrypted labels that are compared under encryption (``ckks``). With the same keys,
+            training is the same in all modes.
     """
 
     paper = "Stratify: label-aware sampling for federated learning on non-IID data, Algorithms 1 to 4"
@@ -118,7 +123,7 @@ class Stratify(Method):
         return frozenset({"labels"} if self.masking != "none" else ())
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the requests of enrolment, then those of batches or of training sample by sample, or both."""
+        """Return the requests of enrolment, and those of batches, of training sample by sample, or of both."""
         training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
         requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.classes)
         mode = self._mode
@@ -140,14 +145,14 @@ class Stratify(Method):
 
     @property
     def _mode(self) -> BatchMode | SingleMode | HybridMode:
-        """The mode with its settings."""
+        """The object that trains a round in the chosen mode."""
         singles = SingleMode(self.chunk_size, self.retain)
         if self.mode == "hybrid":
             return HybridMode(self._batches, singles, self.pretraining, self.stream)
         return self._batches if self.mode == "batch" else singles
 
     def init(self, federation: Federation, weights: Weights) -> StratifyState:
-        """Learn which clients hold which label, under placeholders."""
+        """Learn which clients hold which label. With masking, the server learns placeholders instead of labels."""
         roll = enrol(federation, self.masking, weighted=self.selection == "weighted")
         return StratifyState(weights, roll.holders(), None)
 

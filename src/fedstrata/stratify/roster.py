@@ -1,4 +1,4 @@
-"""The clients that can be asked for samples of each label in an epoch."""
+"""The clients that can still be asked for samples of each label in an epoch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from fedstrata.stratify.schedule import Holders
 
 
 class Roster:
-    """The holders of each placeholder, and those that have unused samples of it.
+    """The state of an epoch: which holders of each placeholder are present, and which have unused samples of it.
 
-    A row is a pair of a placeholder and one of its holders, in the order of ``holders``; R rows in all.
+    A *placeholder* stands for a label, and its *holders* are the clients with samples of that label. A *row* is a pair
+    of a placeholder and one of its holders. There are R rows, in the order of the arrays in ``holders``. The *place* of
+    a placeholder is its index in ``holders.placeholders``.
 
     Args:
-        federation: The federation, for its availability and its events.
-        holders: Which clients hold which placeholder.
-        weighted: Whether clients are drawn by their number of samples, not uniformly.
+        federation: The federation; it tells which clients are available, and records events.
+        holders: The clients that hold each placeholder.
+        weighted: Whether clients are drawn in proportion to their number of samples, instead of uniformly.
         window: The part of each label's samples that has arrived; see ``Reserve``.
     """
 
@@ -33,21 +35,21 @@ class Roster:
         self.federation, self.holders, self.weighted, self.window = federation, holders, weighted, window
         self.generator = federation.rng("client-sampling")
         self.places: Ints = np.repeat(np.arange(len(holders.placeholders)), np.diff(holders.offsets))
-        """The place of the placeholder of each row, (R,)."""
-        # Announced absences are known in advance; all others show only when the client is asked.
+        """The place of each row's placeholder, shape (R,)."""
+        # Absences that were announced are known now. Other absences show only when the client is asked.
         self.present = np.isin(holders.clients, federation.candidates())
-        """Rows whose client can serve the placeholder again after a refill, (R,)."""
+        """True for rows whose client is there and has samples of the placeholder after a refill, shape (R,)."""
         self.available = self.present.copy()
-        """Rows whose client has unused samples of the placeholder, (R,)."""
+        """True for rows whose client has unused samples of the placeholder now, shape (R,)."""
         self.answered: set[int] = set()
-        """Clients that answered a request of this epoch."""
+        """The clients that answered a request of this epoch."""
         self.refills: dict[int, set[int]] = {}
-        """By client, the placeholders whose pools it refills with its next request."""
+        """A mapping from client to the places of the placeholders that it must refill with its next request."""
         self._by_client = np.argsort(holders.clients, kind="stable")
         self._begins = np.searchsorted(holders.clients[self._by_client], np.arange(federation.config.clients + 1))
 
     def rows_of(self, place: int) -> slice:
-        """Return the rows of a placeholder."""
+        """Return the rows of the placeholder at ``place``."""
         return slice(self.holders.offsets[place], self.holders.offsets[place + 1])
 
     def empty_rows(self, client: int, missing: Ints, exhausted: Tensor) -> Ints:
@@ -55,8 +57,8 @@ class Roster:
 
         Args:
             client: The client.
-            missing: Places of the placeholders for which it had no sample.
-            exhausted: Placeholders that it reports as exhausted.
+            missing: The places of the placeholders for which the client had no sample.
+            exhausted: The placeholders (not places) whose pools the client reports as empty.
         """
         rows: Ints = self._by_client[self._begins[client] : self._begins[client + 1]]
         places = self.places[rows]
@@ -65,20 +67,20 @@ class Roster:
         return empty
 
     def remove(self, clients: Iterable[int]) -> None:
-        """Do not choose these clients again in this epoch: they failed or are absent."""
+        """Do not choose these clients again in this epoch, because they failed or are absent."""
         for client in clients:
             rows = self._by_client[self._begins[client] : self._begins[client + 1]]
             self.available[rows] = self.present[rows] = False
 
     def refill(self, place: int, positions: int) -> bool:
-        """Let every holder of a placeholder start its pool again.
+        """Let every present holder of a placeholder refill its pool with its next request.
 
         Args:
             place: The placeholder's place.
-            positions: How many positions need it; for the event if it has no holder left.
+            positions: The number of positions that need a sample of it, for the event if no holder is present.
 
         Returns:
-            Whether there is a holder.
+            True if a holder is present.
         """
         rows = self.rows_of(place)
         clients = self.holders.clients[rows][self.present[rows]].tolist()
@@ -96,8 +98,8 @@ class Roster:
 
         Args:
             client: The client to ask.
-            places: The place of the placeholder wanted at each position.
-            refill: Places of the placeholders to refill.
+            places: The place of the placeholder that is wanted at each position.
+            refill: The places of the placeholders whose pools are to be refilled.
         """
         numbers = self.holders.placeholders
         return {

@@ -1,4 +1,7 @@
-"""The stratified label schedule, and the holders of each label (Stratify §III)."""
+"""The stratified label schedule, and the clients that hold each label (Stratify §III).
+
+A *placeholder* is a number that stands for a label, so that the server need not know the label.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ Rule = Literal["capped", "uniform", "uncapped"]
 
 @record("Holders")
 class Holders:
-    """The clients that hold each placeholder, and their numbers of samples.
+    """The clients that hold each placeholder (its *holders*), and their numbers of samples.
 
     Args:
-        placeholders: The numbers by which clients know the placeholders, shape (P,). Elsewhere, a placeholder is its
-            place in this array.
-        offsets: The first row of each placeholder in the arrays below, shape (P + 1,).
-        clients: The holders, ascending within a placeholder, shape (offsets[-1],).
-        counts: n_k(p), the same shape.
+        placeholders: The numbers of the placeholders in requests to clients, shape (P,). In other arrays of the server,
+            a placeholder is represented by its *place*, the index in this array.
+        offsets: The first entry of each placeholder in ``clients`` and ``counts``, shape (P + 1,).
+        clients: The holders of the first placeholder, then of the second, and so on; ascending for each placeholder,
+            shape (offsets[-1],).
+        counts: n_k(p), the number of samples of each holder in ``clients``, the same shape.
     """
 
     placeholders: Ints
@@ -46,7 +50,7 @@ class Holders:
         return cls(placeholders.astype(np.int64), offsets, clients[order], counts[order])
 
     def totals(self) -> Ints:
-        """Return N(p), shape (P,)."""
+        """Return N(p), the number of samples of each placeholder over all clients, shape (P,)."""
         if len(self.clients) == 0:
             return np.zeros(len(self.placeholders), dtype=np.int64)
         return np.add.reduceat(self.counts, self.offsets[:-1])
@@ -58,15 +62,15 @@ class Holders:
 
 
 def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> Ints:
-    """Return f_l, how often each label is trained in an epoch (Stratify §III-A).
+    """Return f_l, how many samples of each label are trained in an epoch (Stratify §III-A).
 
     Args:
-        totals: N(l), shape (P,).
-        rule: ``uniform``: the mean count for every label. ``capped``: min(N(l), cap). ``uncapped``: N(l).
-        cap: The cap; by default, the median of N(·).
+        totals: N(l), the number of samples of each label, shape (P,).
+        rule: ``uniform``: the mean of N for every label. ``capped``: min(N(l), cap). ``uncapped``: N(l).
+        cap: The cap for ``capped``; by default, the median of N.
 
     Returns:
-        Shape (P,).
+        f_l, shape (P,).
 
     >>> frequencies(np.array([10, 4, 1])).tolist()
     [4, 4, 1]
@@ -82,5 +86,13 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
 
 
 def schedule(frequency: Ints, generator: np.random.Generator) -> Ints:
-    """Return SLS = shuffle(∪_l f_l × {l}): places of placeholders, shape (Σ f_l,)."""
+    """Return the stratified label schedule (SLS): f_l copies of every label l, in random order.
+
+    Args:
+        frequency: f_l, shape (P,).
+        generator: Randomness.
+
+    Returns:
+        The place of a placeholder for each position, shape (Σ f_l,).
+    """
     return generator.permutation(np.repeat(np.arange(len(frequency)), frequency))

@@ -1,4 +1,8 @@
-"""Client selection: runs of consecutive positions (Stratify, Algorithm 1) and batches (Algorithm 2)."""
+"""Client selection: choose the client that trains each position of the schedule.
+
+A position is one entry of the schedule, which trains one sample of a label. ``assign_runs`` gives each client a run of
+consecutive positions (Stratify, Algorithm 1). ``select_batch`` chooses the clients of a batch (Algorithm 2).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import numpy as np
 from fedstrata.base.arrays import Bools, Floats, Ints
 
 _CELLS = 1 << 21
-"""Positions × clients that are processed at once."""
+"""The largest product of positions and clients that is processed at once, to limit memory."""
 
 
 def assign_runs(
@@ -23,19 +27,19 @@ def assign_runs(
 ) -> Ints:
     """Choose the client that trains each position of a schedule (Stratify, Algorithm 1).
 
-    The schedule is cut into chunks. In each chunk, every placeholder retains a pool of its available clients (see
-    ``retained``). At position i, the walk through a chunk chooses the client whose pools cover the longest run of
-    consecutive positions i, i + 1, … of the chunk. Ties break at random. The client gets the whole run, and the walk
-    continues after it.
+    The schedule is cut into chunks. In each chunk, a random part of the available clients of every placeholder may
+    train it; see ``retained``. The chunk is filled from its first position on. At position i, the client is chosen that
+    may train the longest run of consecutive positions i, i + 1, … of the chunk. Ties break at random. The client gets
+    the whole run, and the next client is chosen for the position after it.
 
-    All chunks are walked at once, so that the work is a few array operations over positions × clients.
+    All chunks are filled at the same time, so that the work is a few array operations over positions × clients.
 
     Args:
         wanted: The placeholder of every position, in 0 … P−1, shape (L,).
         available: Whether each client has samples of each placeholder left, shape (P, N).
-        weights: n_k(p) for weighted selection, shape (P, N); None for uniform selection.
-        chunk_size: Positions in a chunk.
-        retain: The part of a placeholder's available clients that its pool keeps, in (0, 1].
+        weights: n_k(p), the samples of each client, for weighted selection, shape (P, N); None for uniform selection.
+        chunk_size: The number of positions in a chunk.
+        retain: The part of a placeholder's available clients that may train it in a chunk, in (0, 1].
         generator: Randomness.
 
     Returns:
@@ -63,23 +67,25 @@ def assign_runs(
 
 
 def retained(able: Bools, weights: Floats | None, retain: float, generator: np.random.Generator) -> Bools:
-    """Draw pools of r = max(1, ceil(retain · |available|)) clients without replacement.
+    """Draw a part of the available clients, without replacement, for each of several placeholders.
 
-    Uniform: each client is equally likely. Weighted: client k is drawn next with probability proportional to n_k(p)
-    among the clients that are left, by the r smallest keys Exp(1) / n_k(p) (Efraimidis and Spirakis 2006).
+    Of n available clients, r = max(1, ceil(retain · n)) are drawn. If selection is uniform, all clients are equally
+    likely. If it is weighted, the clients are drawn one after another, each with probability proportional to n_k(p)
+    among those that are left. This is done by choosing the r smallest keys Exp(1) / n_k(p) (Efraimidis and Spirakis
+    2006).
 
     Args:
-        able: The available clients of each pool, shape (…, N).
-        weights: n_k(p), the same shape; None for uniform.
-        retain: The part to keep, in (0, 1].
+        able: Whether each client is available, shape (…, N).
+        weights: n_k(p), the number of samples of each client, the same shape; None for uniform selection.
+        retain: The part of the available clients to draw, in (0, 1].
         generator: Randomness.
 
     Returns:
-        The pools, the same shape.
+        Whether each client was drawn, the same shape.
     """
     if retain >= 1:
         return able
-    # The product of a decimal and a count may be slightly above the exact integer: 0.1 · 30 > 3.
+    # Subtract a small number, because a floating-point product may exceed the exact integer: 0.07 · 100 > 7.
     size = np.maximum(1, np.ceil(retain * able.sum(axis=-1, keepdims=True) - 1e-9)).astype(np.int64)
     keys = generator.standard_exponential(able.shape)
     with np.errstate(divide="ignore"):
@@ -90,14 +96,14 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
 
 
 def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
-    """Return where tasks begin and end: runs of one client within a chunk (Stratify, Algorithm 3, line 8).
+    """Divide a schedule into tasks: runs of consecutive positions of one client in a chunk (Algorithm 3, line 8).
 
     Args:
-        owner: The client of every position, shape (L,).
-        chunk_size: Positions in a chunk.
+        owner: The client of every position, shape (L,); −1 for positions without a client.
+        chunk_size: The number of positions in a chunk.
 
     Returns:
-        Begin and end (exclusive) of each task, shape (T,) each. Positions without a client are in no task.
+        The begin and the end (exclusive) of each task, shape (T,) each. Positions without a client are left out.
 
     >>> [part.tolist() for part in tasks_of(np.array([2, 2, -1, 1, 1]), chunk_size=4)]
     [[0, 3, 4], [2, 4, 5]]
@@ -114,13 +120,13 @@ def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
 def _covers(
     wanted: Ints, able: Bools, weights: Floats | None, chunk_size: int, retain: float, generator: np.random.Generator
 ) -> Bools:
-    """Return which clients' pools cover each position, shape (chunks, size, N).
+    """Return which clients may train each position after ``retained``: bools, shape (chunks, size, N).
 
-    ``size`` is ``chunk_size``, or the length of a single shorter chunk. A short last chunk is padded with False.
+    ``size`` is ``chunk_size``, or ``len(wanted)`` if that is smaller. A short last chunk is padded with False.
     """
     length = len(wanted)
     chunk = np.arange(length) // chunk_size
-    # All positions of a chunk with the same placeholder share one pool.
+    # All positions of a chunk with the same placeholder share one draw of clients.
     pools, pool_of = np.unique(chunk * len(able) + wanted, return_inverse=True)
     of_placeholder = pools % len(able)
     kept = retained(able[of_placeholder], None if weights is None else weights[of_placeholder], retain, generator)
@@ -132,7 +138,16 @@ def _covers(
 
 
 def _walk(covers: Bools, generator: np.random.Generator) -> Ints:
-    """Walk greedily through all chunks at once; return the place of a client, or −1, shape (chunks, chunk_size)."""
+    """Choose the client of each position in all chunks at the same time; see ``assign_runs``.
+
+    Args:
+        covers: Which clients may train each position, shape (chunks, size, N).
+        generator: Randomness, to break ties.
+
+    Returns:
+        The index of the client on the last axis of ``covers``, −1 if no client may train the position, shape
+        (chunks, size).
+    """
     chunks, size, clients = covers.shape
     runs = np.zeros((size + 1, chunks, clients), dtype=np.int32)
     for i in reversed(range(size)):
@@ -156,13 +171,14 @@ def select_batch(
 ) -> Ints:
     """Choose clients for the positions of one batch (Stratify, Algorithm 2).
 
-    For each placeholder p, as many clients as p has positions are drawn from ``available[p]`` and assigned to the
-    positions of p in order. They are drawn with replacement only if there are fewer clients than positions.
+    For each placeholder p, one client per position of p is drawn from ``available[p]``. Clients are drawn with
+    replacement only if there are fewer clients than positions.
 
     Args:
         wanted: The placeholder of every position, shape (B,).
-        available: Clients by placeholder.
-        weights: Selection weights by placeholder, in the order of the clients; None for uniform selection.
+        available: A mapping from placeholder to the clients that have samples of it.
+        weights: A mapping from placeholder to the weights of these clients, in the same order; None for uniform
+            selection.
         generator: Randomness.
 
     Returns:
@@ -183,8 +199,8 @@ def select_batches(
     Args:
         wanted: The placeholder of every position, shape (L,).
         batch_of: The batch of every position, ascending, shape (L,).
-        available: Clients by placeholder.
-        weights: Selection weights by placeholder, in the order of the clients; None for uniform selection.
+        available: See ``select_batch``.
+        weights: See ``select_batch``.
         generator: Randomness.
 
     Returns:
@@ -210,9 +226,18 @@ def select_batches(
 
 
 def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, generator: np.random.Generator) -> Ints:
-    """Draw up to ``most`` clients without replacement for each of some groups, shape (G, most).
+    """Draw up to ``most`` clients without replacement for each group of positions.
 
-    Weighted draws follow the smallest of keys Exp(1) / share (Efraimidis and Spirakis 2006).
+    Args:
+        groups: Whether to draw for each group, shape (G,).
+        clients: The number of clients.
+        shares: The weight of each client, shape (``clients``,); None for uniform draws. Weighted draws take the
+            smallest of the keys Exp(1) / share (Efraimidis and Spirakis 2006).
+        most: The number of clients to draw for a group.
+        generator: Randomness.
+
+    Returns:
+        The indices of the clients in the order in which they were drawn, shape (G, min(``most``, ``clients``)).
     """
     most = min(most, clients)
     orders = np.zeros((len(groups), most), dtype=np.int64)
@@ -220,7 +245,7 @@ def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, gener
     if clients == 1:
         return orders
     if shares is None and clients > 32 * most:
-        # For few clients among many, separate draws cost less than a key for every client.
+        # If few of many clients are drawn, one call per group costs less than a random key for every client.
         for row in rows.tolist():
             orders[row] = generator.choice(clients, size=most, replace=False)
         return orders

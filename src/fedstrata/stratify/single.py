@@ -1,4 +1,4 @@
-"""Stratify's single-sample mode: the model travels along the label schedule (Algorithms 1 and 3)."""
+"""Stratify's single-sample mode: the model travels from client to client along the label schedule (Algorithms 1, 3)."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import assign_runs, tasks_of
 
 MOST_CELLS = 2**31
-"""Positions × clients of a chunk that is planned at once, five bytes each."""
+"""The largest product of positions and clients in a chunk, which limits memory; each takes five bytes."""
 
 QUEUE = 2
-"""Tasks that are decided in advance, so that a client knows where to send the model next (Algorithm 3, line 5)."""
+"""The number of tasks that are decided in advance, so that a client knows where to send the model next (Algorithm 3,
+line 5)."""
 
 FIRST_BLOCK, LARGEST_BLOCK = 8, 1024
-"""Chunks that are planned at once: few after a change of plan, then more and more."""
+"""The number of chunks that are planned at once: the first after a change of plan, and the largest. It doubles from one
+to the other."""
 
 
 @dataclass(frozen=True)
 class SingleMode:
-    """Epochs in which the model travels from client to client; for the fields see ``Stratify``."""
+    """Epochs in which the model travels from client to client; ``Stratify`` describes the fields."""
 
     chunk_size: int
     retain: float
 
     def check(self, config: FederationConfig, mode: str = "single") -> None:
-        """Raise ``SpecError`` if the model or training needs more than one sample at a time."""
+        """Raise ``SpecError`` if a setting does not allow training on single samples."""
         if config.privacy.min_samples > 1:
             problem = f"method.mode = {mode!r} passes a model on after single samples. Use 1, or method.mode = 'batch'."
             raise SpecError("privacy.min_samples", problem, config.privacy.min_samples)
@@ -54,7 +56,7 @@ class SingleMode:
             raise SpecError("training.momentum", problem, config.training.momentum)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[SingleMode, tuple[float, float]]:
-        """Return the mode of a round's epoch, and the part of the data that has arrived."""
+        """Return the mode that trains a round, and the window of the samples to train: all of them."""
         return self, ALL
 
     def run_epoch(
@@ -62,12 +64,13 @@ class SingleMode:
     ) -> tuple[Weights, Tree, dict[str, Any]]:
         """Let the model travel until the schedule is trained; see ``BatchMode.run_epoch``.
 
-        No server optimiser takes part: its state is not used, and None is returned for it.
+        This mode does not use a server optimiser: ``optimizer`` is ignored, and None is returned as its state.
         """
         federation, route = roster.federation, Route(roster, wanted, chunk_size=self.chunk_size, retain=self.retain)
         loss, samples, hops = torch.zeros(()), 0, federation.log.hops
         while route.open():
-            # A second relay is needed only if the engine learnt of a failure after the first had ended.
+            # Usually one relay trains the whole schedule. Another is needed if the engine notices the failure of a
+            # client only after the relay has ended.
             relayed = federation.relay(
                 route.tasks(), weights, on_reply=route.on_reply, work=lambda task, _: float(len(task.labels))
             )
@@ -85,8 +88,8 @@ class Task:
 
     Args:
         client: The client.
-        places: Places of the placeholders, shape (n,).
-        refill: Places of the placeholders whose pools it refills first.
+        places: The place of the placeholder at each of these positions, shape (n,).
+        refill: The places of the placeholders whose pools the client refills first.
     """
 
     client: int
@@ -95,16 +98,17 @@ class Task:
 
 
 class Route:
-    """The path of the model: the part of the schedule that is left, and the queue of tasks.
+    """The path of the model from client to client: the part of the schedule that is left, and the queue of tasks.
 
-    Chunks are planned ahead in blocks, because the plan of a chunk depends only on the available clients. They are
-    planned again when a client becomes unavailable or positions come back.
+    Chunks of the schedule are planned ahead in blocks, because the plan of a chunk depends only on the available
+    clients. They are planned again when a client becomes unavailable, or when positions that were not trained are put
+    back.
 
     Args:
-        roster: The clients to ask.
-        wanted: The schedule: places of placeholders, shape (L,).
-        chunk_size: Positions that Algorithm 1 considers together.
-        retain: The part of a placeholder's available clients that its pool keeps.
+        roster: The clients that can be asked.
+        wanted: The schedule: the place of the placeholder at each position, shape (L,).
+        chunk_size: The number of positions in a chunk; see ``selection.assign_runs``.
+        retain: The part of a placeholder's available clients that may train it in a chunk.
     """
 
     def __init__(self, roster: Roster, wanted: Ints, *, chunk_size: int, retain: float) -> None:
@@ -118,17 +122,21 @@ class Route:
         self._planned: deque[list[tuple[int, Ints]]] = deque()
         self._block = FIRST_BLOCK
         self._sent: list[Task] = []
-        """The tasks of this relay, by position."""
+        """The tasks of this relay, in order."""
         self._trained: dict[int, Ints] = {}
-        """The places that each task of this relay trained, by the task's position."""
+        """A mapping from a task's index in ``_sent`` to the places of the placeholders that it trained."""
 
     def open(self) -> bool:
-        """Start a relay; return whether there is something left to train."""
+        """Prepare for a new relay; return True if positions are left to train."""
         self._sent, self._trained = [], {}
         return len(self._left) > 0 or len(self._queue) > 0
 
     def tasks(self) -> Iterator[tuple[int, Steps]]:
-        """Yield the tasks; each is decided when the reply to the task before the last has arrived."""
+        """Yield the client and the request of each task.
+
+        Each task is decided before the previous one is yielded, so that the previous client knows where to send the
+        model next. It takes into account the replies to all tasks before the previous one.
+        """
         while True:
             while len(self._queue) < QUEUE and len(self._left):
                 self._enqueue_chunk()
@@ -139,7 +147,13 @@ class Route:
             yield task.client, Steps(**self.roster.request(task.client, task.places, task.refill))
 
     def on_reply(self, position: int, reply: StepsReply | None) -> None:
-        """Note the result of a task; None if the hop failed, which may also be found out later."""
+        """Note the result of a task.
+
+        Args:
+            position: The index of the task in this relay.
+            reply: The client's reply; None if the task failed. This may be called with None after a reply, if the
+                failure is noticed later.
+        """
         task, roster = self._sent[position], self.roster
         if reply is None:
             # A client that failed or is absent is not chosen again in this epoch.
@@ -156,13 +170,13 @@ class Route:
         if roster.available[rows].any():
             roster.available[rows] = False
             self._replan()
-        # A pool that is empty right after a refill will never serve.
+        # If a pool has no sample right after a refill, the client holds none, and is not asked for them again.
         places = roster.places[rows]
         roster.present[rows[np.isin(places, list(task.refill)) & ~np.isin(places, trained)]] = False
         self._put_back(task.places[missing])
 
     def _put_back(self, places: Ints) -> None:
-        """Return positions that were not trained to the schedule, each at a random place (Algorithm 3, line 17)."""
+        """Insert positions that were not trained into the schedule again, each at random (Algorithm 3, line 17)."""
         if len(places):
             self._replan()
             to = self.roster.generator.integers(0, len(self._left) + 1, size=len(places))
@@ -173,7 +187,7 @@ class Route:
         self._block = FIRST_BLOCK
 
     def _enqueue_chunk(self) -> None:
-        """Append the tasks of the next chunk (Algorithm 1, and Algorithm 3 up to line 12)."""
+        """Append the tasks of the next chunk to the queue (Algorithm 1, and Algorithm 3 up to line 12)."""
         if not self._planned:
             self._plan_block()
         if self._planned:
@@ -186,7 +200,7 @@ class Route:
             self._left = self._left[self.chunk_size :]
 
     def _plan_block(self) -> None:
-        """Plan the next chunks; refill labels that are exhausted everywhere, and skip labels without a holder."""
+        """Plan the next chunks; refill placeholders of which no client has samples left, and skip those of nobody."""
         roster = self.roster
         while len(block := self._left[: self._block * self.chunk_size]):
             left = np.bincount(roster.places[roster.available], minlength=len(roster.holders.placeholders))

@@ -1,1 +1,1 @@
-"""Divide a data set among clients."""
+"""Partitions: schemes that divide the training samples of a data set among clients."""

@@ -1,4 +1,7 @@
-"""The arithmetic of the partition schemes: pure functions on arrays."""
+"""The algorithms of the partition schemes, as pure functions on arrays.
+
+An *owner* is the client that holds a sample. A *holding* is a pair of a client and a class that it holds.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,18 @@ from fedstrata.data.subsets import by_class
 
 
 def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
-    """Draw logarithms of Dirichlet shares along the last axis, finite also for very small α.
+    """Draw the logarithms of Dirichlet shares along the last axis. They are finite even for very small α.
 
-    With α = 0.001 nearly all gamma variates underflow to 0, and 0/0 is NaN. Therefore log Γ(α) is drawn as log Γ(α+1) +
-    log(U)/α (Marsaglia and Tsang 2000, section 6) and normalised in logarithms.
+    Dirichlet shares are gamma variates divided by their sum. With α = 0.001, nearly all gamma variates underflow to 0,
+    and 0/0 is NaN. Therefore the logarithm of a Gamma(α) variate is drawn as that of a Gamma(α + 1) variate plus
+    log(U)/α for a uniform U (Marsaglia and Tsang 2000, section 6), and the division is done in logarithms.
 
     Args:
-        alpha: Concentrations, all positive, (…, C).
+        alpha: The concentrations α, all positive, (…, C).
         rng: The generator of the draws.
 
     Returns:
-        Logarithms in the shape of ``alpha``; the shares sum to 1 along the last axis.
+        The logarithms, in the shape of ``alpha``; the shares add up to 1 along the last axis.
     """
     draws: Floats = np.log(rng.standard_gamma(alpha + 1)) + np.log(1 - rng.random(alpha.shape)) / alpha
     draws -= draws.max(axis=-1, keepdims=True)
@@ -30,19 +34,20 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
 
 
 def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
-    """Cut the samples of every class into pieces in proportion to a draw from Dir(α) over the clients.
+    """Divide the samples of every class among the clients, in proportion to a draw of N shares from Dir(α).
 
-    A uniform offset per class makes the expected size of a piece exactly its share. Rounding down would favour the last
-    client by half a sample per class.
+    The cuts between clients are rounded down after a random number in [0, 1), the same for all cuts of a class, was
+    added. The expected size of a part is then exactly its share. Without that number, the last client would get half a
+    sample per class too many on average.
 
     Args:
-        codes: Class (or domain) of every sample, 0…C−1, (samples,).
-        clients: Number of clients N.
-        alpha: Concentration of each client.
+        codes: The class (or domain) of every sample, 0…C−1, (samples,).
+        clients: The number of clients N.
+        alpha: The concentration α, the same for each client.
         rng: The generator of the draws.
 
     Returns:
-        The owner of every sample.
+        The owner of every sample, (samples,).
     """
     owner = np.empty(len(codes), dtype=np.int64)
     for code in range(int(codes.max()) + 1):
@@ -54,20 +59,20 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
 
 
 def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Generator) -> Ints:
-    """Give every client its number of samples, with classes drawn from the client's own mix.
+    """Give every client its number of samples, with classes drawn from the client's own mix (class probabilities).
 
-    All clients draw at once. If a class is drawn more often than it has samples, randomly chosen draws get them. The
-    other draws are repeated from the mixes, renormalised over the classes that remain. Every pass except the last uses
-    up a class, so there are at most C passes.
+    All clients draw at once. If a class is drawn more often than it has samples, randomly chosen draws get its samples.
+    The other draws are repeated in another pass, with the mixes renormalised over the classes that have samples left.
+    Every pass except the last uses up a class, so there are at most C passes.
 
     Args:
-        codes: Class of every sample, 0…C−1, (samples,).
-        sizes: Samples of each client, (N,); their sum is the number of samples.
-        log_mix: Logarithm of each client's class probabilities, (N, C).
+        codes: The class of every sample, 0…C−1, (samples,).
+        sizes: The number of samples of each client, (N,); the sum must be the number of all samples.
+        log_mix: The logarithms of each client's class probabilities, (N, C).
         rng: The generator of the draws.
 
     Returns:
-        The owner of every sample.
+        The owner of every sample, (samples,).
     """
     pool, starts, remaining = by_class(codes, log_mix.shape[1], rng)
     owner = np.empty(len(codes), dtype=np.int64)
@@ -94,13 +99,13 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
 def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
     """Choose which classes every client holds.
 
-    A client's classes are distinct, and all classes are held by equally many clients (±1). Dealing the classes in turn
-    has both properties. Random pairs of clients then swap random classes without losing them, so that any two classes
-    may occur together.
+    A client's classes are different, and all classes are held by equally many clients (±1). Dealing the classes to the
+    clients in turn has both properties. After that, random pairs of clients swap random classes, as long as both
+    properties stay true, so that any two classes may occur together at a client.
 
     Args:
-        each: Number of classes of each client, at most ``classes``, (N,).
-        classes: Number of classes C.
+        each: The number of classes of each client, at most ``classes``, (N,).
+        classes: The number of classes C.
         rng: The generator of the choices.
 
     Returns:
@@ -127,14 +132,14 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
     """Split the samples of every class among the clients that hold the class.
 
     Args:
-        codes: Class of every sample, 0…C−1, (samples,). Every class has a holder.
-        owner: The client of each holding.
-        held: The class of each holding.
-        rng: The generator that assigns samples, and the remainder of an uneven split.
-        quota: The number of samples of each holding. By default, all samples are split equally.
+        codes: The class of every sample, 0…C−1, (samples,). Every class must have a holder.
+        owner: The client of each holding, as ``hold_classes`` returns it.
+        held: The class of each holding, as ``hold_classes`` returns it.
+        rng: The generator that chooses the samples of each client, and the clients that get the remainder of a split.
+        quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:
-        The owner of every sample, −1 for samples beyond the quotas.
+        The owner of every sample, (samples,); −1 for samples beyond the quotas.
     """
     classes = int(codes.max()) + 1
     pool, starts, _ = by_class(codes, classes, rng)
@@ -152,16 +157,18 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
 
 
 def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> Ints:
-    """Move as few samples as possible so that every client has ``least``, always from the client with most samples.
+    """Move as few samples as possible, so that every client has at least ``least`` samples.
+
+    Each sample is taken from the client that has most samples at that time.
 
     Args:
-        owner: The owner of every sample, of at least ``clients * least`` samples.
-        clients: Number of clients N.
-        least: The fewest samples that a client may hold.
+        owner: The owner of every sample, (samples,). There must be at least ``clients`` · ``least`` samples.
+        clients: The number of clients N.
+        least: The smallest number of samples that a client may hold.
         rng: The generator that selects the samples and their new owners.
 
     Returns:
-        The new owner of every sample.
+        The new owner of every sample, (samples,).
     """
     sizes = np.bincount(owner, minlength=clients)
     missing = np.maximum(least - sizes, 0)
@@ -176,12 +183,12 @@ def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> I
 
 
 def taken_from_largest(sizes: Ints, amount: int) -> Ints:
-    """Return how many samples each client gives if ``amount`` are taken one by one, always from the largest client.
+    """Return how many samples each client loses if ``amount`` are taken one by one, always from the largest client.
 
     >>> taken_from_largest(np.array([2, 9, 6]), 5).tolist()
     [0, 4, 1]
     """
-    # The highest size for which the samples beyond it are at least ``amount``.
+    # Find the largest level such that cutting all larger clients down to it takes at least ``amount`` samples.
     levels = range(int(sizes.max()) + 1)
     level = bisect_right(levels, -amount, key=lambda level: -int(np.maximum(sizes - level, 0).sum())) - 1
     taken = np.maximum(sizes - level, 0)
@@ -191,7 +198,7 @@ def taken_from_largest(sizes: Ints, amount: int) -> Ints:
 
 
 def ranks(ordered: Ints, classes: int) -> Ints:
-    """Return the position of each entry of an ascending array among equal entries.
+    """Return the position of each entry among the entries of an ascending array that are equal to it.
 
     >>> ranks(np.array([0, 0, 2, 2, 2]), 3).tolist()
     [0, 1, 0, 1, 2]

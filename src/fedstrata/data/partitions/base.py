@@ -1,4 +1,4 @@
-"""The division of training samples among clients: the result, the base class of all schemes and their registry."""
+"""The base class of all partition schemes, their registry, and their result: which client holds which samples."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Dataset
 
 UNUSED = -1
-"""The owner in arrays of owners that means: no client holds the sample."""
+"""The value in an array of owners for samples that no client holds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
     """The samples of N clients, in one array for all clients (compressed sparse rows).
 
-    Client k holds ``indices[offsets[k]:offsets[k + 1]]``, so a million clients need two arrays and no Python objects.
+    Client k holds the samples ``indices[offsets[k]:offsets[k + 1]]``. A million clients therefore need only two arrays,
+    and no Python object each.
 
     Args:
-        indices: Sample numbers, client after client, int64.
-        offsets: The start of each client in ``indices`` and the end of the last, (N + 1,) int64.
-        codes: The index of each client in the data set's ``client_names``, (N,); None without natural clients.
+        indices: The indices of the samples in the training set, client after client, int64.
+        offsets: The start of each client in ``indices``, and the end of the last client, (N + 1,) int64.
+        codes: The index of each client in the data set's ``client_names``, (N,); None if the clients are not those of
+            the data set.
 
     >>> two = Assignment.from_owners(np.array([1, 0, UNUSED, 1]), clients=2)
     >>> len(two), two[1].tolist(), two.sizes.tolist()
@@ -42,14 +44,19 @@ class Assignment:
 
     @classmethod
     def from_owners(cls, owner: Ints, clients: int) -> Assignment:
-        """Build an assignment from the owner of every sample, (samples,); ``UNUSED`` means that no client holds it."""
+        """Build an assignment from the owner of every sample.
+
+        Args:
+            owner: The client of each training sample, (samples,), or ``UNUSED`` if no client holds it.
+            clients: The number of clients N.
+        """
         order = np.argsort(owner, kind="stable").astype(np.int64)
         sizes = np.bincount(owner[owner >= 0], minlength=clients)
         return cls(order[len(owner) - int(sizes.sum()) :], np.concatenate(([0], np.cumsum(sizes))))
 
     @classmethod
     def from_lists(cls, lists: Sequence[Ints]) -> Assignment:
-        """Build an assignment from an array of sample numbers per client."""
+        """Build an assignment from one array per client, with the indices of its samples."""
         sizes = [len(part) for part in lists]
         indices = np.concatenate([np.asarray(part, dtype=np.int64) for part in lists])
         return cls(indices, np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))))
@@ -64,7 +71,7 @@ class Assignment:
 
     @property
     def sizes(self) -> Ints:
-        """Number of samples of each client, (N,)."""
+        """The number of samples of each client, (N,)."""
         return np.diff(self.offsets)
 
     @property
@@ -73,7 +80,10 @@ class Assignment:
         return np.repeat(np.arange(len(self), dtype=np.int64), self.sizes)
 
     def names(self, dataset: Dataset) -> list[str]:
-        """Return the name of each client: its number, unless it is a natural client.
+        """Return the name of each client.
+
+        This is the name in the data set if the data set says which client each sample is from and was divided in this
+        way. Otherwise, it is the client's id, 0 … N − 1, as text.
 
         Args:
             dataset: The data set that was divided.
@@ -87,10 +97,10 @@ class Assignment:
 
         Args:
             labels: The label of every training sample, (samples,).
-            classes: Number of classes C.
+            classes: The number of classes C.
 
         Returns:
-            (N, C) int64.
+            The counts, (N, C) int64.
         """
         cells = self.owners * classes + labels[self.indices]
         return np.bincount(cells, minlength=len(self) * classes).reshape(len(self), classes).astype(np.int64)
@@ -106,8 +116,8 @@ class Partition(Setting):
     Your own scheme derives from this class and implements ``assign``; ``split`` checks its result.
 
     Args:
-        clients: The number N of clients.
-        min_size: The fewest samples that a client may hold; 0 allows empty clients.
+        clients: The number of clients, N.
+        min_size: The smallest number of samples that a client may hold; 0 allows empty clients.
     """
 
     clients: Clients = 100
@@ -123,16 +133,16 @@ class Partition(Setting):
         """Divide the samples; the result depends only on the arguments and settings.
 
         Args:
-            labels: Label of every training sample, (samples,).
-            domains: Domain of every training sample, if the data set has domains.
+            labels: The label of every training sample, (samples,).
+            domains: The domain of every training sample, (samples,); None if the data set has no domains.
             rng: The only source of randomness.
 
         Returns:
-            The owner of every sample, (samples,), or an array of sample numbers per client.
+            The owner of every sample, (samples,); or, for each client, an array with the indices of its samples.
         """
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
-        """The clients' samples; nothing is lost, nothing is held twice.
+        """Divide the training samples with ``assign``, and check that no sample is lost or held by two clients.
 
         Args:
             dataset: The data set whose training samples are divided.
@@ -155,7 +165,7 @@ class Partition(Setting):
         return assignment
 
     def _checked(self, result: Ints | Sequence[Ints], samples: int) -> Assignment:
-        """Convert the result of ``assign``; refuse one that loses, repeats or invents samples."""
+        """Convert the result of ``assign``; refuse a result that loses or repeats samples, or has unknown ones."""
 
         def wrong(problem: str) -> SpecError:
             return SpecError("partition.name", f"{type(self).__name__} {problem}")

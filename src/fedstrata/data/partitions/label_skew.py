@@ -17,15 +17,15 @@ from fedstrata.data.partitions.schemes import Alpha, Generator
 
 
 class Classes(Partition):
-    """Label skew with k classes per client; each class is split equally among its holders (#C = k).
+    """Label skew with k classes per client; each class is split equally among the clients that hold it (#C = k).
 
-    Stratify (section V) and many others use this division. The classes of a client are random, but all classes have
-    equally many holders (±1), and at least one.
+    Stratify (section V) and many others use this division. The classes of a client are random, but all classes are held
+    by equally many clients (±1), and by at least one.
 
     Args:
-        per_client: The number k of classes of each client.
-        size: The number of samples of each client, equally many (±1) of each of its classes; other samples are not
-            used (ReBaFL, section 5.1: k = 2 and 1,000 samples). By default, all samples are used.
+        per_client: k, the number of classes of each client.
+        size: The number of samples of each client, with equally many (±1) of each of its classes. Samples beyond that
+            are not used. ReBaFL (section 5.1) uses 1,000 samples and k = 2. By default, all samples are used.
     """
 
     per_client: PositiveInt = 2
@@ -57,14 +57,14 @@ class ClassGroup(Setting):
 class Groups(Partition):
     """Groups of clients with different numbers of classes; the classes of each client are random.
 
-    Clients are numbered group after group. Each class is split equally among its holders, whose numbers differ by at
-    most one between classes. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups
-    that hold 2, 2, 3, 3 and 5 classes.
+    Clients are numbered group after group. All classes are held by equally many clients (±1), and each is split equally
+    among them. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups, whose clients
+    hold 2, 2, 3, 3 and 5 classes.
 
     Args:
-        groups: The groups, such as ``{clients = 4, classes = 2}``. The partition's ``clients`` need not be given; it is
+        groups: The groups, such as ``{clients = 4, classes = 2}``. The partition's ``clients`` need not be set: it is
             the sum over the groups.
-        size: As for ``Classes``.
+        size: The number of samples of each client, as for the partition ``classes``.
     """
 
     clients: Clients = 20
@@ -105,14 +105,14 @@ class Groups(Partition):
 
 
 class Domains(Partition):
-    """Feature skew with d domains per client; each domain is split equally among its holders (#D = d).
+    """Feature skew with d domains per client; each domain is split equally among the clients that hold it (#D = d).
 
     Stratify (section V) uses this division.
 
     Args:
-        per_client: The number d of domains of each client. Default: 1, if ``alpha`` is not given.
-        alpha: The concentration of a draw from Dir_N(α) by which each domain is cut, as classes are by ``Dirichlet``.
-            It replaces ``per_client``.
+        per_client: d, the number of domains of each client. Default: 1.
+        alpha: The concentration α, instead of ``per_client``: each domain is then divided among all clients in
+            proportion to a draw from Dir_N(α), as the partition ``dirichlet`` divides classes.
     """
 
     per_client: PositiveInt | None = None
@@ -140,7 +140,23 @@ class Domains(Partition):
 def _held(
     partition: Partition, key: str, labels: Ints, each: Ints, size: int | None, rng: Generator, kind: str = "class"
 ) -> Ints:
-    """Assign the samples so that each client holds ``each`` classes (or domains); refuse what the data do not allow."""
+    """Assign the samples so that each client holds a given number of classes (or domains).
+
+    Args:
+        partition: The partition.
+        key: The setting with the number of classes, for messages.
+        labels: The class (or domain) of every sample, (samples,).
+        each: The number of classes of each client, (N,).
+        size: The number of samples of each client; None to use all samples.
+        rng: The generator of the choices.
+        kind: ``"class"`` or ``"domain"``, for messages.
+
+    Returns:
+        The owner of every sample, (samples,).
+
+    Raises:
+        SpecError: The data have too few classes, or too few samples of a class.
+    """
     values, codes, amounts = np.unique(labels, return_inverse=True, return_counts=True)
     most, holdings = int(each.max()), int(each.sum())
     if most > len(values):

@@ -1,4 +1,4 @@
-"""Natural clients, and single clients: the references that a division is compared with."""
+"""Partitions by the clients that the data name, and partitions with a single client for comparison."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Natural(Partition):
 
     Args:
         clients: The number of clients, chosen at random. Default: all clients.
-        min_size: The fewest samples of a client. Smaller clients are left out, with a warning.
+        min_size: The smallest number of samples of a client. Smaller clients are left out, with a warning.
     """
 
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
@@ -64,12 +64,14 @@ class Natural(Partition):
 
 
 class SingleClient(Partition):
-    """One client with the samples of another partition: of all its clients (centralised training), or of one of them.
+    """One client with samples of another partition, for comparison with federated training.
+
+    It has the samples of all clients of the other partition (centralised training), or of one of them (local training).
 
     Args:
         clients: Always 1.
         of: The other partition.
-        only: The client whose samples are used. Default: those of all clients.
+        only: The client whose samples are used. Default: the samples of all clients are used.
     """
 
     clients: Literal[1] = 1

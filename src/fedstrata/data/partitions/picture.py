@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 BUBBLES = 100
-"""The most clients (and twice the most labels) of a picture with a bubble per cell."""
+"""The most clients of a picture with a bubble per client and label. The most labels are half as many."""
 NAMED = 20
-"""The most natural clients that are named below a picture."""
+"""The most clients whose names in the data set are written below a picture."""
 COLUMNS = 1000
-"""The most clients of a picture; of more it shows an evenly spaced selection."""
+"""The most clients that a picture shows. If there are more, it shows an evenly spaced selection."""
 INK = "#1f4e79"
 
 
 def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -> None:
-    """Write a picture of the labels that each client holds, and of the clients' sizes above.
+    """Write a picture of the labels that each client holds, with the clients' numbers of samples above it.
 
     Up to 100 clients are shown with a bubble per client and label, whose area is the number of samples. More clients
     are shown as a heat map of at most 1,000 clients, sorted by their most frequent label.
@@ -34,7 +34,7 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
     Args:
         assignment: The partition.
         dataset: The data set that was divided.
-        path: The file; its suffix is the format (``.png``).
+        path: The file; its suffix, such as ``.png``, is the format.
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
@@ -57,10 +57,10 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
     top, main = figure.subplots(2, 1, sharex=True, height_ratios=(1.0, max(height, 1.0)))
     _draw_sizes(top, table.sum(axis=1))
     if bubbles:
-        # Bubbles of neighbouring clients may overlap, those of neighbouring labels may not.
+        # Bubbles of neighbouring clients may overlap, but bubbles of neighbouring labels may not.
         _draw_bubbles(main, table, 72 * min(2.5 * (width - 1.6) / len(table), height / classes))
     else:
-        # The square root makes more than the few largest cells visible, as the diameter of a bubble does.
+        # Colours follow the square root of the counts, so that small counts are visible beside large ones.
         norm = PowerNorm(0.5, vmin=0, vmax=max(int(table.max()), 1))
         image = main.imshow(table.T, aspect="auto", cmap="Blues", interpolation="nearest", norm=norm)
         figure.colorbar(image, ax=main, label="samples", pad=0.01)
@@ -110,7 +110,8 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30) -> Ta
         rows: The number of clients that are shown. The last rows are smallest, mean and largest over all clients.
 
     Returns:
-        A column per label up to 12 labels; for more labels, the number of labels held and the share of the largest.
+        The table. It has a column per label if there are at most 12 labels. Otherwise, it has two columns: the number
+        of labels that a client holds, and the share of its most frequent label.
     """
     from rich.table import Table
     from rich.text import Text

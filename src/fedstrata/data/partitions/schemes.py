@@ -19,13 +19,13 @@ from fedstrata.data.subsets import largest_remainder
 
 Generator = np.random.Generator
 MOST_SHARDS = 10_000_000
-"""The most shards if clients may be empty, which limits the memory."""
+"""The most shards if clients may be empty, to limit the memory that they need."""
 
 Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 
 class IID(Partition):
-    """Shuffled samples in equal parts, whose sizes differ by at most one (McMahan et al. 2017, section 3, "IID")."""
+    """Random samples for every client, equally many (±1) (McMahan et al. 2017, section 3, "IID")."""
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
         """See ``Partition.assign``."""
@@ -38,17 +38,17 @@ class Dirichlet(Partition):
     """Label skew by Dirichlet draws: the smaller α, the fewer classes dominate a client.
 
     Args:
-        alpha: The concentration α; 1e-3 gives each class to nearly one client, 1e6 is nearly IID.
-        balance: The kind of draw. ``"class"``: the samples of each class are cut in proportion to a draw from Dir_N(α),
-            so that sizes vary too (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022). If α is small, many clients are
-            empty; clients below ``min_size`` get as few samples as possible from the largest clients. ``"client"``:
-            every client holds the same number of samples (±1), with classes drawn from the client's own mix; see
-            ``prior``. Mixes are renormalised over the classes that remain. All clients draw at once, so that no client
-            is affected more than others when a class runs out.
-        prior: The distribution of the mixes of ``balance = "client"``, which defines the meaning of α. ``"shares"``:
-            Dir_C(α·p) with the class shares p of the whole set (Hsu et al. 2019), so that the parameters sum to α.
-            ``"flat"``: α for every class, as in the published code of FedSTaS. With ten classes of equal size, α =
-            0.001 with ``"flat"`` equals α = 0.01 with ``"shares"``.
+        alpha: The concentration α. With 1e-3, nearly all samples of a class go to one client; 1e6 is nearly IID.
+        balance: ``"class"``: the samples of each class are divided in proportion to a draw from Dir_N(α) over the N
+            clients, so that the clients' sizes vary too (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022). If α is
+            small, this leaves many clients empty. Clients below ``min_size`` then get as few samples as possible from
+            the largest clients. ``"client"``: every client holds the same number of samples (±1), with classes drawn
+            from the client's own mix (class probabilities); see ``prior``. When a class has no samples left, the mixes
+            are renormalised over the other classes. All clients draw at once, so that this affects all equally.
+        prior: The distribution of the mixes for ``balance = "client"``, which defines the meaning of α. ``"shares"``:
+            Dir_C(α·p), where p are the shares of the C classes in the whole set (Hsu et al. 2019), so that the
+            parameters add up to α. ``"flat"``: Dir_C with the parameter α for every class, as in the published code of
+            FedSTaS. With ten classes of equal size, α = 0.001 with ``"flat"`` equals α = 0.01 with ``"shares"``.
     """
 
     alpha: Alpha = 0.5
@@ -126,14 +126,15 @@ class PowerLaw(Partition):
 
 
 class Given(Partition):
-    """Explicit lists of sample numbers for each client, for divisions by other programs.
+    """Explicit lists of the samples of each client, for divisions that another program computed.
 
     Samples may be left out.
 
     Args:
-        indices: A sequence of sample numbers per client. ``clients`` need not be given.
-        file: A ``.npz`` file with many indices, beside the spec or by its path. It holds ``indices``, client after
-            client, and ``offsets``, the start of each client in them and the end of the last, (N + 1,).
+        indices: For each client, the indices of its samples in the training set. ``clients`` need not be set.
+        file: The path of a ``.npz`` file, instead of ``indices``, relative to the folder of the spec or to the working
+            directory. The file has two arrays: ``indices``, client after client; and ``offsets``, (N + 1,), with the
+            start of each client in ``indices`` and the end of the last.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()
@@ -181,7 +182,7 @@ class Given(Partition):
         return [np.array(part, dtype=np.int64) for part in self.indices]
 
     def packed(self) -> bytes:
-        """Return the content of a ``file`` with these indices."""
+        """Return the content of a file for the setting ``file`` that has these indices."""
         lists = Assignment.from_lists([np.array(part, dtype=np.int64) for part in self.indices])
         content = io.BytesIO()
         np.savez(content, indices=lists.indices, offsets=lists.offsets)
@@ -189,7 +190,7 @@ class Given(Partition):
 
 
 def _indices_in(file: object) -> list[list[int]]:
-    """Read the sample numbers of each client from a file."""
+    """Read the indices of each client's samples from a file; see ``Given``."""
     if not isinstance(file, (str, Path)):
         raise SpecError("file", "expected the path of a .npz file", file)
     try:

@@ -1,4 +1,4 @@
-"""Training samples that no client holds: the only samples that a server may use."""
+"""The training samples that no client holds, which are the only samples that a server may use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ class ServerData:
         return type(None), ()
 
     def indices(self) -> Ints:
-        """Return the numbers of the samples, ascending; none with natural clients, because clients own the others."""
+        """Return the indices of the samples in the training set, ascending.
+
+        If the clients are those of the data set, the result is empty: samples that a partition leaves out belong to
+        other clients.
+        """
         if self.assignment.codes is not None:
             return np.empty(0, dtype=np.int64)
         return np.setdiff1d(np.arange(self.data.train_size), self.assignment.indices)
@@ -42,7 +46,7 @@ class ServerData:
         """Draw the inputs and labels of ``per_class`` random samples of every class.
 
         Raises:
-            ValueError: There are fewer of some class.
+            ValueError: A class has fewer samples than ``per_class``.
         """
         indices = self.indices()
         labels = self.data.y_train.numpy()[indices]

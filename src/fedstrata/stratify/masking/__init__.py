@@ -1,1 +1,1 @@
-"""How the server learns who shares a label without learning the labels."""
+"""Masking: the server learns which clients have labels in common, but not the labels."""

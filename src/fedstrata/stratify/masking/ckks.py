@@ -1,8 +1,9 @@
-"""CKKS ciphertexts of packed vectors, on TenSEAL (extra ``he``).
+"""Encrypt vectors with CKKS, a scheme that adds and multiplies encrypted numbers, by means of TenSEAL (extra ``he``).
 
-Two sets of parameters, each with 128 bits of security. ``COUNTING`` only adds. ``COMPARING`` multiplies once by plain
-numbers. Products keep the squared scale: rescaling divides by a prime that differs slightly from the scale, which would
-cost exactness.
+There are two sets of parameters, each with 128 bits of security. Ciphertexts of ``COUNTING`` can only be added. Those
+of ``COMPARING`` can also be multiplied once by plain numbers. Numbers are scaled up before encryption, and a product
+has the square of the scale. It is not rescaled, because that divides by a prime that differs slightly from the scale,
+and the result would not be exact.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Parameters:
 
     Args:
         degree: The degree of the polynomials; half of it is the number of slots.
-        primes: The sizes of the modulus' primes in bits; the last prime is reserved for keys.
-        scale: The binary logarithm of the factor by which numbers are multiplied before they are rounded.
+        primes: The sizes in bits of the primes whose product is the modulus; the last prime is reserved for keys.
+        scale: The binary logarithm of the scale, the factor by which numbers are multiplied before they are rounded.
     """
 
     degree: int
@@ -62,7 +63,7 @@ def tenseal() -> Any:
 
 
 def generate(parameters: Parameters) -> tuple[bytes, bytes]:
-    """Generate a key pair from the operating system's randomness: the secret and the public context."""
+    """Generate keys from the operating system's randomness; return the secret and the public context, serialised."""
     ts = tenseal()
     context = ts.context(ts.SCHEME_TYPE.CKKS, parameters.degree, -1, list(parameters.primes), n_threads=1)
     context.global_scale = 2.0**parameters.scale
@@ -77,10 +78,10 @@ def _exact(context: Any) -> None:
 
 
 class Sealer:
-    """The public side: encrypts, adds and multiplies, but cannot decrypt.
+    """A public key: it encrypts, adds and multiplies, but cannot decrypt.
 
     Args:
-        public: A serialised context.
+        public: A serialised context without the secret key.
         parameters: The expected parameters.
 
     Raises:
@@ -110,8 +111,8 @@ class Sealer:
         """Encrypt one number per slot.
 
         Args:
-            values: At most ``slots`` numbers.
-            product: Whether to use the scale of a product, so that the result can be added to a product.
+            values: The numbers, at most ``Parameters.slots``.
+            product: Whether to use the scale of a product, so that the ciphertext can be added to a product.
         """
         numbers = np.asarray(values, dtype=np.float64).tolist()
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))
@@ -123,10 +124,10 @@ class Sealer:
         Args:
             data: The bytes.
             length: The expected number of slots.
-            product: Whether the scale must be that of a product.
+            product: Whether the ciphertext must have the scale of a product.
 
         Raises:
-            ReplyRefusedError: The bytes are not such a ciphertext.
+            ReplyRefusedError: The bytes are not a ciphertext, or its size, scale or level is wrong.
         """
         if not 0 < len(data) <= LARGEST:
             raise ReplyRefusedError(f"a ciphertext of {len(data)} bytes")
@@ -154,7 +155,7 @@ def sealer(public: bytes, parameters: Parameters) -> Sealer:
 
 
 class Opener(Sealer):
-    """The clients' side, which also decrypts.
+    """A secret key, which also decrypts. Only clients have it.
 
     Args:
         secret: A serialised context with the secret key.
@@ -168,17 +169,17 @@ class Opener(Sealer):
             raise FedstrataError("this context has no secret key")
 
     def open_whole(self, cipher: Cipher, *, tolerance: float) -> Ints:
-        """Decrypt integers.
+        """Decrypt a ciphertext of integers.
 
         Args:
             cipher: The ciphertext.
-            tolerance: The largest distance from an integer, at most 0.25.
+            tolerance: The largest distance of a decrypted number from an integer that is accepted, at most 0.25.
 
         Returns:
-            int64, one per slot.
+            The integers, one per slot, int64.
 
         Raises:
-            FedstrataError: A number is further from an integer, and rounding could give a wrong result.
+            FedstrataError: A number is further from an integer, so that rounding could give a wrong result.
         """
         values = np.array(cipher.decrypt(), dtype=np.float64)
         whole = np.rint(values)

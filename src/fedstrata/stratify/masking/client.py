@@ -1,6 +1,6 @@
-"""The client's part of an enrolment: its replies about its labels, and decryption.
+"""The client's part of an enrolment: replies about its labels, and the decryption of totals.
 
-The secret keys come from the key ring of the client's context. No reply contains them.
+The secret keys come from the key ring of the client's context (``key_store.KeyRing``). No reply contains them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ from fedstrata.stratify.masking.slot_layout import TOLERANCE, SlotLayout
 from fedstrata.stratify.messages import LabelReply, LabelReport
 
 _WHOLE = 0.1
-"""The largest distance of a total from an integer: CKKS's error is under 0.001 for 1,000 clients."""
+"""The largest distance of a decrypted total from an integer that is accepted. CKKS's error is below 0.001 for 1,000
+clients."""
 
 
 def presented(client: Client) -> tuple[Ints, Ints]:
-    """Return a client's labels in the order in which it presents them, and the number of samples of each; both (L,).
+    """Return a client's labels in random order, and the number of samples of each, shape (L,) each.
 
-    Labels with fewer than ``privacy.min_samples`` samples are left out and do not train.
+    The order is the same in every request of a run. Labels with fewer than ``privacy.min_samples`` samples are left out
+    and are not trained.
     """
     labels, counts = np.unique(client.labels, return_counts=True)
     context = client.context
@@ -61,14 +63,14 @@ def presented(client: Client) -> tuple[Ints, Ints]:
 
 @handles(LabelReport)
 def report_labels(client: Client, request: LabelReport) -> LabelReply:
-    """Report the labels and the number of samples of each, in the clear."""
+    """Report the labels and the number of samples of each, without encryption."""
     labels, counts = presented(client)
     return LabelReply(torch.from_numpy(labels), torch.from_numpy(counts))
 
 
 @handles(Assign)
 def assign(client: Client, request: Assign) -> Assigned:
-    """Store the class of each placeholder."""
+    """Store which label each placeholder stands for."""
     labels, _ = presented(client)
     _remember(client, labels, request.placeholders.numpy())
     return Assigned(len(labels))
@@ -82,14 +84,14 @@ def _remember(client: Client, labels: Ints, placeholders: Ints) -> None:
 
 @handles(OpenKeys)
 def open_keys(client: Client, request: OpenKeys) -> PublicKeys:
-    """Send the public halves of the keys that all clients share."""
+    """Send the public keys that all clients share; make the keys if there are none."""
     keys = ring_of(client.context).make()
     return PublicKeys(keys.name, keys.counting_public, keys.comparing_public if request.comparing else b"")
 
 
 @handles(TagReport)
 def report_tags(client: Client, request: TagReport) -> TagReply:
-    """Send every label under the keyed hash."""
+    """Send the keyed hash of each label."""
     keys, names = ring_of(client.context).open(), client.context.data.class_names
     labels, _ = presented(client)
     tags = b"".join(tag(keys.prf, names[label]) for label in labels.tolist())
@@ -107,7 +109,7 @@ def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
 
 @handles(Compare)
 def compare(client: Client, request: Compare) -> CompareReply:
-    """Report which scrambled differences are zero."""
+    """Decrypt scrambled differences between the labels and the unique list, and report which of them are zero."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     opener = keys.comparing
@@ -129,7 +131,7 @@ def enlist(client: Client, request: Enlist) -> Enlisted:
 
 @handles(CountReport)
 def report_counts(client: Client, request: CountReport) -> CountReply:
-    """Send encrypted counts by placeholder, and store the class of each placeholder."""
+    """Send the encrypted number of samples of each placeholder, and store which label each stands for."""
     keys = ring_of(client.context).open()
     labels, counts = presented(client)
     placeholders = request.placeholders.numpy()
@@ -142,7 +144,7 @@ def report_counts(client: Client, request: CountReport) -> CountReply:
 
 @handles(OpenTotals)
 def open_totals(client: Client, request: OpenTotals) -> Totals:
-    """Decrypt sums over clients and round them, because CKKS's error would tell about the secret key."""
+    """Decrypt sums over clients and round them, because the error in CKKS's results reveals the secret key."""
     keys = ring_of(client.context).open()
     opener = keys.counting
     pages = [opener.open_whole(opener.load(data, length=COUNTING.slots), tolerance=_WHOLE) for data in request.pages]
@@ -152,6 +154,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report the client's share of all samples of each of its placeholders."""
+    """Report the client's share of each of its placeholders: its samples, divided by those of all clients."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

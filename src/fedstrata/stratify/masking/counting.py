@@ -1,4 +1,8 @@
-"""Encrypted counts: the server sums them, and clients decrypt the totals."""
+"""Count samples under encryption: the server adds up the clients' encrypted counts, and a client decrypts the totals.
+
+N(p) is the number of samples of placeholder p over all clients, and E(…) is an encrypted number. A placeholder has a
+number at the server, and another one, its *name*, by which clients know it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from fedstrata.stratify.masking.public_keys import Public, ask_until
 Held = dict[ClientId, Ints]
 
 TOGETHER = 64
-"""The number of clients whose ciphertexts are held at a time."""
+"""The number of clients whose ciphertexts are in memory at the same time."""
 
 
 def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) -> tuple[Held, tuple[bytes, ...]]:
@@ -24,11 +28,12 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
     Args:
         federation: The federation, to ask clients.
         public: The clients' public keys.
-        held: The placeholders of each client.
-        names: The clients' names of the placeholders, shape (P,).
+        held: A mapping from client to its placeholders.
+        names: The name of each placeholder, shape (P,).
 
     Returns:
-        The entries of ``held`` for the clients that answered, and E(N(p)) over exactly these clients, by name.
+        The entries of ``held`` for the clients that answered; and the ciphertexts of N(p), summed over exactly these
+        clients, in the order of the names.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
@@ -51,15 +56,15 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
     Args:
         federation: The federation, to ask clients.
-        pages: E(N(p)), by name.
-        held: The placeholders of each client that is counted.
-        names: The clients' names of the placeholders, shape (P,).
+        pages: The ciphertexts of N(p), in the order of the names.
+        held: A mapping from each client that is counted to its placeholders.
+        names: The name of each placeholder, shape (P,).
 
     Returns:
-        Shape (P,).
+        N(p), shape (P,).
 
     Raises:
-        QuorumError: No client could; a client refuses to round a total that is not close to an integer.
+        QuorumError: No client could decrypt the totals. Clients refuse totals that are not close to an integer.
     """
     size = len(names)
     if size == 0 or not held:
@@ -73,15 +78,16 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
 
 def shares(federation: Federation, held: Held, totals: Ints) -> Held:
-    """Return n_k(p), from the clients' shares of the totals.
+    """Ask clients for their shares of the totals, and return n_k(p), each client's number of samples of a placeholder.
 
     Args:
         federation: The federation, to ask clients.
-        held: The placeholders of each client.
+        held: A mapping from client to its placeholders.
         totals: N(p), shape (P,).
 
     Returns:
-        The counts of each client that answered, by its placeholders; empty if they contradict a total.
+        A mapping from each client that answered to its counts, in the order of its placeholders. It is empty if the
+        counts contradict a total.
     """
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}
     counts: Held = {}
@@ -99,7 +105,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
 
 
 def _per_placeholder(values: Held, held: Held, size: int) -> Ints:
-    """Return sums over clients, shape (size,)."""
+    """Return the sum of the clients' values for each placeholder, shape (size,)."""
     sums = np.zeros(size, dtype=np.int64)
     for client, counts in values.items():
         sums[held[client]] += counts

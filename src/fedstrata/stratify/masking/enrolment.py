@@ -1,8 +1,9 @@
 """Enrolment: the server learns which clients share a label and how many samples there are, but not the labels.
 
-The server asks clients before the first round, and again when clients join. Labels are numbered in the order in which
-they are discovered: client after client, each in an order of its own. Every mode of masking therefore leads to the same
-training. Clients are told random names instead of these numbers, which would tell which client added a label. Neither
+The server asks clients before the first round, and again when clients join. A *placeholder* stands for a label. The
+server numbers placeholders in the order in which it discovers their labels: client after client, where each client has
+a random order of its labels. Every mode of masking therefore leads to the same training. Clients know the placeholders
+by other, random numbers, called *names*, because the server's numbers would tell which client added a label. Neither
 this module nor its imports can access a secret key.
 
 Reference:
@@ -41,13 +42,14 @@ class Roll:
     """The placeholders that each client holds, as the server knows them.
 
     Args:
-        masking: The mode.
-        names: The clients' names of the P placeholders: a permutation of 0 … P − 1. All other fields number the
-            placeholders in the order of discovery.
-        held: The placeholders of each client, in its own order.
-        counts: The number of samples of each, for clients that reported it (no masking, or weighted selection).
-        totals: N(p), shape (P,).
-        register: The state of the mode that is needed when clients join.
+        masking: The mode of masking.
+        names: The name of each of the P placeholders: a permutation of 0 … P − 1. All other fields use the server's
+            numbers, in the order of discovery.
+        held: A mapping from client to its placeholders, in the client's order of its labels.
+        counts: A mapping from client to its number of samples of each of these placeholders. It has only clients that
+            reported their counts, which they do without masking and for weighted selection.
+        totals: N(p), the number of samples of each placeholder over all clients, shape (P,).
+        register: What the server needs to know about the labels when more clients join; depends on the mode.
     """
 
     masking: str
@@ -58,9 +60,9 @@ class Roll:
     register: Tree
 
     def holders(self) -> Holders:
-        """Return the clients by placeholder.
+        """Return the holders of each placeholder and their numbers of samples.
 
-        Samples of unknown clients are spread evenly over the holders, so that the sums are N(p).
+        If clients did not report their counts, the samples that are left of N(p) are spread evenly over them.
         """
         rest, unknown = self.totals.copy(), np.zeros_like(self.totals)
         for client, placeholders in self.held.items():
@@ -83,10 +85,10 @@ class Roll:
 
 @record("OpenRegister")
 class OpenRegister:
-    """Labels in the clear, by placeholder.
+    """The register without masking: the labels themselves.
 
     Args:
-        labels: The labels, shape (P,).
+        labels: The label of each placeholder, shape (P,).
     """
 
     labels: Ints
@@ -94,11 +96,11 @@ class OpenRegister:
 
 @record("TagRegister")
 class TagRegister:
-    """Labels under a keyed hash, by placeholder.
+    """The register with masking ``prf``: the keyed hashes of the labels.
 
     Args:
-        keys: The public keys.
-        tags: The hashes of 16 bytes.
+        keys: The clients' public keys.
+        tags: The keyed hash of each placeholder's label, 16 bytes each.
     """
 
     keys: PublicKeys
@@ -126,17 +128,18 @@ def enrol(
     before: Roll | None = None,
     watch: Watch = lambda phase: None,
 ) -> Roll:
-    """Learn which clients hold which label, under placeholders.
+    """Ask clients which labels they hold, and give each label a placeholder.
 
     Args:
         federation: The federation, to ask its clients.
-        masking: ``none``: labels in the clear. ``prf``: a keyed hash of them. ``ckks``: compared under encryption.
+        masking: What clients send: their labels (``none``), a keyed hash of each (``prf``), or encrypted labels that
+            are compared under encryption (``ckks``).
         weighted: Whether clients also report their share of each placeholder's samples.
-        before: An earlier roll. Only clients that are not on it are asked, and its placeholders stay.
-        watch: Called at the beginning of each phase: "unique list", "mapping", "counts".
+        before: The roll of an earlier enrolment. Only clients that are not on it are asked, and its placeholders stay.
+        watch: A function that is called with the name of each phase when it begins: "unique list", "mapping", "counts".
 
     Returns:
-        The roll of all clients that answered every request. Events give the reasons for the absence of others.
+        The roll of all clients that answered every request. Events record why other clients are missing.
 
     Raises:
         QuorumError: No client answered, or no client could decrypt the totals.
@@ -212,7 +215,7 @@ _MODES: dict[str, _Mode] = {"none": _in_the_clear, "prf": _by_tag, "ckks": _pack
 
 
 def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | None, *, comparing: bool) -> Public:
-    """Return the clients' public keys: those of an earlier roll, or of the first client that answers."""
+    """Return the clients' public keys: from an earlier roll, or from the first client that answers."""
     if before:
         return Public(before.register.keys)
     _, keys = ask_until(federation, clients, OpenKeys(comparing), "send keys")
@@ -220,13 +223,13 @@ def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | 
 
 
 def _names(before: Roll | None, size: int) -> Ints:
-    """Return random names for placeholders; those of an earlier roll keep their names."""
+    """Return a random name for each of ``size`` placeholders; placeholders of an earlier roll keep their names."""
     old = before.names if before else np.empty(0, dtype=np.int64)
     return np.concatenate([old, len(old) + shuffled(size - len(old))])
 
 
 def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Held:
-    """Build the unique list until it is complete, then map the labels of all other clients."""
+    """Ask clients one by one until the unique list has all classes, then match the labels of all other clients."""
     watch("unique list")
     held, rest = unique.discover(clients)
     watch("mapping")
@@ -236,14 +239,27 @@ def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Hel
 def _counted(
     federation: Federation, public: Public, held: Held, names: Ints, weighted: bool
 ) -> tuple[Held, Ints, Held]:
-    """Sum encrypted counts, let clients decrypt the totals, and ask for shares if selection is weighted."""
+    """Add up the encrypted counts, let a client decrypt the totals, and ask for shares if selection is weighted.
+
+    Returns:
+        The placeholders of each client that answered; N(p), shape (P,); and the counts of each client (empty if
+        selection is not weighted).
+    """
     held, pages = sum_packed(federation, public, held, names)
     totals = open_totals(federation, pages, held, names)
     return held, totals, shares(federation, held, totals) if weighted else {}
 
 
 def _discover(known: list[Any], presented: dict[ClientId, list[Any]]) -> Held:
-    """Number labels in the order in which they are presented; ``known`` grows."""
+    """Number labels in the order in which clients present them.
+
+    Args:
+        known: The labels that are numbered already; new labels are appended.
+        presented: A mapping from client to its labels (or their hashes).
+
+    Returns:
+        A mapping from client to the numbers of its labels.
+    """
     number = {label: placeholder for placeholder, label in enumerate(known)}
     held = {}
     for client in sorted(presented):
@@ -256,7 +272,7 @@ def _discover(known: list[Any], presented: dict[ClientId, list[Any]]) -> Held:
 
 
 def _assign(federation: Federation, held: Held, names: Ints) -> Held:
-    """Tell clients their placeholders; return the entries of those that confirmed."""
+    """Tell clients their placeholders; return the entries of ``held`` for the clients that confirmed."""
     requests = {client: Assign(torch.from_numpy(names[placeholders])) for client, placeholders in held.items()}
     replies: dict[ClientId, Assigned] = federation.ask(requests, requests)
     return {client: held[client] for client in replies}

@@ -1,8 +1,8 @@
-"""The clients' keys: a client makes them, all clients share them, and the server never sees them.
+"""The clients' secret keys: one client makes them, all clients share them, and the server never sees them.
 
-``KeyRing`` is the ``keys`` of a client's context. The server's side of an enrolment cannot access it. Keys can be
-neither encoded into a message nor written into a checkpoint, and a pickled ring holds only the name of its folder. The
-public halves are sent as bytes in a ``PublicKeys`` reply.
+A client finds the keys in its context, as the ``KeyRing`` in ``ClientContext.keys``, which the server cannot access.
+Keys can be neither encoded into a message nor written into a checkpoint, and a pickled ring holds only the path of its
+folder. Only the public keys are sent, in a ``PublicKeys`` reply.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Opener, generat
 from fedstrata.stratify.masking.prf import KEY_SIZE, order_seed
 
 VARIABLE = "FEDSTRATA_KEYS"
-"""The environment variable with the folder of a site's keys."""
+"""The environment variable with the path of the folder that holds a site's keys."""
 
 FILE = "clients.key"
 _FORMAT = 1
@@ -32,10 +32,10 @@ class Keys:
     """A set of keys.
 
     Args:
-        parts: The bytes of each key, by name.
+        parts: A mapping from the name of each key to its bytes; see ``_NAMES``.
 
     Raises:
-        DataError: A key is missing.
+        DataError: A key is missing or unknown.
     """
 
     _NAMES = ("counting", "counting_public", "comparing", "comparing_public", "prf")
@@ -51,7 +51,7 @@ class Keys:
 
     @classmethod
     def make(cls) -> Keys:
-        """Make new keys from the operating system's randomness, because the experiment's seed is not secret."""
+        """Make new keys from the operating system's randomness; the experiment's seed is not secret."""
         parts = (*generate(COUNTING), *generate(COMPARING), secrets.token_bytes(KEY_SIZE))
         return cls(dict(zip(cls._NAMES, parts, strict=True)))
 
@@ -63,7 +63,7 @@ class Keys:
 
     @cached_property
     def name(self) -> str:
-        """The fingerprint of the public halves."""
+        """The fingerprint of the public keys."""
         return hashlib.sha256(self.counting_public + self.comparing_public).hexdigest()[:16]
 
     @cached_property
@@ -77,13 +77,13 @@ class Keys:
         return Opener(self._parts["comparing"], COMPARING)
 
     def write(self, folder: Path) -> Path:
-        """Write a file that only its owner may read.
+        """Write the keys to a file in ``folder`` that only its owner may read; return its path.
 
         Raises:
-            DataError: There are keys already.
+            DataError: The folder has a key file already.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # The file is complete before it has its name, because another process of the site may be looking for it.
+        # Write under another name first, so that other processes of the site never read an incomplete file.
         draft = folder / f"{FILE}.{secrets.token_hex(4)}"
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(records.encode({"format": _FORMAT, **self._parts}))
@@ -97,7 +97,7 @@ class Keys:
 
     @classmethod
     def read(cls, folder: Path) -> Keys:
-        """Read what ``write`` wrote.
+        """Read the keys from a folder to which ``write`` wrote them.
 
         Raises:
             DataError: The file does not exist, others may read it, or it is damaged.
@@ -125,12 +125,17 @@ class Keys:
 class KeyRing:
     """The place where the clients of one process find the keys that all clients share.
 
-    Without a folder, the keys are in memory, and the first client that is asked makes them: a simulation in one
-    process. With a folder, they are read from the file that an operator put there.
+    There are three cases:
+
+    - Without a folder, the keys are in memory, and the first client that is asked makes them. This is for simulations
+      in one process.
+    - With a folder and ``create``, the first client that is asked writes the key file. This is for simulations in
+      several processes.
+    - With a folder and without ``create``, an operator has put the key file there. This is for real sites.
 
     Args:
         folder: The folder of the key file.
-        create: Whether a client may make the file when it is asked: a simulation in several processes.
+        create: Whether a client may make the key file when it is asked for keys.
     """
 
     def __init__(self, folder: Path | None = None, create: bool = False) -> None:
@@ -139,7 +144,7 @@ class KeyRing:
 
     @classmethod
     def of_site(cls) -> KeyRing:
-        """Return the ring of this machine: of the folder in ``FEDSTRATA_KEYS``, or in memory."""
+        """Return the ring of this machine: with the folder in ``FEDSTRATA_KEYS``, or in memory if that is not set."""
         folder = os.environ.get(VARIABLE)
         return cls(Path(folder).expanduser() if folder else None)
 
@@ -174,17 +179,20 @@ class KeyRing:
         return self.open()
 
     def order_seed(self, seed: int) -> int:
-        """Return the seed of the order in which clients present their labels.
+        """Return the seed of the random order in which clients present their labels.
 
-        Placeholders are numbered in that order. A server that could guess it could tell which placeholder is the
-        client's smallest class. With an operator's key file, the seed is derived from the file's secret. A simulation
-        hides nothing from its user, and there it is the experiment's seed, so that a spec has one result.
+        Placeholders are numbered in that order. A server that can guess the order can tell which label the placeholders
+        stand for. At real sites, the seed is therefore derived from a secret in the key file. In a simulation, nothing
+        is hidden from the user, and the seed is the experiment's seed, so that a spec always has the same result.
+
+        Args:
+            seed: The experiment's seed.
         """
         return seed if self.folder is None or self.create else order_seed(self.open().prf, seed)
 
 
 def ring_of(context: ClientContext) -> KeyRing:
-    """Return the key ring of a context, or this machine's ring if the context has none."""
+    """Return the key ring of a client's context, or this machine's ring if the context has none."""
     ring: KeyRing = context.keys if context.keys is not None else context.cached(_site_ring)
     return ring
 

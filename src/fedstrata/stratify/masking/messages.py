@@ -1,7 +1,9 @@
 """The requests and replies of an enrolment, in which the server learns which clients share a label.
 
-A client *presents* its labels in an order of its own (``fedstrata.stratify.masking.client``), the same in every mode.
-"The i-th label" refers to that order. Ciphertexts are TenSEAL's bytes. ``key`` is the fingerprint of their key.
+A *placeholder* is a number that stands for a label. Each client has a random order of its labels (see ``presented`` in
+``fedstrata.stratify.masking.client``). All arrays over a client's labels have this order, in every mode of masking. C
+is the number of classes, L the number of a client's labels, and P the number of placeholders. Ciphertexts are bytes
+that TenSEAL serialised, and ``key`` is the fingerprint of the keys with which they were made.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class PublicKeys(Reply):
     Args:
         key: The keys' fingerprint.
         counting: The public key for counts.
-        comparing: The public key for comparisons; empty if it was not asked for.
+        comparing: The public key for comparisons; empty if the request did not ask for it.
     """
 
     key: str
@@ -37,10 +39,10 @@ class PublicKeys(Reply):
 
 @record("OpenKeys")
 class OpenKeys(Request):
-    """Send the public keys of all clients; make the keys first if there are none.
+    """Ask a client for the public keys that all clients share; the client makes the keys if there are none.
 
     Args:
-        comparing: Whether the key for comparisons is needed too.
+        comparing: Whether the key for comparisons is needed, and not only the key for counts.
     """
 
     reply_type: ClassVar[type[Reply]] = PublicKeys
@@ -49,7 +51,7 @@ class OpenKeys(Request):
     comparing: bool
 
     def check(self, reply: PublicKeys) -> None:
-        """Refuse secret keys, and keys with other parameters."""
+        """Refuse secret keys, and keys with other encryption parameters than expected."""
         sealer(reply.counting, COUNTING)
         if self.comparing:
             sealer(reply.comparing, COMPARING)
@@ -82,18 +84,18 @@ class Assign(Request):
 
 @record("TagReply")
 class TagReply(Reply):
-    """HMAC-SHA256 of every label under the clients' key, cut to 16 bytes.
+    """A tag of each of the client's labels: its HMAC-SHA256 under the clients' key, cut to 16 bytes.
 
     Args:
         key: The keys' fingerprint.
-        tags: uint8, shape (L, 16).
+        tags: The tags, uint8, shape (L, 16).
     """
 
     key: str
     tags: Tensor
 
     def require(self, public: Any, classes: int) -> None:
-        """Refuse tags made with other keys, and more tags than classes."""
+        """Refuse tags that were made with other keys, and more tags than classes."""
         public.check_key(self.key)
         if len(self.tags) > classes:
             raise ReplyRefusedError(f"{len(self.tags)} tags of {classes} classes, or one twice")
@@ -107,7 +109,7 @@ class TagReport(Request):
     rule = RequestRule("a keyed hash of each of its labels", phase="enrolment")
 
     def check(self, reply: TagReply) -> None:
-        """Refuse a tag that comes twice."""
+        """Refuse duplicate tags."""
         require_shape(reply.tags, (-1, TAG_SIZE), torch.uint8, "tags")
         if len(torch.unique(reply.tags, dim=0)) != len(reply.tags):
             raise ReplyRefusedError(f"{len(reply.tags)} tags, or one twice")
@@ -115,11 +117,11 @@ class TagReport(Request):
 
 @record("SealedLabels")
 class SealedLabels(Reply):
-    """Encrypted labels.
+    """A client's labels, encrypted.
 
     Args:
         key: The keys' fingerprint.
-        sheets: See ``fedstrata.stratify.masking.slot_layout``.
+        sheets: The ciphertexts; see ``fedstrata.stratify.masking.slot_layout``.
     """
 
     key: str
@@ -131,7 +133,7 @@ class SealLabels(Request):
     """Ask for the client's labels, encrypted and laid out for a list of ``classes`` labels (mode ``ckks``).
 
     Args:
-        classes: C.
+        classes: C, the number of classes.
     """
 
     reply_type: ClassVar[type[Reply]] = SealedLabels
@@ -147,11 +149,11 @@ class SealLabels(Request):
 
 @record("CompareReply")
 class CompareReply(Reply):
-    """The place of each label on the unique list.
+    """The places of the client's labels on the unique list.
 
     Args:
-        places: For each of the client's labels, the number of the ciphertext times the layout's width plus the column
-            of the zero; −1 without a zero. int64, shape (L,).
+        places: For each label, i · width + c if its zero is in column c of the request's ciphertext i; −1 if the label
+            has no zero. int64, shape (L,). ``SlotLayout`` defines the width.
     """
 
     places: Tensor
@@ -162,9 +164,9 @@ class Compare(Request):
     """Ask which scrambled differences between the client's labels and the unique list are zero.
 
     Args:
-        classes: C.
-        sheets: The client's sheet that each ciphertext compares, int64.
-        differences: The ciphertexts.
+        classes: C, the number of classes.
+        sheets: The index of the client's sheet that each ciphertext compares, int64.
+        differences: The ciphertexts of the differences.
     """
 
     reply_type: ClassVar[type[Reply]] = CompareReply
@@ -175,7 +177,7 @@ class Compare(Request):
     differences: tuple[bytes, ...]
 
     def check(self, reply: CompareReply) -> None:
-        """Refuse places of more labels than there are classes."""
+        """Refuse replies with places for more labels than there are classes."""
         require_shape(reply.places, (-1,), torch.int64, "places")
         if len(reply.places) > self.classes:
             raise ReplyRefusedError(f"{len(reply.places)} places for {self.classes} classes")
@@ -183,11 +185,11 @@ class Compare(Request):
 
 @record("Enlisted")
 class Enlisted(Reply):
-    """New entries of the unique list.
+    """New entries of the unique list, encrypted.
 
     Args:
         key: The keys' fingerprint.
-        pages: A ciphertext for every page of the list that gets an entry.
+        pages: A mapping from each page of the list that gets an entry to the ciphertext to add to it.
     """
 
     key: str
@@ -196,12 +198,12 @@ class Enlisted(Reply):
 
 @record("Enlist")
 class Enlist(Request):
-    """Ask for the client's labels that are new to the unique list.
+    """Ask for encrypted entries for the client's labels that are not on the unique list yet.
 
     Args:
-        classes: C.
-        labels: The places of these labels among the client's labels, int64.
-        places: The place of each on the list: page times the layout's width plus the column. int64.
+        classes: C, the number of classes.
+        labels: The indices of these labels in the order of the client's labels, int64.
+        places: The place of each on the list: page · width + column, int64. ``SlotLayout`` defines the width.
     """
 
     reply_type: ClassVar[type[Reply]] = Enlisted
@@ -221,11 +223,11 @@ class Enlist(Request):
 
 @record("CountReply")
 class CountReply(Reply):
-    """Encrypted counts.
+    """A client's encrypted counts.
 
     Args:
         key: The keys' fingerprint.
-        pages: Ciphertexts with the counts by placeholder; 0 for a placeholder that the client does not hold.
+        pages: Ciphertexts of the number of samples of each of the P placeholders; 0 for those that the client lacks.
     """
 
     key: str
@@ -248,23 +250,23 @@ class CountReport(Request):
     size: int
 
     def check(self, reply: CountReply) -> None:
-        """Refuse another number of pages than the placeholders need."""
+        """Refuse a reply whose number of ciphertexts does not fit the number of placeholders."""
         if len(reply.pages) != -(-self.size // COUNTING.slots):
             raise ReplyRefusedError(f"{len(reply.pages)} pages of counts for {self.size} placeholders")
 
 
 @record("Totals")
 class Totals(Reply):
-    """Sums over clients.
+    """Decrypted sums over clients.
 
     Args:
-        totals: N(p), int64, shape (P,).
+        totals: N(p), the number of samples of each placeholder over all clients, int64, shape (P,).
     """
 
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Refuse less than one sample for each holder, and samples of a placeholder without a holder.
+        """Refuse impossible totals: fewer samples than holders of a placeholder, or samples without a holder.
 
         Args:
             holders: The number of holders of each placeholder, int64, shape (P,).
@@ -279,8 +281,8 @@ class OpenTotals(Request):
     """Ask a client to decrypt sums over clients.
 
     Args:
-        pages: Encrypted totals by placeholder.
-        size: P.
+        pages: The ciphertexts of the totals.
+        size: P, the number of placeholders.
     """
 
     reply_type: ClassVar[type[Reply]] = Totals
@@ -296,10 +298,10 @@ class OpenTotals(Request):
 
 @record("ShareReply")
 class ShareReply(Reply):
-    """A client's shares of all samples.
+    """A client's shares of the samples of each of its placeholders.
 
     Args:
-        shares: n_k(p) / N(p) for each of the client's labels, float64.
+        shares: n_k(p) / N(p) for each of the client's labels p, float64, shape (L,).
     """
 
     shares: Tensor
@@ -307,10 +309,12 @@ class ShareReply(Reply):
 
 @record("ShareReport")
 class ShareReport(Request):
-    """Ask which share of all samples of each of its placeholders a client holds; for weighted selection only.
+    """Ask a client for its share of the samples of each of its placeholders.
+
+    The share is the client's number of samples divided by that of all clients. Only weighted selection needs it.
 
     Args:
-        totals: N(p) for each of the client's labels, int64.
+        totals: N(p), the number of samples over all clients, for each of the client's labels, int64, shape (L,).
     """
 
     reply_type: ClassVar[type[Reply]] = ShareReply

@@ -1,4 +1,4 @@
-"""Labels under a keyed pseudo-random function."""
+"""Hide labels by a keyed hash, which is a pseudo-random function (PRF) to everyone without the key."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def tag(key: bytes, name: str) -> bytes:
 
 
 def order_seed(key: bytes, seed: int) -> int:
-    """Return a seed that cannot be guessed without the key."""
+    """Derive a seed from the experiment's seed, so that it cannot be guessed without the key."""
     digest = hmac.digest(key, b"fedstrata/order/" + str(seed).encode(), hashlib.sha256)
     return int.from_bytes(digest[:8], "big")

@@ -1,4 +1,4 @@
-"""The server's side of an enrolment: asking one client, and the clients' public keys."""
+"""The server's helpers for an enrolment: requests to single clients, and the clients' public keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fedstrata.stratify.masking.messages import CountReply, Enlisted, PublicKeys
 
 
 def ask_one(federation: Federation, client: ClientId, request: Request, *, check: Check | None = None) -> Any:
-    """Ask one client; return its reply, or None with an event that gives the reason."""
+    """Ask one client; return its reply, or None if it fails. An event then records the reason."""
     try:
         return federation.ask([client], request, check=check).get(client)
     except ClientsFailedError as error:
-        # Only this client was asked, so that others may still answer.
+        # ``ask`` raises this if all clients that it asked fail. Here, that is only one client.
         federation.log.failed.add(client)
         federation.note("failed", [client], str(error))
         return None
@@ -36,7 +36,7 @@ def ask_until(
     """Ask clients until one answers; return the client and its reply.
 
     Raises:
-        QuorumError: No client answers; with the reason of the last failure.
+        QuorumError: No client answers. The message has the reason of the last failure.
     """
     for client in clients:
         reply = ask_one(federation, client, request, check=check)
@@ -48,10 +48,10 @@ def ask_until(
 
 
 class Public:
-    """The clients' public keys at the server.
+    """The clients' public keys, ready for use by the server.
 
     Args:
-        keys: The reply of a client.
+        keys: The reply of a client to ``OpenKeys``.
     """
 
     def __init__(self, keys: PublicKeys) -> None:
@@ -59,16 +59,20 @@ class Public:
 
     @cached_property
     def counting(self) -> Sealer:
-        """The sealer for counts."""
+        """The public key for counts."""
         return sealer(self.keys.counting, COUNTING)
 
     @cached_property
     def comparing(self) -> Sealer:
-        """The sealer for comparisons."""
+        """The public key for comparisons."""
         return sealer(self.keys.comparing, COMPARING)
 
     def check_key(self, key: str) -> None:
-        """Refuse data made with other keys."""
+        """Refuse a reply whose data were made with other keys.
+
+        Args:
+            key: The fingerprint in the reply.
+        """
         if key != self.keys.key:
             raise ReplyRefusedError(f"encrypted with the keys {key!r}, the others have {self.keys.key!r}")
 

@@ -1,9 +1,12 @@
-"""The layout of labels in slots, so that one subtraction compares many labels, and the scrambling of differences.
+"""The layout of labels in the slots of a ciphertext, and the scrambling of differences between them.
 
-Label y of C has the code y + 1. The unique list has a *column* for each of C entries, and each *row* is a copy of it. A
-row of a client holds one of its labels in all columns. The difference of two ciphertexts therefore compares as many
-labels with the whole list as there are rows. A client with more labels sends several *sheets*. If C exceeds the number
-of slots, the list has several *pages*. Code 0 is an empty column, and C + 1 an unused row: neither equals a label.
+A ciphertext encrypts a vector of numbers, one per slot. The *unique list* has every label that a client has presented,
+once. One subtraction of ciphertexts compares several labels of a client with the whole list. For this, the slots are
+laid out as a table. Label y of C has the code y + 1. In a ciphertext of the list, each *column* holds the code of one
+entry, the same in all *rows*. In a ciphertext of a client, each row holds the code of one of its labels, the same in
+all columns. A client with more labels than rows sends several ciphertexts, called *sheets*. If C exceeds the number of
+slots, the list has several ciphertexts, called *pages*. Code 0 is an empty column, and C + 1 an unused row: neither
+equals the code of a label.
 
 A difference d must only tell whether it is zero. Multiplication by a random number is not enough, because the product
 r·d of real numbers still shows the magnitude of d. The server therefore computes
@@ -11,10 +14,10 @@ r·d of real numbers still shows the magnitude of d. The server therefore comput
     z = r·d + p·s + u
 
 with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S integers and |u| ≤ 1/16. Modulo p, z is
-r·d: zero for d = 0, and exactly uniform over 1 … p − 1 for every other d. The rest of z, its multiple of p, is s plus
-at most p steps: its distribution changes with d by at most p / S (2⁻¹⁹ up to 5,000 classes). The noise u hides CKKS's
-own error, which is proportional to r. Together they stay below 1/4, so that rounding is exact. The term p·s + u is a
-fresh encryption, which hides the history of the ciphertext.
+r·d: zero for d = 0, and exactly uniform over 1 … p − 1 for every other d. The multiple of p in z is s plus a number
+below p that depends on d. The distribution of this sum changes with d by at most p / S (2⁻¹⁹ up to 5,000 classes). The
+noise u hides CKKS's own error, which is proportional to r. Together, noise and error stay below 1/4, so that rounding
+is exact. The term p·s + u is encrypted afresh for each comparison, which hides how the ciphertext was computed.
 """
 
 from __future__ import annotations
@@ -30,17 +33,17 @@ from fedstrata.base.errors import FedstrataError
 from fedstrata.stratify.masking.ckks import COMPARING
 
 MOST_CLASSES = 60_000
-"""The most classes for which p / S is at most 2⁻¹²."""
+"""The most classes that are supported, because p / S is at most 2⁻¹² for them."""
 
 TOLERANCE = 0.25
 _FLOOD = 1 / 16
 _SPAN = 2**44
-"""An upper bound of |z|: after encoding and decoding in double precision, such numbers are accurate to 1/256."""
+"""An upper bound of |z|. Numbers up to this size are accurate to 1/256 after they are encoded and decoded."""
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """The layout for C classes.
+    """The layout of ciphertexts for C classes; the module's docstring describes it.
 
     Args:
         classes: C, the largest number of entries of the unique list.
@@ -61,12 +64,12 @@ class SlotLayout:
 
     @property
     def rows(self) -> int:
-        """The number of labels on a sheet."""
+        """The number of rows, which is the number of labels on a sheet."""
         return self.slots // self.width
 
     @property
     def pages(self) -> int:
-        """The number of pages of the list."""
+        """The number of pages of the unique list."""
         return -(-self.classes // self.width)
 
     @property
@@ -78,17 +81,17 @@ class SlotLayout:
         return candidate
 
     def sheets(self, labels: int) -> int:
-        """Return the number of sheets for some labels; a client without labels sends one sheet too."""
+        """Return the number of sheets for a client with ``labels`` labels; a client without labels sends one, too."""
         return max(1, -(-labels // self.rows))
 
     def sheets_of(self, labels: Ints) -> list[Floats]:
-        """Return a client's sheets.
+        """Return a client's sheets before encryption.
 
         Args:
-            labels: Class numbers, shape (L,).
+            labels: The indices of the client's classes, shape (L,).
 
         Returns:
-            Arrays of shape (slots,).
+            The sheets, each an array of shape (slots,).
         """
         codes = np.full(self.sheets(len(labels)) * self.rows, self.classes + 1, dtype=np.float64)
         codes[: len(labels)] = labels + 1
@@ -97,14 +100,15 @@ class SlotLayout:
         return list(sheets)
 
     def entries(self, labels: Ints, places: Ints) -> dict[int, Floats]:
-        """Return the vectors that add labels to the list.
+        """Return the vectors that a client encrypts to add labels to the unique list.
 
         Args:
-            labels: Class numbers, shape (L,).
-            places: Page times width plus column, shape (L,).
+            labels: The indices of the classes to add, shape (L,).
+            places: The place of each on the list, page · width + column, shape (L,).
 
         Returns:
-            For each page that gets an entry, an array of shape (slots,) that is zero in all other columns.
+            A mapping from each page that gets an entry to the array to add to it, of shape (slots,). The array is zero
+            in all columns without a new entry.
         """
         pages: dict[int, Floats] = {}
         for label, place in zip(labels.tolist(), places.tolist(), strict=True):
@@ -114,9 +118,10 @@ class SlotLayout:
         return pages
 
     def blind(self) -> tuple[Floats, Floats]:
-        """Draw r and p·s + u for every slot from the operating system's randomness.
+        """Draw the factor r and the mask p·s + u for every slot, shape (slots,) each.
 
-        Clients know the experiment's seed and could repeat draws from it.
+        The numbers come from the operating system's randomness. Clients know the experiment's seed, so that they could
+        repeat draws that depend on it.
         """
         p = self.prime
         spread = min(p << 20, _SPAN // p)
@@ -126,15 +131,16 @@ class SlotLayout:
         return factors.astype(np.float64), multiples + flood
 
     def find(self, opened: Sequence[Ints], sheets: Ints, labels: int) -> Ints:
-        """Find the zeros.
+        """Find the labels of a client that are on the unique list: those with a zero among the decrypted differences.
 
         Args:
-            opened: Decrypted differences, one array of shape (slots,) for each ciphertext.
-            sheets: The sheet that each ciphertext compares.
+            opened: The decrypted differences, one array of shape (slots,) for each ciphertext.
+            sheets: The index of the client's sheet that each ciphertext compares.
             labels: L, the number of labels that the client sent.
 
         Returns:
-            For each label, the number of the ciphertext times width plus the column of its zero; −1 without a zero.
+            The place of each label, shape (L,): i · width + c if its zero is in column c of ciphertext i, and −1 if the
+            label has no zero.
 
         Raises:
             FedstrataError: A label equals two entries, or an unused row equals one. This cannot happen if all parties
@@ -152,11 +158,11 @@ class SlotLayout:
 
 
 def below(bound: int, size: int) -> Ints:
-    """Draw numbers in 0 … bound − 1 from the operating system's randomness, uniform up to bound / 2⁶³."""
+    """Draw ``size`` numbers in 0 … bound − 1 from the operating system's randomness, with a bias below bound / 2⁶³."""
     drawn = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(1)
     return (drawn % np.uint64(bound)).astype(np.int64)
 
 
 def shuffled(size: int) -> Ints:
-    """Draw a permutation from the operating system's randomness."""
+    """Draw a permutation of 0 … ``size`` − 1 from the operating system's randomness."""
     return np.argsort(np.frombuffer(os.urandom(8 * size), dtype=np.uint64), kind="stable").astype(np.int64)

@@ -1,9 +1,10 @@
-"""The unique list under encryption, at the server: which clients share a label (Stratify §IV-A).
+"""The unique list: the encrypted list of all different labels, with which the server finds shared labels (§IV-A).
 
-Clients are compared with the list one after another until it is complete, then all others with the complete list.
-One subtraction compares many labels, and clients decrypt zeros or noise; ``fedstrata.stratify.masking.slot_layout``
-describes the layout of labels and the scrambling. The server holds public keys only: it learns the clients' answers,
-which are the places of zeros.
+The labels of clients are compared with the list one client after another, and new labels are added to it. When the list
+has all classes, all other clients are compared with it. The server subtracts ciphertexts and scrambles the differences,
+and the client decrypts them: a zero means that the labels are equal, and all other differences look random
+(``fedstrata.stratify.masking.slot_layout``). The server has public keys only. It learns the clients' replies, which say
+where the zeros are.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from fedstrata.stratify.masking.public_keys import Public, ask_one
 from fedstrata.stratify.masking.slot_layout import SlotLayout, shuffled
 
 TOGETHER = 8
-"""The number of clients whose ciphertexts are held at a time."""
+"""The number of clients whose ciphertexts are in memory at the same time."""
 
 
 @record("PackedRegister")
 class PackedRegister:
-    """A unique list, for clients that join later.
+    """The register with masking ``ckks``: the unique list, for clients that join later.
 
     Args:
-        keys: The public keys.
-        pages: The encrypted list.
-        places: The place of every placeholder, page times width plus column, shape (P,).
+        keys: The clients' public keys.
+        pages: A mapping from the index of each page of the list to its ciphertext.
+        places: The place of every placeholder on the list: page · width + column, shape (P,).
     """
 
     keys: PublicKeys
@@ -44,12 +45,12 @@ class PackedRegister:
 
 
 class UniqueList:
-    """The placeholders in the order in which their labels were discovered.
+    """The unique list at the server; its placeholders are numbered in the order in which their labels were discovered.
 
     Args:
-        federation: The federation, to ask clients, and for the number of classes, at which the list is complete.
+        federation: The federation, to ask clients. Its number of classes tells when the list is complete.
         public: The clients' public keys.
-        register: The list of earlier clients.
+        register: The list of an earlier enrolment, if there was one.
     """
 
     def __init__(self, federation: Federation, public: Public, register: PackedRegister | None = None) -> None:
@@ -77,7 +78,15 @@ class UniqueList:
         return self.ask(clients, SealLabels(self.classes), check=self.public.check_labels)
 
     def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
-        """Return the placeholder of each of the clients' labels; −1 for a label that is not on the list."""
+        """Compare clients with the list.
+
+        Args:
+            clients: A mapping from client to its encrypted labels.
+
+        Returns:
+            A mapping from client to the placeholders of its labels, with −1 for a label that is not on the list.
+            Clients without a possible answer are left out.
+        """
         requests, order = {}, {}
         for client, sealed in clients.items():
             order[client] = [
@@ -99,7 +108,16 @@ class UniqueList:
         return held
 
     def enlist(self, client: ClientId, sealed: SealedLabels, labels: Ints) -> bool:
-        """Add a client's labels to the list; return whether it succeeded."""
+        """Let a client add labels to the list.
+
+        Args:
+            client: The client.
+            sealed: Its encrypted labels.
+            labels: The indices of the new labels among the client's labels.
+
+        Returns:
+            True if the client answered.
+        """
         places = self._free[: len(labels)]
         request = Enlist(self.classes, torch.from_numpy(labels), torch.tensor(places, dtype=torch.int64))
         reply = ask_one(self.federation, client, request, check=self.public.check_labels)
@@ -113,10 +131,10 @@ class UniqueList:
         return True
 
     def discover(self, clients: Sequence[ClientId]) -> tuple[dict[ClientId, Ints], Sequence[ClientId]]:
-        """Ask clients one after another until the list is complete.
+        """Compare clients with the list one after another, and add their new labels, until the list is complete.
 
         Returns:
-            The placeholders of the clients that answered, and the clients that were not asked.
+            A mapping from each client that answered to its placeholders; and the clients that were not asked.
         """
         held: dict[ClientId, Ints] = {}
         for position, client in enumerate(clients):
@@ -134,7 +152,7 @@ class UniqueList:
         return held, ()
 
     def locate(self, clients: Sequence[ClientId]) -> dict[ClientId, Ints]:
-        """Return the placeholders of clients whose labels must all be on the list."""
+        """Return the placeholders of clients, when the list is complete; clients with other labels are refused."""
         held: dict[ClientId, Ints] = {}
         for begin in range(0, len(clients), TOGETHER):
             matched = self.match(self.sealed(clients[begin : begin + TOGETHER]))
@@ -142,7 +160,13 @@ class UniqueList:
         return held
 
     def _fits(self, client: ClientId, placeholders: Ints, room: int) -> bool:
-        """Return whether a client's answer is possible; refuse the client if not."""
+        """Return True if a client's answer is possible; otherwise, refuse the client.
+
+        Args:
+            client: The client.
+            placeholders: The placeholders of its labels, −1 for labels that are not on the list.
+            room: The number of entries that the list can still get.
+        """
         known = placeholders[placeholders >= 0]
         new = len(placeholders) - len(known)
         defect = ""
@@ -155,7 +179,7 @@ class UniqueList:
         return not defect
 
     def refuse(self, client: ClientId, defect: str) -> None:
-        """Exclude a client, with an event."""
+        """Count a client as failed, and record an event with the reason."""
         self.federation.log.failed.add(client)
         self.federation.note("refused", [client], f"client {client} in round {self.federation.round}: {defect}")
 
@@ -166,7 +190,7 @@ class UniqueList:
         *,
         check: Check | None = None,
     ) -> dict[ClientId, Any]:
-        """Ask clients; an exception of a single client counts as no answer."""
+        """Ask clients. If only one is asked and it raises an exception, it counts as a client that did not answer."""
         if len(clients) == 1:
             ((client, single),) = Requests.of(clients, request).items()
             reply = ask_one(self.federation, client, single, check=check)
@@ -182,7 +206,15 @@ class UniqueList:
         return product.serialize()  # type: ignore[no-any-return]
 
     def _resolve(self, places: Ints, order: list[tuple[int, int]]) -> Ints | None:
-        """Return the placeholders for a client's answer about shuffled ciphertexts; None for an impossible answer."""
+        """Convert a client's answer to placeholders.
+
+        Args:
+            places: The places of the zeros; see ``CompareReply``.
+            order: The sheet and the page that each ciphertext of the request compared.
+
+        Returns:
+            The placeholder of each label, −1 without a zero; None if the answer is impossible.
+        """
         placeholder_at = {place: placeholder for placeholder, place in enumerate(self.places)}
         placeholders = np.full(len(places), -1, dtype=np.int64)
         for label, place in enumerate(places.tolist()):
