@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import asked
 import pytest
 from site_engine import make_site_engine
 
 import fedstrata as fs
 from fedstrata.base.errors import DataError
 from fedstrata.cli import main
+from fedstrata.federation.messages import Fit
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.ledger import FILE, HEAD, HEADS, PLACE, Entry, Head, Ledger, check, heads_of, totals
@@ -24,6 +29,7 @@ from fedstrata.sites.policy import Policy
 from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
+from fedstrata.sites.wire import Begun, Done
 
 WRITER = """
 import sys
@@ -266,6 +272,56 @@ def test_where_nothing_can_be_written_nothing_is_said_to_be(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"."):
         Ledger(tmp_path / "file").append(entries(1))
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_entries_that_could_not_be_written_as_a_whole_are_written_once(tmp_path: Path) -> None:
+    """A disk that is full in the middle of the entries, and one without room for the head."""
+    one, other = Ledger(tmp_path), Ledger(tmp_path)
+    one.append(entries(2))
+    size = (tmp_path / FILE).stat().st_size
+    with files_of_at_most(size + size // 2 + 20), pytest.raises(OSError, match="too large"):
+        one.append(entries(5, "b"))
+    head = (tmp_path / HEAD).read_text()
+    (tmp_path / HEAD).unlink()
+    (tmp_path / HEAD).mkdir()
+    for _ in range(3):
+        with pytest.raises(IsADirectoryError):
+            one.append(entries(5, "b"))
+    (tmp_path / HEAD).rmdir()
+    (tmp_path / HEAD).write_text(head)
+    assert check(tmp_path).problems == check(tmp_path).notes == []
+    one.append(entries(5, "b"))
+    other.append(entries(1, "c"))
+    found = check(tmp_path)
+    assert (found.problems, found.notes) == ([], [])
+    assert "".join(entry["run"] for entry in found.entries) == "aabbbbbc"
+
+
+def test_an_answer_that_stayed_is_no_answer(tmp_path: Path) -> None:
+    site = asked.Site(tmp_path / "states", policy=Policy(jobs="within-policy", min_samples=1))
+    site.site_server.ledger = Ledger(tmp_path)
+    assert isinstance(site.begin(), Begun)
+    (tmp_path / HEAD).mkdir()
+    for number in range(3):
+        assert "IsADirectoryError" in site.ask(Fit(1, site.weights, {}, 1.0))[0].reason, number
+    assert "the ledger cannot be written" in site.site_server.problem
+    (tmp_path / HEAD).rmdir()
+    assert site.save(1) == Done()
+    found = check(tmp_path)
+    assert (found.problems, found.notes) == ([], [])
+    assert [entry.get("failed", entry.get("refused")) for entry in found.entries] == [
+        "IsADirectoryError", "repeat", "repeat",
+    ]  # fmt: skip
 
 
 def test_a_file_that_is_no_ledger_is_not_gone_on_with(tmp_path: Path) -> None:

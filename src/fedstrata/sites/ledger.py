@@ -13,6 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -139,13 +140,21 @@ class Ledger:
     def _write(self, tables: Sequence[Mapping[str, Any]]) -> None:
         if not tables:
             return
-        self._log.append(*({"n": n, **table} for n, table in enumerate(tables, self._head.entries + 1)))
-        self._head = Head(self._head.entries + len(tables), self._log.last)
-        self._log.sync()
-        # After a crash the old head is still valid, because it is a head of the same chain.
-        beside = self.head_path.with_name(f".{HEAD}.{os.getpid()}")
-        beside.write_text(f"{self._head}\n", encoding="utf-8")
-        beside.replace(self.head_path)
+        before, last, size = self._head, self._log.last, self._log.size
+        try:
+            self._log.append(*({"n": n, **table} for n, table in enumerate(tables, before.entries + 1)))
+            self._head = Head(before.entries + len(tables), self._log.last)
+            self._log.sync()
+            # After a crash the old head is still valid, because it is a head of the same chain.
+            beside = self.head_path.with_name(f".{HEAD}.{os.getpid()}")
+            beside.write_text(f"{self._head}\n", encoding="utf-8")
+            beside.replace(self.head_path)
+        except BaseException:
+            # The caller writes the entries again, so none may stay, for example if the head does not fit on the disk.
+            self._head, self._log.last, self._log.size = before, last, size
+            with suppress(OSError):
+                os.truncate(self.path, size)
+            raise
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class SiteServer:
             return self.request_cache.answer(envelope.number, lambda: self._answered(envelope))
         except Exception as error:
             # No error may end the site, and the server must learn of each.
+            self._mark(failed=type(error).__name__)
             if isinstance(error, RuleError):
                 self.refused(error, what, caller)
             elif not isinstance(error, LateError):
@@ -118,7 +119,7 @@ class SiteServer:
             try:
                 self._write_ledger()  # an error is an answer too
             except Exception as unwritten:
-                error = unwritten
+                error, self.problem = unwritten, f"the ledger cannot be written: {unwritten}"
             for_good = isinstance(error, RuleError) and error.for_good
             return records.encode(wire.Refused(self.message_of(error), for_good))
 
@@ -136,7 +137,7 @@ class SiteServer:
             try:
                 self._run.guard.leave(records.size(answer))
             except RuleError as error:
-                self._mark_refused(error.rule)
+                self._mark(refused=error.rule)
                 raise
         head = self._write_ledger()
         if isinstance(answer, (wire.Answers, wire.Hopped)):
@@ -151,13 +152,20 @@ class SiteServer:
             with self._noting:
                 self._entries.append((threading.get_ident(), Entry(**{"run": run, "kind": kind, **about})))
 
-    def _mark_refused(self, rule: str) -> None:
-        """Change this thread's entries of answers to refusals."""
+    def _mark(self, **outcome: str) -> None:
+        """Note in this thread's entries of answers that these do not leave.
+
+        If a part of a sum is among them, it has left, and the numbers of its clients are in it.
+        """
         me = threading.get_ident()
         with self._noting:
-            for place, (thread, entry) in enumerate(self._entries):
-                if thread == me and not entry.refused and not entry.failed:
-                    self._entries[place] = thread, dataclasses.replace(entry, refused=rule)
+            mine = [place for place, (thread, _) in enumerate(self._entries) if thread == me]
+            if any(self._entries[place][1].kind == wire.Part.__name__ for place in mine):
+                return
+            for place in mine:
+                entry = self._entries[place][1]
+                if not entry.refused and not entry.failed:
+                    self._entries[place] = me, dataclasses.replace(entry, **outcome)
 
     def _write_ledger(self) -> str:
         """Write the entries to the disk, and return the head of the ledger."""
