@@ -6,9 +6,12 @@ on the guarded site too, and the test says so.
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +24,14 @@ from target import Target, Targets
 
 from fedstrata.audits.gradients import EXACT, inputs_from, labels_from
 from fedstrata.base import records
+from fedstrata.base.errors import FedstrataError
 from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.federation.messages import Fit, Params, Weights
 from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.sampling.messages import SizeReport
+from fedstrata.sites.configuration import described
+from fedstrata.sites.policy import RuleError
+from fedstrata.sites.settings import JobSpec, SiteSettings
 from fedstrata.sites.wire import Ask, Failed, Fetch, Hopped
 from fedstrata.stratify.messages import Gradient, LabelReport, Reserve, Steps
 
@@ -227,6 +234,35 @@ def test_a_spec_names_nothing_that_lies_at_the_site(target: Targets, tmp_path: A
     assert "catalog" in answer.reason
     if what != "the hub":  # the control: a site that lets anything be named reads the file
         assert isinstance(control.call(begin), Begun)
+
+
+@pytest.mark.parametrize("what", ["a trace", "a path", "a file of a partition"])
+def test_a_spec_names_nothing_that_lies_at_the_server(tmp_path: Path, what: str) -> None:
+    """The administrator gets the error of a job, and is another party than the server."""
+    pytest.importorskip("nvflare")
+    from fedstrata.sites.job import Server
+
+    secret = tmp_path / "secret"
+    secret.write_text("toor:x:0:0\nclient,first,last\n")
+    tables: dict[str, Any] = {
+        "a trace": {"availability": {"name": "trace", "file": str(secret)}},
+        "a path": {"data": {"name": f"{secret}.npz"}},
+        "a file of a partition": {"partition": {"name": "given", "file": str(secret)}},
+    }
+    text = tomli_w.dumps({"method": {"name": "fedavg"}, **tables[what]})
+    plan = JobSpec("run.toml", "run", 2, own_data=False)
+
+    near = SimpleNamespace(sites=["a", "b"])
+
+    def run(**settings: Any) -> None:
+        Server([])._run(plan, text, tmp_path / "run", near, SiteSettings(**settings))  # type: ignore[arg-type]
+
+    with pytest.raises(RuleError, match=r"accepted here: digits, by 'catalog'"):
+        run()
+    with pytest.raises(FedstrataError) as listed:
+        run(catalog=[str(secret), f"{secret}.npz"])
+    assert not isinstance(listed.value, RuleError), "the control: the file is read"
+    assert "toor" not in json.dumps(described(listed.value))
 
 
 # --- the order of things ---------------------------------------------------------------------------------------------

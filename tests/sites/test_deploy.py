@@ -711,6 +711,20 @@ def test_a_job_that_its_sites_would_refuse_is_not_deployed(tmp_path: Path, table
 
 
 @needs_nvflare
+def test_a_job_that_its_server_would_refuse_is_not_deployed(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("client,first,last\n0,1,9\n1,1,9\n")
+    table = {"partition": {"name": "iid", "clients": 2}, "availability": {"name": "trace", "file": str(trace)}}
+    spec, named = fs.Experiment.from_table(table), {"catalog": [str(trace)]}
+    sites: dict[str, Any] = {"site": {"a": named, "b": named}}
+    with pytest.raises(SpecError, match=r"server\.catalog = \[\]: the server would refuse the job: .*trace\.csv"):
+        provision(spec, Sites.model_validate(sites), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    provision(spec, Sites.model_validate({**sites, "server": named}), tmp_path / "out")
+    assert SiteSettings.read(tmp_path / "out" / "server").catalog == [str(trace)]
+
+
+@needs_nvflare
 def test_a_site_accepts_the_job_that_it_was_made_for(kits: Path) -> None:
     spec = fs.Experiment.from_toml(HOSPITALS / "hospitals.toml")
     for name in ("cleveland", "hungary"):

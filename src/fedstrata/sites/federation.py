@@ -49,12 +49,14 @@ class ServerEntry(Setting):
         data: Its file of test samples, if sites have their own data. Without it each site measures the model on a part
             of its own data (``evaluation.client_test``).
         allow: Top-level packages from which a spec may name ``module:Class`` at the server.
+        catalog: Data sets and files at the server that a spec may name.
     """
 
     host: str = "localhost"
     port: int = Field(default=8002, ge=1, le=65535)
     data: str | None = None
     allow: list[str] = []
+    catalog: list[str] = []
 
 
 class Sites(Setting):

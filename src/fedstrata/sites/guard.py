@@ -45,22 +45,27 @@ def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool)
     """
     table = parse_toml(text)
     if not settings.simulated:
-        _refuse_files(table, settings.catalog, data=not own_data and settings.data is None)
+        refuse_files(table, settings.catalog, data=not own_data and settings.data is None)
     return declaration_of(Experiment.from_table(table), clients=clients, own_data=own_data)
 
 
-def _refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bool) -> None:
-    """Refuse a spec that names data or files at the site that are not in the site's catalog.
+def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bool) -> None:
+    """Refuse a spec that names data or files at a party (a site, or the server) that are not in its catalog.
+
+    Args:
+        table: The spec.
+        catalog: The party's catalog.
+        data: Whether the party reads the data that the spec names.
 
     Raises:
         RuleError: The spec names such data or such a file.
     """
     accepted = ", ".join((*BUNDLED, *catalog))
-    where = f"accepted here: {accepted}, by 'catalog' in the site's own settings"
+    where = f"accepted here: {accepted}, by 'catalog' in its own settings (local/fedstrata.toml)"
     section = table.get("data", {})
     name = section.get("name", BUNDLED[0]) if isinstance(section, dict) else section
     if data and name not in (*BUNDLED, *catalog):
-        raise RuleError("data", f"data.name = {name!r} names what lies at this site or is fetched for it; {where}")
+        raise RuleError("data", f"data.name = {name!r} names what lies here or is fetched; {where}")
     # [data] is left out: a column of a table may be called 'file'.
     level: list[tuple[str, Any]] = [("", {key: value for key, value in table.items() if key != "data"})]
     while level:
@@ -68,7 +73,7 @@ def _refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: b
         if isinstance(entry, dict):
             for key, value in entry.items():
                 if key == "file" and value not in catalog:
-                    raise RuleError("data", f"{place}file = {value!r} names a file at this site; {where}")
+                    raise RuleError("data", f"{place}file = {value!r} names a file that lies here; {where}")
                 level.append((f"{place}{key}.", value))
         elif isinstance(entry, list):
             level += [(place, each) for each in entry if isinstance(each, (dict, list))]

@@ -24,6 +24,7 @@ from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.configuration import ERROR, RESULT, described
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
+from fedstrata.sites.guard import refuse_files
 from fedstrata.sites.idempotency import RequestCache, heartbeat
 from fedstrata.sites.ledger import HEADS, PLACE, Ledger
 from fedstrata.sites.members import Members
@@ -117,7 +118,10 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             end.reached = True
 
     def _run(self, plan: JobSpec, text: str, folder: Path, transport: CollabTransport, settings: SiteSettings) -> None:
-        spec = Experiment.from_table(tomllib.loads(text))
+        table = tomllib.loads(text)
+        if not settings.simulated:
+            refuse_files(table, settings.catalog, data=not plan.own_data)
+        spec = Experiment.from_table(table)
         if not settings.simulated:  # a job must not decide where this server writes
             spec = spec.model_copy(update={"tracking": Tracking()})
         resume = (folder / SPEC).exists()

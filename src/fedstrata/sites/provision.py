@@ -21,7 +21,7 @@ from fedstrata.sites.check import PART, SPEC
 from fedstrata.sites.configuration import CLASSES, write_job
 from fedstrata.sites.data_schema import prepare_server
 from fedstrata.sites.federation import Sites, path_of, policy_of
-from fedstrata.sites.guard import declared
+from fedstrata.sites.guard import declared, refuse_files
 from fedstrata.sites.kits import RECORDS, close, finish
 from fedstrata.sites.members import write_members
 from fedstrata.sites.nvflare_workarounds import SCHEDULER
@@ -79,13 +79,18 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         except RuleError as error:
             problem = f"would take no part: {error}; [policy] in the file of sites is what goes into the kits"
             raise SpecError(f"site.{name}", problem) from None
+    try:
+        refuse_files(spec.to_spec(), sites.server.catalog, data=not sites.own_data)
+    except RuleError as error:
+        raise SpecError("server.catalog", f"the server would refuse the job: {error}", sites.server.catalog) from None
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
     _certify(sites, out)
     run = run_of(spec.to_toml())
     waits = sites.patience, sites.relay == "direct", sites.least, sites.fewer
     plan = JobSpec("run.toml", run, len(site_of_client), site_of_client, sites.own_data, *waits)
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()])
-    _write_settings(out / SERVER, SiteSettings(data=test, patience=sites.patience, allow=sites.server.allow))
+    own = {"data": test, "allow": sites.server.allow, "catalog": sites.server.catalog}
+    _write_settings(out / SERVER, SiteSettings(patience=sites.patience, **own))
     for name, own in settings.items():
         _write_settings(out / name, own)
         (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
