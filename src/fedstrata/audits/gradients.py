@@ -32,6 +32,7 @@ from fedstrata.audits.replay import Watch, last_checkpoints, step_until
 from fedstrata.audits.similarity import mean_of
 from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import replace_file, write_json
+from fedstrata.base.printable import printable
 from fedstrata.base.process import training_process
 from fedstrata.base.rng import rng, torch_seeded
 from fedstrata.clients.client import ClientContext
@@ -491,7 +492,7 @@ def caption(audit: GradientAudit) -> str:
 
 def to_markdown(audit: GradientAudit) -> str:
     """Return the caption and the table in Markdown."""
-    return f"{caption(audit)}\n\n{markdown_table(HEADINGS, map(cells, audit.findings), left=0)}"
+    return f"{printable(caption(audit))}\n\n{markdown_table(HEADINGS, map(cells, audit.findings), left=0)}"
 
 
 def print_table(audit: GradientAudit) -> None:

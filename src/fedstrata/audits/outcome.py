@@ -15,6 +15,7 @@ from fedstrata.audits.attacks import ATTACKS
 from fedstrata.audits.prototypes import BASELINE, Audit, Finding
 from fedstrata.audits.similarity import mean_of
 from fedstrata.base.jsonl import replace_file, write_json
+from fedstrata.base.printable import printable
 from fedstrata.reporting.tables import markdown_table
 
 NAME = "prototypes"
@@ -110,14 +111,14 @@ def print_table(audit: Audit) -> None:
             last = row.feature
         _, attack, *numbers = cells(row)
         table.add_row(f"  {attack}", *numbers[:3], *numbers[4:7])
-    rich.print(Text(caption(audit)))
+    rich.print(Text(printable(caption(audit))))
     rich.print(table)
 
 
 def to_markdown(audit: Audit) -> str:
     """Return the caption and the table in Markdown."""
     table = markdown_table(HEADINGS, map(cells, rows(audit)), left=2)
-    return f"{caption(audit)}\n\n{table}\n![contact sheet]({NAME}.png)\n"
+    return f"{printable(caption(audit))}\n\n{table}\n![contact sheet]({NAME}.png)\n"
 
 
 def to_json(audit: Audit) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import jsonable
+from fedstrata.base.printable import print_lines
 
 if TYPE_CHECKING:
     from fedstrata.evaluation.history import History
@@ -70,7 +71,8 @@ def add_output(parser: argparse.ArgumentParser, progress: bool = True) -> None:
 
 def print_json(result: object) -> None:
     """Print a result for programs, as JSON; NaN and infinity become null."""
-    print(json.dumps(jsonable(result), indent=1, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(jsonable(result), indent=1, ensure_ascii=False, allow_nan=False)
+    print("".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text))
 
 
 def print_result(options: argparse.Namespace, result: object, *lines: str) -> None:
@@ -78,7 +80,7 @@ def print_result(options: argparse.Namespace, result: object, *lines: str) -> No
     if options.json:
         print_json(result)
     else:
-        print(*lines, sep="\n")
+        print_lines(*lines)
 
 
 SPEC_HELP = "a TOML file; all defaults without one"
@@ -205,8 +207,8 @@ def show_run(history: History, as_json: bool = False) -> int:
 
     rich.print(summary_panel(history))
     if (problems := failures(history)) is not None:
-        print(problems)
-    print(f"written to {history.path}")
+        print_lines(problems)
+    print_lines(f"written to {history.path}")
     return code
 
 

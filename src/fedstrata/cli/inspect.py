@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fedstrata.base.errors import SpecError
+from fedstrata.base.printable import print_lines, printable
 from fedstrata.cli import common
 from fedstrata.cli.common import Commands, add_command, add_output, print_json, print_result
 
@@ -98,7 +99,7 @@ def _keys(title: str, about: str, rows: Sequence[Sequence[str]]) -> None:
     import rich
     from rich.text import Text
 
-    rich.print(Text(f"{title}: {about}"))
+    rich.print(Text(printable(f"{title}: {about}")))
     if rows:
         _columns(("  key", "takes", "default", "what it is"), [(f"  {key}", *rest) for key, *rest in rows])
     print()
@@ -112,7 +113,7 @@ def _columns(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
     table = Table(*headings, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     rich.print(table)
 
 
@@ -150,7 +151,7 @@ def _partition(options: argparse.Namespace) -> None:
         print_json({"picture": str(options.out), "classes": classes, "samples": table.tolist()})
     else:
         rich.print(render_table(assignment, data))
-        print(f"picture: {options.out}")
+        print_lines(f"picture: {options.out}")
 
 
 def add_strata(commands: Commands) -> None:

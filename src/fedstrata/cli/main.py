@@ -18,6 +18,7 @@ from fedstrata import __version__
 from fedstrata.base import outer
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.loading import only_from
+from fedstrata.base.printable import print_lines
 from fedstrata.base.signals import TERMINATED, Terminated, ending_in_order
 from fedstrata.cli import inspect, masking, predict, results, run, teach
 
@@ -58,12 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except (SpecError, DataError) as error:
-        print(f"fedstrata: error: {_flat(error)}", file=sys.stderr)
+        print_lines(f"fedstrata: error: {_flat(error)}", file=sys.stderr)
         return BAD_INPUT
     except (FedstrataError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _is_reader_gone():
             return 0
-        print(f"fedstrata: {_flat(error)}", file=sys.stderr)
+        print_lines(f"fedstrata: {_flat(error)}", file=sys.stderr)
         return FAILED
     except (KeyboardInterrupt, Terminated) as stop:
         how, code = ("told to end", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
@@ -118,4 +119,4 @@ def _is_reader_gone() -> bool:
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"fedstrata: warning: {message}", file=sys.stderr)
+    print_lines(f"fedstrata: warning: {message}", file=sys.stderr)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.printable import printable
 from fedstrata.cli import common
 from fedstrata.cli.common import Commands, add_command, add_output, located, print_json, run_folder
 
@@ -92,7 +93,7 @@ def _table(options: argparse.Namespace) -> None:
 def _print_heading(format: str, data: str, tables: int) -> None:
     """Print the name of a data set if there are several tables, and the format has a place for it."""
     if tables > 1 and format in ("latex", "markdown", "console"):
-        print({"latex": "% ", "markdown": "\n", "console": ""}[format] + f"On {data or 'unnamed data'}:\n")
+        print({"latex": "% ", "markdown": "\n", "console": ""}[format] + f"On {printable(data or 'unnamed data')}:\n")
 
 
 def _print_by_client(runs: Mapping[str, Sequence[History]], column: str, format: str) -> None:
@@ -159,8 +160,8 @@ def _sweep(options: argparse.Namespace) -> int:
     with run_folder(options.out, f"sweep-{Path(spec.data.name).stem}") as out:
         settings = {"seeds": seeds, "out": out, "jobs": jobs}
         result = _search(options, table, settings) if options.search else _grid_search(options, table, grid, settings)
-    text = f"{to_markdown(result)}\nwritten to {out}: sweep.md, sweep.json, best.toml"
-    common.print_result(options, {"folder": str(out), **figures(result)}, text)
+    lines = [*to_markdown(result).splitlines(), f"written to {out}: sweep.md, sweep.json, best.toml"]
+    common.print_result(options, {"folder": str(out), **figures(result)}, *lines)
     return common.exit_code(result.histories)
 
 

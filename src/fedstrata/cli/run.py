@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fedstrata.base import outer
 from fedstrata.base.errors import SpecError
+from fedstrata.base.printable import print_lines
 from fedstrata.cli import common
 from fedstrata.cli.common import Commands
 
@@ -56,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
         spec = common.located(options, lambda: Experiment.from_table(table))
         if COMPARE in table:
             note = f"[{COMPARE}] is for 'fedstrata compare'; this runs {spec.method.name} alone"
-            print(f"fedstrata: note: {note}", file=sys.stderr)
+            print_lines(f"fedstrata: note: {note}", file=sys.stderr)
     name = f"{spec.method.name}-{Path(spec.data.name).stem}"
     with common.run_folder(out, name) as folder:
         with Progress(options.quiet) as progress:
@@ -129,7 +130,7 @@ def _compare(options: argparse.Namespace) -> int:
         rich.print(to_rich(compare_table(runs)))
         if all(spec.data == first.data for spec in experiments.values()):  # accuracies on different data do not compare
             rich.print(contrasts.to_rich(contrasts.contrast(runs)))
-        print(f"written to {out}: table.md, accuracy.png, report.html")
+        print_lines(f"written to {out}: table.md, accuracy.png, report.html")
     return common.exit_code(asked)
 
 

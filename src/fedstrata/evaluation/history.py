@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedstrata.base.errors import DataError, ExtraMissingError, SpecError, nearest
 from fedstrata.base.jsonl import jsonable, read_jsonl, replace_file
+from fedstrata.base.printable import csv_cell
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -326,10 +327,10 @@ class History(Sequence[Record]):
         names = list(dict.fromkeys(name for record in self for name in record))
         with Path(path).open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(names)
+            writer.writerow(map(csv_cell, names))
             for record in self:
                 values = (record.get(name) for name in names)
-                writer.writerow([json.dumps(v) if isinstance(v, (list, dict)) else v for v in values])
+                writer.writerow([json.dumps(v) if isinstance(v, (list, dict)) else csv_cell(v) for v in values])
 
 
 def frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import replace_file, write_json
+from fedstrata.base.printable import printable
 from fedstrata.evaluation.history import History
 from fedstrata.experiments.compare import Watcher, compare
 from fedstrata.reporting.statistics import Estimate
@@ -180,7 +181,7 @@ def figures(result: Sweep) -> dict[str, Any]:
 
 def to_markdown(result: Sweep) -> str:
     """Return the table in Markdown, with the best cell and its test accuracy below."""
-    from fedstrata.reporting.tables import Measure, shown
+    from fedstrata.reporting.tables import Measure, markdown_row, shown
 
     accuracy = Measure("validation accuracy, %", 100, 2)
     keys = list(next(iter(result.cells.values())).settings) if result.cells else []
@@ -191,10 +192,10 @@ def to_markdown(result: Sweep) -> str:
     if result.notes:
         notes = ["", "---", *(result.notes.get(label, "") for label in result.cells)]
         lines = [[*line, note] for line, note in zip(lines, notes, strict=True)]
-    text = "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+    text = "".join(map(markdown_row, lines))
     if result.best is None:
         return f"{text}\nNo setting has a validation accuracy of every seed.\n"
     runs = result.histories[result.best]
     test = shown(Estimate.over(run.final_accuracy for run in runs), accuracy, len(runs))
     seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds, mean ± sample standard deviation"
-    return f"{text}\nBest: {result.best}; its test accuracy is {test} %. By the last evaluation; {seeds}.\n"
+    return f"{text}\nBest: {printable(result.best)}; its test accuracy is {test} %. By the last evaluation; {seeds}.\n"

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from fedstrata.base.errors import FedstrataError
+from fedstrata.base.printable import print_lines
 from fedstrata.cli import common
 
 
@@ -58,7 +59,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     wrong = {**(pages.missing(tables.values(), out, quick=True) if options.quick else {}), **failed}
     if wrong and not options.show:
         for name, why in wrong.items():
-            print(f"fedstrata: {name}: {' '.join(why.split())}", file=sys.stderr)
+            print_lines(f"fedstrata: {name}: {' '.join(why.split())}", file=sys.stderr)
         raise FedstrataError(f"{len(wrong)} cells or files are missing")
     return 0
 

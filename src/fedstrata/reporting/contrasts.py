@@ -12,6 +12,7 @@ import numpy as np
 
 from fedstrata.base.arrays import Floats
 from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.printable import csv_cell, printable
 from fedstrata.evaluation.history import History
 from fedstrata.reporting import tables
 from fedstrata.reporting.draw import TRAFFIC, Curves, quantity, spent
@@ -320,15 +321,17 @@ def to_rich(table: Contrasts) -> RenderableType:
     from rich.text import Text
 
     headings, groups = _lines(table)
-    parts = [part for title, rows in groups.items() for part in (Text(title), tables.rich_table(headings, rows))]
-    return Group(*parts, Text(caption(table)))
+    parts = [
+        part for title, rows in groups.items() for part in (Text(printable(title)), tables.rich_table(headings, rows))
+    ]
+    return Group(*parts, Text(printable(caption(table))))
 
 
 def to_markdown(table: Contrasts) -> str:
     """Return one table in Markdown, with its caption below."""
     headings, groups = _lines(table)
     rows = [[title, *cells] for title, lines in groups.items() for cells in lines]
-    return f"{tables.markdown_table(['', '', *headings], rows, left=2)}\n{caption(table)}\n"
+    return f"{tables.markdown_table(['', '', *headings], rows, left=2)}\n{printable(caption(table))}\n"
 
 
 def to_latex(table: Contrasts) -> str:
@@ -363,7 +366,7 @@ def escape(text: str) -> str:
     >>> print(escape("a_b & 50 %"))
     a\_b \& 50 \%
     """
-    return "".join(_LATEX.get(letter, letter) for letter in text)
+    return "".join(_LATEX.get(letter, letter) for letter in printable(text))
 
 
 def _mathematics(cell: str) -> str:
@@ -389,11 +392,12 @@ def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
     for data, table in comparisons.items():
         for row in table.rows:
             value, d = row.value, row.difference or Difference(None, 0)
-            writer.writerow(
+            cells = (
                 [data, row.key, row.label, row.seeds, value.n, value.mean, value.sd, *(value.interval or ("", ""))]
                 + ([""] * 8 if row.difference is None else
                    [table.baseline, d.n, d.mean, *(d.interval or ("", "")), table.test, d.p, d.corrected])
             )  # fmt: skip
+            writer.writerow(map(csv_cell, cells))
     return text.getvalue()
 
 

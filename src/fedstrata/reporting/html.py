@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstrata.base.jsonl import replace_file, write_json
+from fedstrata.base.printable import printable
 from fedstrata.evaluation.history import STANDARD, History
 from fedstrata.reporting import contrasts, plots, tables
 from fedstrata.reporting.charts import DASHES, FATE_NAMES, chart_data, is_own
@@ -72,7 +73,7 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
     text, plain = tables.to_markdown(rows), list[dict[str, Any]]()
     for data, members in (several := by_data(runs)).items():
         comparison = contrasts.contrast(histories(members))
-        text += f"\nOn {data}:\n\n" if len(several) > 1 else "\n"
+        text += f"\nOn {printable(data)}:\n\n" if len(several) > 1 else "\n"
         text += contrasts.to_markdown(comparison)
         plain += contrasts.to_json([row for row in rows if row.label in members], comparison)
     replace_file(folder / "table.md", text.encode())

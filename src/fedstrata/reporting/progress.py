@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
+from fedstrata.base.printable import printable
 from fedstrata.reporting.summary import percent
 from fedstrata.reporting.tables import MISSING
 
@@ -106,6 +107,7 @@ class Progress:
         bars, now = self._bars, self._clock()
         if bars is None or self._console is None:
             return
+        task, note = printable(task), printable(note)
         if task not in self._ids:  # parts that were done before do not count for the remaining time
             begin: dict[str, Any] = {"first": done, "began": now}
             self._ids[task] = bars.add_task(task, completed=done, total=total, note=note, visible=visible, **begin)

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from fedstrata.base.jsonl import read_jsonl
+from fedstrata.base.printable import printable
 from fedstrata.evaluation.history import History
 from fedstrata.reporting.tables import MISSING
 
@@ -23,9 +24,9 @@ def summary_panel(history: History) -> Panel:
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
     for word, value in summary_lines(history):
-        grid.add_row(word, Text(value))
+        grid.add_row(word, Text(printable(value)))
     seed = "" if history.seed is None else f", seed {history.seed}"
-    return Panel(grid, title=Text(f"{history.method or 'run'}{seed}"), title_align="left", expand=False)
+    return Panel(grid, title=Text(printable(f"{history.method or 'run'}{seed}")), title_align="left", expand=False)
 
 
 def summary_lines(history: History) -> list[tuple[str, str]]:

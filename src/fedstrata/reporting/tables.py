@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fedstrata.base.printable import printable
 from fedstrata.evaluation.history import History, target_text
 from fedstrata.reporting.statistics import Estimate
 
@@ -205,15 +206,18 @@ def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:
     Up to ``ABREAST`` labels are columns, with a row per measure. More labels are rows, with the measures by which
     methods are compared.
     """
+    from rich.text import Text
+
     if len(rows) <= ABREAST:
         cells = [[measure(key).heading, *(show(row, key) for row in rows)] for key in keys(rows)]
         table = rich_table([row.marked for row in rows], cells)
     else:
         shown = [key for key in keys(rows) if key not in ("best_round", "rounds", "seconds")]
-        # The deviation is below the mean, so that columns are narrow.
-        cells = [[row.marked, *(show(row, key).replace(" ±", "\n±") for key in shown)] for row in rows]
+        cells = [[row.marked, *(show(row, key) for key in shown)] for row in rows]
         table = rich_table([measure(key).heading for key in shown], cells, whole_words=True)
-    table.title, table.caption, table.caption_justify = title, caption(rows) or None, "left"
+    table.title = Text(printable(title), style="table.title") if title else None
+    table.caption = Text(printable(caption(rows)), style="table.caption") if caption(rows) else None
+    table.caption_justify = "left"
     return table
 
 
@@ -223,19 +227,20 @@ def rich_table(headings: Iterable[str], rows: Iterable[Sequence[str]], *, whole_
     Args:
         headings: The headings of the other columns.
         rows: The cells.
-        whole_words: Whether columns are wide enough for the words of their heading.
+        whole_words: Whether columns are wide enough for the words of their heading. Deviations are then below the
+            means, so that columns are narrow.
     """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table("", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for heading in headings:
+    for heading in map(printable, headings):
         width = max(map(len, heading.split())) if whole_words else None
         table.add_column(Text(heading), justify="right", overflow="fold", min_width=width)
     table.columns[0].overflow = "fold"
-    for row in rows:
-        table.add_row(*map(Text, row))
+    for first, *rest in (map(printable, row) for row in rows):
+        table.add_row(Text(first), *(Text(cell.replace(" ±", "\n±") if whole_words else cell) for cell in rest))
     return table
 
 
@@ -244,7 +249,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
     shown = keys(rows)
     headings = ["", *(measure(key).heading for key in shown)]
     text = markdown_table(headings, [[row.marked, *(show(row, key) for key in shown)] for row in rows])
-    return text + (f"\n{caption(rows)}\n" if caption(rows) else "")
+    return text + (f"\n{printable(caption(rows))}\n" if caption(rows) else "")
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
@@ -256,8 +261,17 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, le
     | a | 1 |
     """
     rules = ["---" if i < left else "---:" for i in range(len(headings))]
-    lines = [[cell.replace("|", r"\|") for cell in line] for line in (headings, rules, *rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(map(markdown_row, (headings, rules, *rows)))
+
+
+def markdown_row(cells: Iterable[str]) -> str:
+    r"""Return a row of a table in Markdown.
+
+    >>> print(markdown_row(["a|b\n", "1"]), end="")
+    | a\|b\\n | 1 |
+    """
+    safe = (printable(cell).replace("\\", r"\\").replace("|", r"\|") for cell in cells)
+    return f"| {' | '.join(safe)} |\n"
 
 
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import traceback
 from pathlib import Path
 from typing import Any
 
 from fedstrata.base.jsonl import write_json
+from fedstrata.base.printable import printable
 from fedstrata.sites.nvflare_workarounds import adapt_script
 
 RESOURCES = Path("local") / "resources.json"
@@ -58,11 +61,24 @@ def _set_paths(node: Any, kit: Path) -> None:
             _set_paths(value, kit)
 
 
+class Printable(logging.Filter):
+    """Makes the text of log records printable, because errors and names of other parties are in it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Change a record, and keep it. Lines of a traceback are indented, so that none looks like a record."""
+        record.msg, record.args = printable(record.getMessage()), None
+        if record.exc_info and not record.exc_text:
+            lines = "".join(traceback.format_exception(*record.exc_info)).splitlines()
+            record.exc_text = "\n".join(f"  {printable(line)}" for line in lines)
+        return True
+
+
 def configure_logging(kit: Path, *, verbose: bool) -> None:
     """Write the configuration of logs: all of fedstrata, and of NVFlare only errors unless ``verbose``."""
     config = json.loads((kit / LOGGING).with_suffix(".json.default").read_text(encoding="utf-8"))
     handlers = ["consoleHandler", "logFileHandler"]
-    config["handlers"] = {name: config["handlers"][name] for name in handlers}
+    config["filters"] = {"printable": {"()": f"{__name__}.{Printable.__name__}"}}
+    config["handlers"] = {name: config["handlers"][name] | {"filters": ["printable"]} for name in handlers}
     quiet: dict[str, Any] = {} if verbose else {"nvflare": {"level": "ERROR"}, "websockets": {"level": "ERROR"}}
     config["loggers"] = {"root": {"level": "INFO", "handlers": handlers}, **quiet}
     write_json(kit / LOGGING, config)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import jsonable
+from fedstrata.base.printable import print_lines
 from fedstrata.reporting.html import assets, render, template
 from fedstrata.reporting.runs import load_runs
 from fedstrata.sites.status import Source, source_of
@@ -25,7 +26,7 @@ SCRIPTS = ("uPlot.iife.min.js", "base.js", "live.js")
 _HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 
 
-def serve(folder: Path, port: int, report: Report = print) -> None:
+def serve(folder: Path, port: int, report: Report = print_lines) -> None:
     """Serve the page until the process is interrupted.
 
     Args:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fedstrata.base.printable import print_lines
 from fedstrata.sites.federation import Sites
 from fedstrata.sites.processes import end, start
 from fedstrata.sites.provision import ADMIN, SERVER, provision
@@ -14,7 +15,7 @@ from fedstrata.sites.submit import Report, submit
 from fedstrata.spec.experiment import Experiment
 
 
-def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report: Report = print) -> Path:
+def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report: Report = print_lines) -> Path:
     """Provision, start server and sites, submit, wait, fetch the run folder and shut down.
 
     Args:

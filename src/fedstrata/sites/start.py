@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from fedstrata.base.printable import print_lines
 from fedstrata.sites.check import check
 from fedstrata.sites.kits import close, configure_logging, set_paths
 
@@ -16,7 +17,7 @@ def checked_kit(kit: Path) -> int:
     """Print the problems of a kit, and return the exit code: 0 if it may start."""
     findings = [each for each in check(kit, server=False, data=False) if each.state != "ok"]
     for each in findings:
-        print(f"fedstrata: {each}", flush=True)
+        print_lines(f"fedstrata: {each}")
     return int(any(each.state == "problem" for each in findings))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.jsonl import jsonable, read_jsonl
+from fedstrata.base.printable import print_lines, printable
 from fedstrata.runs.run_folder import METRICS, SPEC, WEIGHTS
 from fedstrata.sites.configuration import ERROR, raised
 from fedstrata.sites.progress import STATUS, Progress, shown
@@ -44,7 +45,7 @@ class Source:
     close: Callable[[], None] = lambda: None
 
 
-def source_of(folder: Path, report: Report = print) -> Source:
+def source_of(folder: Path, report: Report = print_lines) -> Source:
     """Return the source of a folder.
 
     Args:
@@ -85,7 +86,7 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
 
     console = Console()
     live = Live(console=console, auto_refresh=False) if watch and not as_json and console.is_terminal else None
-    with closing(source_of(folder, lambda text: print(text, file=sys.stderr))) as source, live or nullcontext():
+    with closing(source_of(folder, partial(print_lines, file=sys.stderr))) as source, live or nullcontext():
         while True:
             table = source.table()
             if not watch and table and "away" in table:
@@ -93,8 +94,7 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
             if live is not None:
                 live.update(picture(table), refresh=True)
             else:
-                text = json.dumps(jsonable(table), allow_nan=False) if as_json else "\n".join(lines(table))
-                print(text, flush=True)
+                print_lines(*([json.dumps(jsonable(table), allow_nan=False)] if as_json else lines(table)))
             if not watch or (table or {}).get("over"):
                 return
             time.sleep(POLL)
@@ -116,12 +116,13 @@ def picture(table: dict[str, Any] | None) -> Any:
     from rich.text import Text
 
     if not table or "sites" not in table:
-        return Text("\n".join(lines(table)))
+        return Text("\n".join(map(printable, lines(table))))
     rows = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     colours = {"in": "green", "late": "yellow"}
     for site, (state, why) in table["sites"].items():
-        rows.add_row(Text(f"  {site}"), Text(state, style=colours.get(state, "red")), Text(why))
-    head = Text("\n".join(shown(table)[0].split("; ")))
+        state_text = Text(printable(state), style=colours.get(state, "red"))
+        rows.add_row(Text(printable(f"  {site}")), state_text, Text(printable(why)))
+    head = Text("\n".join(map(printable, shown(table)[0].split("; "))))
     return Group(head, rows)
 
 

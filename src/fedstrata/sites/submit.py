@@ -16,6 +16,7 @@ from typing import Any
 
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl
+from fedstrata.base.printable import print_lines
 from fedstrata.runs.run_folder import EVENTS, WEIGHTS
 from fedstrata.sites.certificates import faults
 from fedstrata.sites.configuration import ERROR, RESULT, raised
@@ -46,7 +47,7 @@ Report = Callable[[str], None]
 
 
 def submit(
-    admin: Path, out: Path, *, sites: int = 0, wait: float = 60.0, lost: float = 600.0, report: Report = print
+    admin: Path, out: Path, *, sites: int = 0, wait: float = 60.0, lost: float = 600.0, report: Report = print_lines
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 

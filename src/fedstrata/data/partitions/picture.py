@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstrata.base.arrays import Ints
+from fedstrata.base.printable import printable
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.partitions.base import Assignment
 
@@ -41,7 +42,7 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
 
     table = assignment.counts(dataset.y_train.cpu().numpy(), dataset.classes)
     clients, classes = table.shape
-    title = f"{dataset.name}: {int(table.sum()):,} samples of {classes} labels at {clients:,} clients"
+    title = f"{printable(dataset.name)}: {int(table.sum()):,} samples of {classes} labels at {clients:,} clients"
     bubbles = clients <= BUBBLES and classes <= BUBBLES // 2
     xlabel = "client"
     if not bubbles:
@@ -77,6 +78,7 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
 
 
 def _short(name: str) -> str:
+    name = printable(name)
     return name if len(name) <= 16 else name[:15] + "…"
 
 
@@ -128,14 +130,17 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30) -> Ta
     values = np.column_stack([sizes, body])
     title = f"{dataset.name}: {int(sizes.sum()):,} samples at {len(sizes):,} clients"
     shown = min(rows, len(sizes))
-    table = Table(title=title, caption=None if shown == len(sizes) else f"the first {shown} of {len(sizes):,} clients")
+    table = Table(
+        title=Text(printable(title), style="table.title"),
+        caption=None if shown == len(sizes) else f"the first {shown} of {len(sizes):,} clients",
+    )
     for head in ("client", "samples", *heads):
-        table.add_column(Text(head), justify="right")
+        table.add_column(Text(printable(head)), justify="right")
     names = assignment.names(dataset)
     for client in range(shown):
         row = [f"{value:,.0f}" for value in values[client]]
         held = [text if text != "0" else "·" for text in row[1:]] if each else row[1:]
-        table.add_row(Text(names[client]), row[0], *held, end_section=client == shown - 1)
+        table.add_row(Text(printable(names[client])), row[0], *held, end_section=client == shown - 1)
     for word, summary in (("min", values.min(0)), ("mean", values.mean(0)), ("max", values.max(0))):
         digits = 1 if word == "mean" else 0
         table.add_row(word, *(f"{value:,.{digits}f}" for value in summary))

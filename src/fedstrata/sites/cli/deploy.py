@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from fedstrata.base.errors import SpecError
+from fedstrata.base.printable import print_lines
 from fedstrata.base.signals import Terminated
 from fedstrata.cli import common
 
@@ -52,7 +53,7 @@ def _show(options: argparse.Namespace, table: object, *lines: str) -> int:
     if options.json:
         common.print_json(table)
     else:
-        print("\n".join(lines))
+        print_lines(*lines)
     return 0
 
 
@@ -84,7 +85,7 @@ def _report(options: argparse.Namespace) -> Callable[[str], None]:
 
     def report(text: str) -> None:
         with suppress(BrokenPipeError):  # the result is wanted even if the output is not read any more
-            print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+            print_lines(text, file=sys.stderr if options.json else sys.stdout)
 
     return report
 

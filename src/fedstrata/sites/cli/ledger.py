@@ -7,6 +7,7 @@ import csv
 import sys
 from pathlib import Path
 
+from fedstrata.base.printable import csv_cell, print_lines
 from fedstrata.cli import common
 
 OUTCOME = ("refused", "failed", "to")
@@ -44,7 +45,7 @@ def _ledger(options: argparse.Namespace) -> int:
     if options.csv:
         writer = csv.DictWriter(sys.stdout, COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(checked.entries)
+        writer.writerows({key: csv_cell(value) for key, value in entry.items()} for entry in checked.entries)
     elif not options.verify:
         for row in totals(checked.entries):
             parts = [f"{row['run']}  {row['question']}: {row['answers']} answers"]
@@ -52,11 +53,11 @@ def _ledger(options: argparse.Namespace) -> int:
             fewest, epsilon = row["fewest_samples"], row["epsilon"]
             parts += [f"each of {fewest} samples or more"] if fewest is not None else []
             parts += [f"{row['bytes']} bytes", *([f"ε = {epsilon:g} in all"] if epsilon else [])]
-            print(", ".join(parts))
+            print_lines(", ".join(parts))
     for note in checked.notes:
-        print(f"note: {note}", file=sys.stderr)
+        print_lines(f"note: {note}", file=sys.stderr)
     for problem in checked.problems:
-        print(f"fedstrata: {problem}", file=sys.stderr)
+        print_lines(f"fedstrata: {problem}", file=sys.stderr)
     if options.verify and not checked.problems:
         print(f"whole: {len(checked.entries)} entries" + (", as the server was told" if log_heads else ""))
     return int(bool(checked.problems))
