@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -218,4 +220,42 @@ def test_what_the_system_refuses_is_one_line(capsys):
     assert main(["run", "s.toml", "--out", "file/run", "--quiet"]) == 2
     assert "out = 'file/run': cannot be made a folder: Not a directory" in capsys.readouterr().err
     assert main(["partition", "s.toml", "--out", "file/picture.png"]) == 1
-    assert capsys.readouterr().err.startswith("fedstrata: [Errno ")
+    assert re.match(r"fedstrata: \S*file\S*: (File exists|Not a directory)\n", capsys.readouterr().err)
+
+
+def test_a_full_disk_is_named_with_the_file(capsys):
+    Path("s.toml").write_text(BASE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        assert main(["run", "s.toml", "--out", "out", "--quiet"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert re.fullmatch(r"fedstrata: out/\w+\.\w+: File too large\n", capsys.readouterr().err)
+
+
+def test_a_nul_character_is_an_error_in_one_line(capsys):
+    Path("s.toml").write_text(BASE + '[compare."a\\u0000b".method]\nname = "fedavg"\n')
+    for command in ("run", "compare", "partition"):
+        with pytest.raises(SystemExit, match="2"):
+            main([command, "s.toml", "--out", "a\0b"])
+        assert "an argument has a NUL character" in capsys.readouterr().err
+    assert main(["compare", "s.toml", "--quiet", "--jobs", "1"]) == 2
+    assert "--methods = 'a\\x00b': a label names a folder of its own" in capsys.readouterr().err
+
+
+def test_data_in_the_home_of_an_unknown_user(capsys, monkeypatch):
+    monkeypatch.setenv("FEDSTRATA_DATA", "~nobodyx/x")
+    assert main(["datasets"]) == 2
+    assert capsys.readouterr().err == (
+        "fedstrata: error: FEDSTRATA_DATA = '~nobodyx/x': is in the home of an unknown user. Set it to a folder.\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="closes standard output as a shell does")
+def test_a_closed_standard_output(tmp_path):
+    for closed in (">&-", ">&- 2>&-", "<&- >&- 2>&-"):
+        command = f"{sys.executable} -m fedstrata datasets {closed}"
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), closed

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -19,7 +21,7 @@ from fedstrata.cli import main
 from fedstrata.sites.cli.deploy import _report
 from fedstrata.sites.configuration import ERROR, described
 from fedstrata.sites.live import serving
-from fedstrata.sites.progress import STATUS
+from fedstrata.sites.progress import STATUS, SiteProgress
 from fedstrata.sites.status import Source, source_of
 from fedstrata.sites.submit import Report
 
@@ -203,6 +205,28 @@ def test_a_table_for_programs_is_json(admin: Path, server: _Session, capsys: pyt
     server.table["loss"] = float("nan")
     assert main(["status", str(admin), "--json"]) == 0
     assert json.loads(capsys.readouterr().out, parse_constant=refuse)["loss"] is None
+
+
+@pytest.mark.skipif(not Path("/proc/mounts").exists() or os.geteuid() != 0, reason="mounts a small disk")
+def test_a_full_disk_of_a_party_is_said(kit: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk, site = kit / "fedstrata", SiteProgress(kit / STATUS)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("may not mount a disk")
+    try:
+        site.write()
+        assert main(["status", str(kit)]) == 0
+        assert "disk" not in capsys.readouterr().out
+        with suppress(OSError):
+            (disk / "all").write_bytes(bytes(8 << 20))
+        site.question(10**9)
+        site._written = 0.0
+        with pytest.raises(OSError, match="No space left on device"):
+            site.write()
+        assert main(["status", str(kit)]) == 0
+        assert "the disk is full (0.0 kB left): nothing new is written" in capsys.readouterr().out
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.parametrize("text", ["", '{"round": 3, "rou', "[]", "{}", "\0\0"])

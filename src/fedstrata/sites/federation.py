@@ -18,6 +18,8 @@ from fedstrata.sites.settings import PATIENCE, SiteSettings, read_setting
 from fedstrata.spec.experiment import Experiment
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")
+LONGEST_NAME = 64
+"""The most letters of a name in a certificate."""
 RESERVED = ("server", "admin", "authority", "result")
 """Names of other folders in the folder of a deployment."""
 
@@ -92,8 +94,16 @@ class Sites(Setting):
     @model_validator(mode="after")
     def _fits(self) -> Sites:
         for name in (self.federation, *self.site):
+            if len(name) > LONGEST_NAME:
+                raise ValueError(f"{name!r}: has {len(name)} letters; accepted: {LONGEST_NAME} at most")
             if not _NAME.fullmatch(name) or name in RESERVED:
                 raise ValueError(f"{name!r}: expected letters, digits and hyphens, and none of {', '.join(RESERVED)}")
+        host = self.server.host
+        if ":" in host:
+            problem = "is an IPv6 address or has a port. NVFlare needs a name or an IPv4 address; 'port' is separate."
+            raise SpecError("server.host", problem, host)
+        if len(host) > LONGEST_NAME:
+            raise SpecError("server.host", f"has {len(host)} letters; accepted: {LONGEST_NAME} at most", host)
         if self.least > len(self.site):
             raise ValueError(f"least = {self.least}, and there are {len(self.site)} sites")
         files = [file for file in (self.server.data, *(entry.data for entry in self.site.values())) if file]

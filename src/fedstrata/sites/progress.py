@@ -24,6 +24,9 @@ FEDSTRATA = "fedstrata"
 STEP = 2.0
 """Seconds between two writes of the progress."""
 
+DISK_FULL = 1e6
+"""Free bytes below which a disk is full."""
+
 CURVES = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss", "clients_returned": "returned"}
 """Columns that are shown as curves over the rounds, and the names of the curves."""
 
@@ -232,7 +235,7 @@ def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
     width = max(map(len, names), default=0)
     rows = [f"  {name:{width}}  {state:<10}  {why}".rstrip() for name, (state, why) in names.items()]
     first = f"the run is over: {table['over']}" if table.get("over") else quiet
-    return ["; ".join([first] * bool(first) + [headline(table)]), *rows]
+    return ["; ".join([first] * bool(first) + [headline(table)]), *rows, *_disk_lines(table)]
 
 
 def _site_lines(table: Mapping[str, Any], quiet: str) -> list[str]:
@@ -241,7 +244,17 @@ def _site_lines(table: Mapping[str, Any], quiet: str) -> list[str]:
     lines = [f"this site {state}; {table['questions']} questions; {volume}"]
     if table["refused"]:
         lines.append(f"  refused: {table['refused']}")
-    return lines
+    return lines + _disk_lines(table)
+
+
+def _disk_lines(table: Mapping[str, Any]) -> list[str]:
+    """Return a line if the disk of a party's folder is full, so that its numbers may be old."""
+    free = table.get("disk_free", math.inf)
+    if free >= DISK_FULL:
+        return []
+    return [
+        f"  the disk is full ({_amount(free)} left): nothing new is written, not even these numbers. Make room on it."
+    ]
 
 
 def _amount(count: float) -> str:

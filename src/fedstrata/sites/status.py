@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
@@ -162,7 +163,7 @@ def _of_kit(kit: Path) -> dict[str, Any] | None:
         table = {}
     if not isinstance(table, dict) or "at" not in table:
         raise DataError(f"{path}: damaged, it does not say how far the run is; what runs there writes it anew")
-    return table
+    return table | {"disk_free": shutil.disk_usage(path.parent).free}
 
 
 def _result_of_kit(kit: Path) -> Path | None:
