@@ -52,8 +52,12 @@ class Log:
             last = _checksum(last, text.encode())
             lines.append(f'{text[:-1]}{", " if len(text) > 2 else ""}"{CHECKSUM}": "{last}"}}\n')
         data = "".join(lines).encode()
-        with open(self.path, "ab", opener=lambda name, flags: os.open(name, flags, self._mode)) as file:
-            file.write(data)
+        try:
+            with open(self.path, "ab", opener=lambda name, flags: os.open(name, flags, self._mode)) as file:
+                file.write(data)
+        except OSError as error:
+            error.filename = str(self.path)  # the system does not name it, for example if the disk is full
+            raise
         self.last, self.size = last, self.size + len(data)
 
     def sync(self) -> None:
@@ -188,6 +192,12 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
+    except OSError as error:
+        error.filename, error.filename2 = (
+            str(path),
+            None,
+        )  # the system does not name it, for example if the disk is full
+        raise
     finally:
         beside.unlink(missing_ok=True)
 

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from fedstrata import __version__
 from fedstrata.base import outer
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The exit code is 0, or 2 for bad input, 3 if no reply of a run could be used, and 1 for other expected failures.
     """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed, for example by ``>&-``
+            setattr(sys, name, Path(os.devnull).open("r+", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that has no "η" shows "?"
@@ -52,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         completers.attach(whole)
         teach.complete(whole)
     options = whole.parse_args(arguments)
+    if any("\0" in str(value) for value in vars(options).values()):
+        whole.error("an argument has a NUL character, which the name of a file cannot have")
     warnings.showwarning = _one_line
     try:
         with ending_in_order(), _imports(options.imports):
@@ -102,8 +108,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _flat(error: Exception) -> str:
-    """Return the message of an error in one line."""
-    return " ".join(str(error).splitlines())
+    """Return the message of an error in one line; that of the system without its number."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
+    return " ".join(text.splitlines())
 
 
 def _is_reader_gone() -> bool:

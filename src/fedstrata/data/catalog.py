@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from fedstrata.base.errors import SpecError
+
 KNOWN: Mapping[str, str] = {
     "digits": "10 handwritten digits, 8x8 grey, 1,437 train / 360 test; comes with scikit-learn",
     "mnist": "10 handwritten digits, 28x28 grey, 60,000 / 10,000 (LeCun et al. 1998)",
@@ -22,9 +24,17 @@ KNOWN: Mapping[str, str] = {
 
 
 def folders() -> list[Path]:
-    """Return the folders that are searched for ``NAME.npz``: ``$FEDSTRATA_DATA``, then ``~/.cache/fedstrata``."""
+    """Return the folders that are searched for ``NAME.npz``: ``$FEDSTRATA_DATA``, then ``~/.cache/fedstrata``.
+
+    Raises:
+        SpecError: ``$FEDSTRATA_DATA`` begins with the home of an unknown user.
+    """
     variable = os.environ.get("FEDSTRATA_DATA")
-    return [*([Path(variable).expanduser()] if variable else []), Path.home() / ".cache" / "fedstrata"]
+    try:
+        named = [Path(variable).expanduser()] if variable else []
+    except RuntimeError:
+        raise SpecError("FEDSTRATA_DATA", "is in the home of an unknown user. Set it to a folder.", variable) from None
+    return [*named, Path.home() / ".cache" / "fedstrata"]
 
 
 def available() -> list[tuple[str, str, bool]]:

@@ -105,7 +105,7 @@ def compare(
     """
     out, make = Path(out), partial(prepare, data=data, model=model)
     for label, spec in experiments.items():
-        if not label or "/" in label or label.startswith(".") or label in references:
+        if not label.isprintable() or label in ("", *references) or "/" in label or label.startswith("."):
             raise SpecError("--methods", "a label names a folder of its own; use letters, digits and dashes", label)
         check_trackers(make(spec))
     planned = plan(experiments, seeds, references, data)
