@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import fedstrata as fs
 from fedstrata.base import records
@@ -22,7 +23,7 @@ from fedstrata.sites.ledger import PLACE, Ledger, check
 from fedstrata.sites.policy import Policy
 from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
-from fedstrata.sites.wire import Begin, Begun, Envelope, Refused, Survey, Surveyed
+from fedstrata.sites.wire import Begin, Begun, Commit, Envelope, Refused, Save, Survey, Surveyed
 
 pytestmark = pytest.mark.slow
 
@@ -292,3 +293,92 @@ def test_an_approved_job_that_fits_begins(tmp_path: Path) -> None:
     site = Hospital(tmp_path, tmp_path / "own.csv", Policy(approved=[hash_of(spec)]))
     statistics = site.survey(spec).statistics
     assert isinstance(site.call(Begin("run", spec.to_toml(), statistics, [0], 2, 0)), Begun)
+
+
+def counted_probes() -> list[dict[str, Any]]:
+    """Schemas that the table fits, and whose statistics would be cells, or counts of single patients."""
+    first = names(1)
+    exact = {"impute": "median", "step": 0.001}
+    named = {"type": "category", "categories": first, "impute": "most-frequent"}
+    columns = [{"age": exact}, {"chol": {**exact, "impute": "most-frequent"}}, {"age": "number", "name": named}]
+    return [{**SCHEMA, "columns": each} for each in columns]
+
+
+def numbers_of(answer: Any) -> list[float]:
+    """All numbers of an answer, however deep."""
+    if isinstance(answer, torch.Tensor):
+        return [float(each) for each in answer.double().flatten()]
+    if isinstance(answer, (bool, str, bytes)) or answer is None:
+        return []
+    if isinstance(answer, (int, float)):
+        return [float(answer)]
+    if isinstance(answer, dict):
+        return [number for each in answer.values() for number in numbers_of(each)]
+    if isinstance(answer, (list, tuple)):
+        return [number for each in answer for number in numbers_of(each)]
+    return numbers_of(vars(answer))
+
+
+def spoilt(spec: fs.Experiment) -> list[Any]:
+    """Messages of wrong types, and specs that are hardly specs."""
+    text = spec.to_toml()
+    return [
+        Survey("=", [0], 2, False),
+        Survey(text.replace("csv", "npz"), [0], 2, True),
+        Survey(text, [0, 1], 2, False),
+        Survey(text, [7], 2, False),
+        Survey(text, [], 2, False),
+        Begin("../run", text, None, [0], 2, 0),
+        Begin("run", text, None, [0], 2, 3),
+        Save(1),
+        Commit(1, [0]),
+    ]
+
+
+@pytest.mark.parametrize("jobs", ["approved", "within-policy"])
+@pytest.mark.parametrize("min_samples", [1, 5, 50])
+@pytest.mark.parametrize("surveys", [1, 3])
+def test_no_policy_lets_values_lines_or_small_counts_leave(
+    tmp_path: Path, jobs: Any, min_samples: int, surveys: int
+) -> None:
+    """Several jobs, each with another hash, that fit the table, do not fit it or are no jobs."""
+    cells = write(tmp_path / "own.csv", 1)
+    values = {float(cell) for cell in cells if cell[0].isdigit()}
+    fits = [job({"data": {"name": "x.csv", "schema": SCHEMA}}, seed=seed) for seed in range(3)]
+    wrong = [job(table, seed=seed) for seed, table in enumerate(tables_of(probes())[::4])]
+    counted = [job({"data": {"name": "x.csv", "schema": schema}}) for schema in counted_probes()]
+    approved = [hash_of(spec) for spec in (fits[0], *wrong[::3])]
+    policy = Policy(jobs=jobs, approved=approved, min_samples=min_samples, surveys=surveys)
+    site = Hospital(tmp_path, tmp_path / "own.csv", policy)
+    answers, asked = [], 0
+    for spec in (*counted, *fits, *wrong, *counted):
+        unfitted = prepare_server(spec, None, 2).data.unfitted
+        assert unfitted is not None
+        answers.append(site.survey(spec))
+        known = answers[-1].statistics if isinstance(answers[-1], Surveyed) else unfitted.statistics(())
+        answers.append(site.call(Begin(f"run{asked}", spec.to_toml(), known, [0], 2, 0)))
+        asked += 1
+    site.start()
+    answers += [site.call(body) for body in spoilt(fits[0])]
+    assert len(site.left) == len(answers) == 2 * asked + len(spoilt(fits[0]))
+    for data, answer in zip(site.left, answers, strict=True):
+        assert not [cell for cell in cells if cell.encode() in data]
+        if isinstance(answer, Refused):
+            rule = re.sub(r"below \d+|policy\.\S+", "", answer.reason)
+            assert not COUNTED.search(rule), answer.reason
+        found = numbers_of(answer)
+        assert values.isdisjoint(round(number, 3) for number in found), answer
+        if isinstance(answer, Surveyed):
+            tables = [table[:, 1] for table in answer.statistics.counts.values()]
+            counts = [answer.statistics.samples, *numbers_of([answer.statistics.count, tables])]
+            assert all(count == 0 or count >= max(min_samples, 2) for count in counts), answer
+    told = [answer for answer in answers if isinstance(answer, Surveyed)]
+    assert bool(told) == (min_samples < PATIENTS), "the control: a job that fits is answered"
+    # Each probe is in the ledger: its kind, its job and what became of it.
+    entries = [entry for entry in site.entries if entry["kind"] in ("Survey", "Begin")]
+    began = len([answer for answer in answers if isinstance(answer, Begun)])
+    sent = 2 * asked + len([body for body in spoilt(fits[0]) if isinstance(body, (Survey, Begin))])
+    assert len(entries) == sent - began
+    outcomes = [bool(entry.get("refused") or entry.get("failed")) for entry in entries]
+    assert outcomes.count(False) == len(told)
+    assert {hash_of(spec) for spec in (*counted, *fits, *wrong)} <= {entry["run"] for entry in entries}

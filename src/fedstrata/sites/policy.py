@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Literal
 
 import tomli_w
 from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor
 
 from fedstrata.base.config import Setting
 from fedstrata.base.errors import FedstrataError, SpecError
@@ -134,6 +135,24 @@ class Policy(Setting):
         if answer not in before and len(before) >= self.surveys and job not in self.approved:
             accepted = f"accepted: {self.surveys} such answer(s); {_remedy(job)}"
             raise RuleError("policy.surveys", f"other jobs were told {topic}; {accepted}")
+
+    def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
+        """Refuse counts of categories or values that are those of too few samples.
+
+        Args:
+            job: The hash of the job.
+            counts: How often each category or value of a column occurs.
+            least: The smallest count that may leave the site.
+
+        Raises:
+            RuleError: A count is too small, and the job is not approved.
+        """
+        if job not in self.approved and any(((each > 0) & (each < least)).any() for each in counts):
+            problem = (
+                f"too few samples have a category, or a value that 'median' or 'most-frequent' counts: below {least}"
+            )
+            accepted = f"accepted: fewer categories, a larger step, impute = 'mean' or 'constant'; {_remedy(job)}"
+            raise RuleError("policy.min_samples", f"{problem}; {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
         """Return the privacy settings with the larger minimum: that of the spec, or of this policy."""

@@ -263,7 +263,11 @@ class SiteServer:
             known = quota.survey
         if known is None:
             with self._reading(asked.job, survey):
-                surveyed = wire.Surveyed(survey_of(survey, self.settings.data, least=least), self._fingerprint())
+                statistics = survey_of(survey, self.settings.data, least=least)
+                if self.policy is not None:
+                    counts = [table[:, 1] for table in statistics.counts.values()]
+                    self.policy.check_counts(asked.job, counts, max(least, FEWEST))
+                surveyed = wire.Surveyed(statistics, self._fingerprint())
         else:
             surveyed = read(known, wire.Surveyed)
             if surveyed.fingerprint != self._fingerprint():
