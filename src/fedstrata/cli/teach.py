@@ -67,8 +67,8 @@ def _new(options: argparse.Namespace) -> None:
     path.write_text(text, encoding="utf-8")
     lines = [line.lstrip("# ") for line in text.splitlines()]
     commands = [line for line in lines if line.startswith("fedstrata ")]
-    text = "\n  ".join([f"written to {path}; try it:", *commands])
-    print_result(options, {"file": str(path), "try": commands}, text)
+    shown = [f"written to {path}; try it:", *(f"  {command}" for command in commands)]
+    print_result(options, {"file": str(path), "try": commands}, *shown)
 
 
 def add_explain(commands: Commands) -> None:

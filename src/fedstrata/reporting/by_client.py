@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.printable import csv_cell
 from fedstrata.evaluation.history import History
 from fedstrata.reporting import contrasts, tables
 from fedstrata.reporting.statistics import Estimate
@@ -136,5 +137,5 @@ def to_csv(table: ByClient) -> str:
     writer.writerow(["client", "label", "n", "mean", "sd", "low", "high"])
     for name, estimates in table.items():
         for label, each in estimates.items():
-            writer.writerow([name, label, each.n, each.mean, each.sd, *(each.interval or ("", ""))])
+            writer.writerow([csv_cell(name), csv_cell(label), each.n, each.mean, each.sd, *(each.interval or ("", ""))])
     return text.getvalue()
