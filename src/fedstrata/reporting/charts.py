@@ -230,7 +230,7 @@ def _class_names(run: Run) -> list[str]:
     return []
 
 
-def _by_name(rows: Iterable[Mapping[str, Any]]) -> dict[Any, Mapping[str, Any]]:
+def _by_name(rows: Iterable[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     """Return the rows of a table of clients by the clients' names; a client without a name has its number."""
     return {row.get("name", row["client"]): row for row in rows}
 

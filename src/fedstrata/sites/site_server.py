@@ -152,7 +152,7 @@ class SiteServer:
             with self._noting:
                 self._entries.append((threading.get_ident(), Entry(**{"run": run, "kind": kind, **about})))
 
-    def _mark(self, **outcome: str) -> None:
+    def _mark(self, **outcome: Any) -> None:
         """Note in this thread's entries of answers that these do not leave.
 
         If a part of a sum is among them, it has left, and the numbers of its clients are in it.
