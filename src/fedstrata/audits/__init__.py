@@ -1,1 +1,4 @@
-"""Audits of what a run gives away: attacks on clients' messages, and controls that show how strong the attacks are."""
+"""Audits that measure how much clients' messages reveal of their data, by attacks and by controls.
+
+The controls are easier targets, which show how strong the attacks are.
+"""

@@ -1,7 +1,7 @@
-"""Attacks of an honest but curious server that draw an image from a feature (ReBaFL §5.6).
+"""Attacks of an honest but curious server that reconstruct an image from a feature vector (ReBaFL §5.6).
 
-The attacker has the client's model, the feature (such as a prototype), its class, and images of its own of the same
-kind, which no client holds. It never has a client's image.
+The attacker knows the client's model, the feature (such as a prototype, which is the mean feature of a class), and the
+class. It also has similar images of its own, which no client holds ("held-out images"), but no image of a client.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from fedstrata.federation.messages import Params
 from fedstrata.models.model import Model
 
 TUNING = 16
-"""Held-out images that choose the weight of the prior in feature matching; decoders are not trained on them."""
+"""The number of held-out images with which feature matching chooses the weight of its prior. Decoders are not trained
+on these images."""
 PRIORS = (0.003, 0.01, 0.03)
-"""Weights of the total variation to choose from."""
+"""The weights of the prior, total variation, from which feature matching chooses."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,11 @@ class View:
         model: The model with the client's parameters, in evaluation mode.
         params: The parameters, from ``Model.loaded``.
         pixels: The map from images to the model's inputs.
-        images: Held-out images, (n, C, H, W) in [0, 1].
-        labels: Their classes, (n,).
-        features: Their features under the client's model, (n, d).
-        class_means: Mean held-out image of every class, (classes, C, H, W); the mean of all for a class without images.
+        images: The attacker's held-out images, (n, C, H, W) in [0, 1].
+        labels: The classes of these images, (n,).
+        features: The features of these images under the client's model, (n, d).
+        class_means: The mean held-out image of every class, (classes, C, H, W). For a class without held-out images, it
+            is the mean of all.
     """
 
     model: Model
@@ -49,39 +51,47 @@ class View:
 
     @classmethod
     def of(cls, model: Model, params: Params, pixels: Pixels, images: Tensor, labels: Tensor) -> View:
-        """Make the view on a loaded model."""
+        """Make the view from a loaded model and the attacker's images; compute their features and class means."""
         features = features_of(model, params, pixels, images)
         means = [images[labels == c] for c in range(pixels.data.classes)]
         class_means = torch.stack([(of if len(of) else images).mean(dim=0) for of in means])
         return cls(model, params, pixels, images, labels, features, class_means)
 
     def seen(self, images: Tensor) -> Tensor:
-        """Return the features of images, (B, d); differentiable."""
+        """Return the features of images (B, C, H, W) in [0, 1] under the client's model, (B, d); differentiable."""
         features, _ = self.model.with_features(self.params, self.pixels.inputs(images))
         return features.flatten(1)
 
     @property
     def for_training(self) -> tuple[Tensor, Tensor]:
-        """Features and images to train a decoder on: all except those for tuning."""
+        """The held-out features and images on which decoders are trained: all except the last ``TUNING``."""
         return self.features[:-TUNING], self.images[:-TUNING]
 
 
 @torch.no_grad()
 def features_of(model: Model, params: Params, pixels: Pixels, images: Tensor) -> Tensor:
-    """Return the features of many images, (n, d)."""
+    """Return the features of many images, (n, d), computed in batches and without gradients."""
     parts = [images[begin : begin + 500] for begin in range(0, len(images), 500)]
     return torch.cat([model.with_features(params, pixels.inputs(part))[0].flatten(1) for part in parts])
 
 
 Invert = Callable[[Tensor, Tensor], Tensor]
-"""Features (B, d) and their classes (B,) to images (B, C, H, W) in [0, 1]."""
+"""A function that reconstructs images: from features (B, d) and their classes (B,) to images (B, C, H, W) in [0, 1]."""
 
 
 def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, seed: int, client: int) -> Invert:
-    """Train a decoder to draw the held-out images from their features."""
+    """Train a decoder to reconstruct the held-out images from their features, and return it as a function.
+
+    Args:
+        kind: The class of the decoder.
+        view: The attacker's knowledge.
+        steps: Training steps.
+        seed: The seed of the audit.
+        client: The id of the attacked client.
+    """
     features, images = view.for_training
     mean = features.mean(dim=0)
-    # One scale for all features: a feature that is almost always 0 must not become very large.
+    # All components have one scale, because a component that is almost always 0 must not become very large.
     scale = 1 / (features - mean).square().mean().sqrt().clamp(min=1e-6)
     purpose = f"audit-{kind.__name__}"
     with torch_seeded(seed, purpose, client=client):
@@ -98,11 +108,17 @@ def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, se
 
 
 def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
-    """Optimise the image itself until its features are those given, under a total-variation prior.
+    """Return a function that optimises an image until its feature f(x) is near the given feature h.
 
-    Minimises ‖f(x) − h‖² / ‖h‖² + α TV(x) with Adam over the logits of the pixels (Mahendran & Vedaldi 2015; GRNN
-    uses a generator instead of the prior), from the mean held-out image of the class. It uses the α that reconstructs
-    held-out images best.
+    It minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation, with Adam over the logits of the pixels
+    (Mahendran & Vedaldi 2015; GRNN uses a generator instead of the prior TV). It starts from the mean held-out image of
+    the class. Of the weights ``PRIORS`` for α, it uses the one that reconstructs held-out images best.
+
+    Args:
+        view: The attacker's knowledge.
+        steps: Steps of Adam.
+        seed: Not used, because nothing is drawn at random.
+        client: Not used.
     """
     images, labels, features = view.images[-TUNING:], view.labels[-TUNING:], view.features[-TUNING:]
     errors = []
@@ -118,15 +134,15 @@ def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
 
 
 def match(view: View, features: Tensor, start: Tensor, *, steps: int, alpha: float, lr: float = 0.1) -> Tensor:
-    """Find images whose features are near the given ones.
+    """Find images whose features are near the given features; see ``feature_matching``.
 
     Args:
         view: The attacker's knowledge.
-        features: h, (B, d).
-        start: Initial images, (B, C, H, W).
+        features: The features h, (B, d).
+        start: The initial images, (B, C, H, W) in [0, 1].
         steps: Steps of Adam.
         alpha: α, the weight of the total variation (a mean over pixels).
-        lr: Its learning rate.
+        lr: Adam's learning rate.
     """
     pixels = torch.logit(start.clamp(0.01, 0.99)).requires_grad_()
     norm = features.square().sum(dim=1).clamp(min=1e-12)
@@ -134,7 +150,7 @@ def match(view: View, features: Tensor, start: Tensor, *, steps: int, alpha: flo
     for _ in range(steps):
         images = pixels.sigmoid()
         error = (view.seen(images) - features).square().sum(dim=1) / norm
-        # A sum over images: Adam treats each pixel separately, so images do not influence each other.
+        # The loss is a sum over images, and Adam treats each pixel separately, so images do not influence each other.
         loss = error.sum() + (alpha * total_variation(images).sum() if alpha else 0.0)
         (pixels.grad,) = torch.autograd.grad(loss, [pixels])
         optimiser.step()
@@ -142,7 +158,7 @@ def match(view: View, features: Tensor, start: Tensor, *, steps: int, alpha: flo
 
 
 def total_variation(images: Tensor) -> Tensor:
-    """Return the mean absolute differences of neighbouring pixels, down plus across, shape (B,).
+    """Return the mean absolute difference of vertical neighbours plus that of horizontal neighbours, shape (B,).
 
     >>> total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))
     tensor([1.])
@@ -157,4 +173,4 @@ ATTACKS: Sequence[tuple[str, Attack]] = (
     ("variational", partial(decode, Variational)),
     ("feature matching", feature_matching),
 )
-"""Attacks by name; an attack maps view, steps, seed and client to a function that inverts features."""
+"""The name of each attack, and the attack: a function of view, steps, seed and client that returns an ``Invert``."""

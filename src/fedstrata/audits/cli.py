@@ -1,4 +1,4 @@
-"""``fedstrata audit``: attacks on the messages of a run."""
+"""The command ``fedstrata audit``, which attacks the messages of a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _audit_prototypes(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, audit: Any, **settings: Any) -> Any:
-    """Return the results of an audit, and show its progress."""
+    """Run an audit, show its progress, and return its results."""
     from fedstrata.reporting.progress import Progress
 
     with Progress(options.quiet) as progress:
@@ -74,7 +74,14 @@ def _run(options: argparse.Namespace, audit: Any, **settings: Any) -> Any:
 
 
 def _show(options: argparse.Namespace, kind: Any, audit: Any, suffixes: tuple[str, ...]) -> int:
-    """Write the results to a folder, and print them."""
+    """Write the results of an audit to a folder, print them, and return the exit code.
+
+    Args:
+        options: The parsed options.
+        kind: The module that can write and print the results.
+        audit: The results.
+        suffixes: The suffixes of the files that ``kind`` writes.
+    """
     out = options.out or options.run / "audit"
     kind.write(audit, out)
     if options.json:

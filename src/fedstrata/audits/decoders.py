@@ -1,4 +1,4 @@
-"""Networks that draw images from features, and their training."""
+"""Networks that reconstruct images from feature vectors (decoders), and their training."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 COARSE = 7
-"""Approximate height and width of the first map of an up-convolutional network."""
+"""The approximate height and width, in pixels, of the first feature map of an up-convolutional network."""
 
 
 class UpConvolutional(nn.Module):
-    """Features to images: a linear layer to a coarse map, doubled by transposed convolutions (Dosovitskiy & Brox 2016).
+    """A decoder of transposed convolutions (Dosovitskiy & Brox 2016).
+
+    A linear layer turns a feature vector into a coarse map. Each transposed convolution doubles its height and width.
 
     Args:
-        features: d.
-        shape: Shape of an image, (C, H, W).
-        width: Channels of the coarse map; every doubling halves them.
+        features: d, the length of a feature vector.
+        shape: The shape of an image, (C, H, W).
+        width: The number of channels of the coarse map; every doubling halves it, down to 16.
 
     >>> UpConvolutional(5, (3, 28, 30))(torch.zeros(2, 5)).shape
     torch.Size([2, 3, 28, 30])
@@ -39,26 +41,27 @@ class UpConvolutional(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(width, channels, 3, padding=1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return images in [0, 1], (B, C, H, W)."""
+        """Return images (B, C, H, W) in [0, 1] for features (B, d)."""
         drawn: Tensor = self.layers(features)[:, :, : self.shape[1], : self.shape[2]]
         return drawn.sigmoid()
 
     def loss(self, features: Tensor, images: Tensor) -> Tensor:
-        """Return the mean squared error."""
+        """Return the mean squared error between the reconstructions from features (B, d) and the images."""
         return F.mse_loss(self(features), images)
 
 
 class Variational(nn.Module):
-    """A variational autoencoder (Kingma & Welling 2014) whose encoder ends in the features of the attacked model.
+    """A variational autoencoder (Kingma & Welling 2014) whose encoder is the attacked model and a linear layer.
 
-    The features give mean and variance of a Gaussian code, and the code gives the image. So the neighbourhood of every
-    code decodes to an image, not only the code itself.
+    From the model's features, the layer computes the mean and the variance of a Gaussian code, and a decoder computes
+    the image from the code. Training draws codes at random, so all codes near the mean decode to similar images.
 
     Args:
-        features: d.
-        shape: Shape of an image, (C, H, W).
-        code: Length of the code.
-        deviation: Standard deviation of a pixel given its code, in [0, 1]: the smaller, the less the prior counts.
+        features: d, the length of a feature vector.
+        shape: The shape of an image, (C, H, W).
+        code: The length of the code.
+        deviation: The standard deviation of a pixel given its code, for values in [0, 1]. The smaller it is, the less
+            the prior of the code counts in the loss.
     """
 
     def __init__(self, features: int, shape: tuple[int, ...], code: int = 32, deviation: float = 0.1) -> None:
@@ -68,12 +71,12 @@ class Variational(nn.Module):
         self.deviation = deviation
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the images in [0, 1] of the mean codes, (B, C, H, W)."""
+        """Return the images (B, C, H, W) in [0, 1] to which the mean codes of features (B, d) decode."""
         drawn: Tensor = self.decoder(self.mean(features))
         return drawn
 
     def loss(self, features: Tensor, images: Tensor) -> Tensor:
-        """Return the negative evidence lower bound, up to a constant, of codes drawn from PyTorch's generator."""
+        """Return the negative evidence lower bound up to a constant; codes are drawn with PyTorch's generator."""
         mean, log_variance = self.mean(features), self.log_variance(features).clamp(-10, 10)
         drawn = self.decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp())
         error = (drawn - images).square().sum(dim=(1, 2, 3)) / (2 * self.deviation**2)
@@ -96,12 +99,12 @@ def fit(
 
     Args:
         decoder: The network.
-        features: Its inputs, (n, d).
-        images: Its targets, (n, C, H, W).
-        steps: Mini-batch steps.
-        generator: Draws the batches.
-        batch_size: Samples in a batch.
-        lr: Initial learning rate.
+        features: The inputs of the network, (n, d).
+        images: The images that it should output, (n, C, H, W).
+        steps: The number of mini-batch steps.
+        generator: The random generator that draws the batches.
+        batch_size: The number of samples in a batch.
+        lr: The initial learning rate.
     """
     optimiser = torch.optim.Adam(decoder.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)

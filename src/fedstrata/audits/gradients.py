@@ -1,14 +1,15 @@
-"""Attacks on the parts of Stratify's batches, by the number of samples in a part.
+"""Attacks on the parts of Stratify's batches; results are given separately for each number of samples in a part.
 
-The attacker is an honest but curious server. It knows each part that it received: the gradient of the summed loss over
-the samples of the part, their number, and the model. There are three attacks, the cheapest first:
+In Stratify, each client computes a part of a batch: it sends the gradient of the summed loss over its samples in the
+batch. The attacker is an honest but curious server, which knows this gradient, the number of samples and the model.
+There are three attacks, of which the first is the cheapest:
 
-- **labels** from the gradient of the last layer's bias, Σ (p − y): a class with n samples has −n in it (iDLG, Zhao et
-  al. 2020, for one sample);
-- **rows** of the first layer's gradient, if that layer is linear: a row is a multiple of a sample if its unit was
-  active for this sample only, and the gradient of the bias is the factor;
-- **inversion**: images whose gradient has the direction of the part's gradient (Geiping et al. 2020: cosine distance
-  and total variation, Adam), with the recovered labels.
+- **labels** are recovered from the gradient of the last layer's bias, Σ (p − y), where p are predicted probabilities
+  and y one-hot labels: n samples of a class contribute −n to its entry (iDLG, Zhao et al. 2020, for one sample);
+- **rows** of the first layer's gradient reveal samples, if that layer is linear: if a unit was active only for one
+  sample, its row is a multiple of this sample, and the gradient of its bias is the factor;
+- **inversion** finds images whose gradient has the same direction as the part's gradient, with the recovered labels
+  (Geiping et al. 2020: cosine distance and total variation, minimised with Adam).
 """
 
 from __future__ import annotations
@@ -52,27 +53,27 @@ from fedstrata.stratify.messages import Gradient, GradientReply, GradientSteps
 
 NAME = "gradients"
 SIZES = (1, 2, 4, 8)
-"""Numbers of samples of the parts that are attacked."""
+"""The sizes (numbers of samples) of the parts that are attacked."""
 PARTS = 12
-"""Parts of each size."""
+"""The most parts of each size that are attacked."""
 EXACT = 1e-4
-"""Mean squared error, on values in [0, 1], up to which a sample counts as recovered exactly: 40 dB."""
+"""A sample counts as recovered exactly up to this mean squared error on values in [0, 1], which is a PSNR of 40 dB."""
 STRANGERS = 99
-"""Test images of the same class that a reconstruction is compared with, beside its own sample."""
+"""The number of test images of the same class with which a reconstruction is compared, in addition to its sample."""
 PRIOR = 1e-3
-"""Weight of the total variation."""
+"""The weight of the total variation in an inversion."""
 
 
 @dataclass(frozen=True, eq=False)
 class SentPart:
-    """A part of a batch that a client sent, with its samples, which only the audit knows.
+    """A part of a batch that a client sent, and its samples, which the attacker does not know.
 
     Args:
-        client: The client.
-        round: The round of the run.
-        weights: The model.
-        gradient: The gradient of the summed loss.
-        samples: The indices of its samples in the training set.
+        client: The id of the client.
+        round: The round in which it was sent.
+        weights: The model for which the gradient was computed.
+        gradient: The gradient of the loss, summed over the samples.
+        samples: The indices of the samples in the training set.
     """
 
     client: ClientId
@@ -89,8 +90,8 @@ class Tap(LocalEngine):
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
         sizes: The sizes of the parts to keep.
-        parts: How many parts to keep of each size, drawn uniformly from all of that size.
-        seed: The seed of that draw.
+        parts: The number of parts to keep of each size; they are drawn uniformly from all parts of this size.
+        seed: The seed of the draws.
     """
 
     def __init__(self, context: ClientContext, store: StateStore, sizes: Iterable[int], parts: int, seed: int) -> None:
@@ -121,7 +122,7 @@ class Tap(LocalEngine):
             self.counts[len(places)] += 1
             if (kept := self.kept.get(len(places))) is None:
                 continue
-            # Reservoir sampling: the nth part replaces another one with probability parts / n.
+            # Reservoir sampling: the nth part of a size replaces a kept part with probability parts / n.
             place = len(kept) if len(kept) < self.parts else int(self._generator.integers(self.counts[len(places)]))
             if place >= self.parts:
                 continue
@@ -136,17 +137,19 @@ class Finding:
     """The results of the attacks on the parts of one size, as means over the parts.
 
     Args:
-        size: Samples in a part.
-        sent: Parts of this size that were sent in the rounds that were run again.
-        attacked: Parts that were attacked.
-        labels: Share of the labels that were recovered.
-        labels_chance: The same share for labels drawn from all training samples.
-        rows: Share of the samples that a row of the first layer's gradient shows exactly; None if that layer is not
-            linear.
-        error: Mean squared error of the inversion, between each sample and the reconstruction matched to it.
-        error_mean: The same error for the mean test image of the true class, which needs no gradient.
-        recognised: Share of the samples whose reconstruction is nearer to them than to 99 test images of their class;
-            0.01 by chance.
+        size: The number of samples in a part.
+        sent: The number of parts of this size that were sent in the replayed rounds.
+        attacked: The number of parts that were attacked.
+        labels: The fraction of labels that were recovered.
+        labels_chance: The same fraction for labels that are drawn at random from all training samples.
+        rows: The fraction of samples that a row of the first layer's gradient reveals exactly; None if that layer is
+            not linear.
+        error: The mean squared error of the inversion. Each sample is compared with the reconstruction that is matched
+            to it.
+        error_mean: The same error if the reconstruction is the mean test image of the true class, which an attacker has
+            without a gradient.
+        recognised: The fraction of samples whose reconstruction is nearer to the sample than to all of 99 test images
+            of its class; 0.01 by chance.
     """
 
     size: int
@@ -165,12 +168,12 @@ class GradientAudit:
     """The results of an audit of Stratify's gradients.
 
     Args:
-        method: The run's method.
-        data: Its data set.
-        rounds: The first and the last round that were run again.
-        min_samples: ``privacy.min_samples`` of its spec.
-        counts: Parts of each size that were sent in these rounds.
-        steps: Optimisation steps of an inversion.
+        method: The name of the run's method.
+        data: The name of the run's data set.
+        rounds: The first and the last replayed round.
+        min_samples: ``privacy.min_samples`` of the run's spec.
+        counts: A mapping from each size to the number of parts of this size that were sent in these rounds.
+        steps: The number of optimisation steps of an inversion.
         seed: The seed of all draws.
         findings: The results for each size.
     """
@@ -198,17 +201,17 @@ def audit_gradients(
     """Attack the parts of batches that clients sent in the last rounds of a run.
 
     Args:
-        run: The run's folder. The rounds after the checkpoint before the last are run again.
-        sizes: Numbers of samples of the parts that are attacked.
-        parts: Most parts of each size.
-        steps: Optimisation steps of each inversion.
+        run: The run folder. The rounds since its second-to-last checkpoint are run again ("replayed").
+        sizes: The sizes (numbers of samples) of the parts that are attacked.
+        parts: The most parts of each size.
+        steps: The number of optimisation steps of each inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         prepared: The run's experiment, if it had data or a model of your own.
         watch: Is called with the progress.
 
     Raises:
-        SpecError: The folder is not that of a run, the method does not send parts, or the samples are not images.
-        CheckpointError: The run has no checkpoint.
+        SpecError: ``run`` is not a run folder, the method does not send parts, or the samples are not images.
+        CheckpointError: The run does not have a checkpoint.
     """
     folder = Path(run)
     spec_of(folder, "audit")
@@ -235,13 +238,13 @@ def attack(
 
     Args:
         prepared: The experiment.
-        before: The checkpoint to begin at; None for the beginning.
-        until: The last round.
-        sizes: See ``audit_gradients``, as for the other arguments.
-        parts: Most parts of each size.
-        steps: Optimisation steps.
-        seed: The seed.
-        watch: The callback.
+        before: The checkpoint from which to start; None for the beginning of the run.
+        until: The last round to run.
+        sizes: The sizes of the parts that are attacked; see ``audit_gradients`` for this and the following arguments.
+        parts: The most parts of each size.
+        steps: The number of optimisation steps.
+        seed: The seed of all draws.
+        watch: Is called with the progress.
 
     Raises:
         SpecError: The method does not send plain parts, or the samples are not images.
@@ -281,10 +284,10 @@ class Attacker:
     """The attacks on parts of batches.
 
     Args:
-        prepared: The experiment; the attacker has its test set.
-        pixels: The map from images to inputs.
-        steps: Steps of an inversion.
-        seed: The seed of its initial images.
+        prepared: The experiment, whose test set the attacker has.
+        pixels: The map from images to the model's inputs.
+        steps: The number of optimisation steps of an inversion.
+        seed: The seed of the initial images of inversions.
     """
 
     def __init__(self, prepared: Prepared, pixels: Pixels, steps: int, seed: int) -> None:
@@ -299,7 +302,13 @@ class Attacker:
         self.prior = counts / counts.sum()
 
     def attack(self, size: int, sent: int, parts: Sequence[SentPart]) -> Finding:
-        """Attack the parts of one size."""
+        """Attack parts of one size.
+
+        Args:
+            size: The number of samples in a part.
+            sent: The number of parts of this size that were sent.
+            parts: The parts to attack.
+        """
         if not parts:
             return Finding(size, sent, 0)
         rows = [self._one(part, place) for place, part in enumerate(parts)]
@@ -341,7 +350,7 @@ class Attacker:
         }
 
     def _images(self, inputs: Tensor) -> Tensor:
-        """Return inputs of the model as images, without those whose values are out of range."""
+        """Convert inputs of the model (n, features) to images in [0, 1]; drop those whose values are out of range."""
         data = self.data
         values = inputs.reshape(-1, data.shape[0], *data.shape[1:])
         if data.shift is not None and data.scale is not None:
@@ -360,11 +369,11 @@ class Attacker:
 
 @dataclass(frozen=True)
 class Layers:
-    """The parameters that the attacks read.
+    """The names of the parameters whose gradients the attacks read.
 
     Args:
-        bias: The last layer's bias.
-        first: Weight and bias of the first layer; None if it is not linear in the inputs.
+        bias: The name of the last layer's bias.
+        first: The names of the first layer's weight and bias; None if that layer is not linear in the inputs.
     """
 
     bias: str
@@ -375,22 +384,22 @@ class Layers:
         """Find the layers of a model.
 
         Raises:
-            SpecError: Its last layer has no bias.
+            SpecError: The last layer does not have a bias.
         """
         layers = [(name, layer) for name, layer in model.module.named_modules() if [*layer.parameters(recurse=False)]]
         (first, begin), (last, end) = layers[0], layers[-1]
         if getattr(end, "bias", None) is None:
             raise SpecError("model", "the audit reads labels off the bias of the last layer, and it has none", last)
         linear = isinstance(begin, nn.Linear) and begin.in_features == features and begin.bias is not None
-        # The only layer of a model has no name of its own.
+        # The name of a layer is empty if the layer is the whole model.
         first, last = (f"{name}." if name else "" for name in (first, last))
         return cls(f"{last}bias", (f"{first}weight", f"{first}bias") if linear else None)
 
 
 def labels_from(bias: Tensor, samples: int) -> Tensor:
-    """Recover the labels of a part from its gradient Σ (p − y) of the last bias; returns shape (samples,).
+    """Recover the labels of a part from the gradient Σ (p − y) of the last layer's bias; returns shape (samples,).
 
-    Repeatedly takes the label of the most negative entry, and adds 1 to that entry.
+    Repeatedly takes the class with the most negative entry as a label, and adds 1 to the entry.
 
     Args:
         bias: The gradient of the summed loss, shape (C,).
@@ -407,10 +416,11 @@ def labels_from(bias: Tensor, samples: int) -> Tensor:
 
 
 def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
-    """Recover inputs from the rows of a first layer's gradient; returns shape (units, features).
+    """Recover inputs from the rows of a linear first layer's gradient; returns at most (units, features).
 
-    With z = W x + b, ∂L/∂W = Σ δ xᵀ and ∂L/∂b = Σ δ. A row divided by its entry of the bias is a mean of the inputs,
-    weighted by δ. It is an input if δ ≠ 0 for this input only.
+    The layer computes z = W x + b. With δ = ∂L/∂z of each sample, ∂L/∂W = Σ δ xᵀ and ∂L/∂b = Σ δ. So a row of ∂L/∂W
+    divided by the same entry of ∂L/∂b is a mean of the inputs, weighted by δ. If δ ≠ 0 for only one input, it is this
+    input. Rows whose entry of ∂L/∂b is almost 0 are left out.
 
     Args:
         weight: ∂L/∂W, shape (units, features).
@@ -423,18 +433,19 @@ def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
 def invert(
     model: Model, params: Params, pixels: Pixels, gradient: Params, labels: Tensor, *, steps: int, lr: float = 0.1
 ) -> Tensor:
-    """Find images (n, C, H, W) whose gradient has the direction of a given one (Geiping et al. 2020).
+    """Find images (n, C, H, W) whose gradient has the direction of a given gradient (Geiping et al. 2020).
 
-    Minimises 1 − cos(∇L(x, y), g) + α TV(x) with Adam over the logits of the pixels, from grey noise.
+    Minimises 1 − cos(∇L(x, y), g) + α TV(x) with Adam over the logits of the pixels, starting from grey noise. TV is
+    the total variation.
 
     Args:
-        model: With ``params`` loaded.
+        model: The model, with ``params`` loaded.
         params: The parameters, from ``Model.loaded``.
-        pixels: The map from images to inputs.
-        gradient: g, of the summed or the mean loss.
-        labels: y, shape (n,).
-        steps: Steps of Adam.
-        lr: Its learning rate.
+        pixels: The map from images to the model's inputs.
+        gradient: The given gradient g of the summed or the mean loss.
+        labels: The labels y of the images, shape (n,).
+        steps: The number of steps of Adam.
+        lr: Adam's learning rate.
     """
     leaves = list(params.values())
     wanted = [gradient[name] for name in params]
@@ -454,13 +465,13 @@ def invert(
 
 
 def _errors(one: Tensor, other: Tensor) -> Tensor:
-    """Return the mean squared errors of all pairs, shape (len(one), len(other))."""
+    """Return the mean squared error between each image of ``one`` and each of ``other``, (len(one), len(other))."""
     a, b = one.flatten(1).double(), other.flatten(1).double()
     return torch.cdist(a, b).square() / a.shape[1]
 
 
 def _right(guess: Tensor, labels: Tensor) -> float:
-    """Return the share of labels that two lists have in common, in any order."""
+    """Return the fraction of ``labels`` that are also in ``guess``; the order does not count."""
     common = Counter(guess.tolist()) & Counter(labels.tolist())
     return common.total() / len(labels)
 
@@ -470,7 +481,7 @@ HEADINGS = ("samples in a part", "sent", "attacked", "labels right", "by chance"
 
 
 def cells(finding: Finding) -> list[str]:
-    """Return the cells of a row of the table."""
+    """Return the row of the table about parts of one size."""
     cells = [str(finding.size), f"{finding.sent:,}", str(finding.attacked)]
     for key in ("labels", "labels_chance", "rows", "error", "error_mean", "recognised"):
         value = getattr(finding, key)
@@ -479,7 +490,7 @@ def cells(finding: Finding) -> list[str]:
 
 
 def caption(audit: GradientAudit) -> str:
-    """Return a sentence about the audit."""
+    """Return a sentence about the run, the replayed rounds and the settings of the audit."""
     total, (first, last) = sum(audit.counts.values()), audit.rounds
     below = sum(count for size, count in audit.counts.items() if size < 5)
     rounds = f"round {first}" if first == last else f"rounds {first} to {last}"

@@ -1,4 +1,4 @@
-"""The report of an audit of prototypes: a table for the terminal and for Markdown, JSON, and a contact sheet."""
+"""The report of an audit of prototypes: a table for the terminal and in Markdown, JSON, and a picture of the images."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from fedstrata.reporting.tables import markdown_table
 
 NAME = "prototypes"
 ROWS = 8
-"""Most prototypes on the contact sheet."""
+"""The most prototypes on the contact sheet, a picture that shows reconstructions side by side."""
 AGAINST = ("mean", "nearest", "stranger", "average")
-"""The attributes of a finding with its likeness to all images behind the feature (mean), to the nearest of them, to the
-nearest stranger, and to the average image."""
+"""The attributes of a ``Finding`` that say how similar a reconstruction is to other images; see ``Finding``."""
 HEADINGS = ("feature of", "attack", "PSNR mean", "nearest", "stranger", "average", "SSIM mean", "nearest", "stranger",
             "average", "feature error")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """One attack on all targets of one kind.
+    """The results of one attack on all targets of one kind.
 
     Args:
-        feature: The kind of the targets.
-        attack: The attack.
+        feature: The kind of the targets, such as prototypes or single images.
+        attack: The name of the attack.
         targets: The number of targets.
-        psnr: Mean PSNR over the targets, in dB, by what a reconstruction is compared with.
-        ssim: Mean SSIM over the targets.
-        feature_error: Mean relative error of the feature over the targets whose feature is not 0; None if all are.
+        psnr: A mapping from each of ``AGAINST`` to the mean PSNR over the targets, in dB.
+        ssim: A mapping from each of ``AGAINST`` to the mean SSIM over the targets.
+        feature_error: The mean relative error of the feature, over the targets whose feature is not 0; None if there
+            are none.
     """
 
     feature: str
@@ -50,7 +50,10 @@ class Row:
 
 
 def rows(audit: Audit) -> list[Row]:
-    """Return the table: controls by their size, then prototypes; for each the baseline, then the attacks."""
+    """Return the rows of the table: first the controls, sorted by size, and then the prototypes.
+
+    Each kind of target has a row for the baseline and a row for each attack.
+    """
     kinds = sorted({_kind(finding) for finding in audit.findings})
     pairs = product(kinds, (BASELINE, *(name for name, _ in ATTACKS)))
     groups = [(*pair, [f for f in audit.findings if (_kind(f), f.attack) == pair]) for pair in pairs]
@@ -58,7 +61,7 @@ def rows(audit: Audit) -> list[Row]:
 
 
 def _kind(finding: Finding) -> tuple[bool, int]:
-    """Return a key that sorts prototypes last, and controls by their size."""
+    """Return a key for sorting that puts controls in order of size, and prototypes last."""
     return finding.target.sent, 0 if finding.target.sent else finding.target.size
 
 
@@ -72,20 +75,20 @@ def _row(kind: tuple[bool, int], attack: str, members: Sequence[Finding]) -> Row
 
 
 def _scores(finding: Finding) -> dict[str, dict[str, float | None]]:
-    """Return PSNR and SSIM of a reconstruction, by what it is compared with."""
+    """Return the PSNR and the SSIM of a reconstruction, each as a mapping from the names in ``AGAINST``."""
     of = {key: getattr(finding, key) for key in AGAINST}
     return {name: {key: each and getattr(each, name) for key, each in of.items()} for name in ("psnr", "ssim")}
 
 
 def cells(row: Row) -> list[str]:
-    """Return the cells of a row of the table."""
+    """Return a row of the table as texts."""
     psnr = ["–" if value is None else f"{value:.1f}" for value in row.psnr.values()]
     rest = ["–" if value is None else f"{value:.2f}" for value in (*row.ssim.values(), row.feature_error)]
     return [row.feature, row.attack, *psnr, *rest]
 
 
 def caption(audit: Audit) -> str:
-    """Return a sentence about the audit."""
+    """Return a sentence about the run, the attacked clients, and the attacker's images."""
     clients = ", ".join(f"{one.client} (round {one.round})" for one in audit.sent)
     source = "the test set" if audit.held_out == "test" else "training samples that no client holds"
     return (
@@ -95,7 +98,7 @@ def caption(audit: Audit) -> str:
 
 
 def print_table(audit: Audit) -> None:
-    """Print the caption, and the main columns for a terminal of 80 columns."""
+    """Print the caption and the main columns of the table, which fit a terminal of 80 characters."""
     import rich
     from rich.table import Table
     from rich.text import Text
@@ -122,7 +125,7 @@ def to_markdown(audit: Audit) -> str:
 
 
 def to_json(audit: Audit) -> dict[str, Any]:
-    """Return settings, table and all findings as plain values."""
+    """Return the settings, the table and all findings as values for JSON."""
     settings = {key: getattr(audit, key) for key in ("method", "data", "held_out", "held_out_images", "steps", "seed")}
     return settings | {
         "clients": [
@@ -153,7 +156,11 @@ def write(audit: Audit, out: Path) -> None:
 
 
 def draw_sheet(audit: Audit, path: Path) -> None:
-    """Draw the contact sheet: reconstructions from prototypes, and from the feature of a single image of each."""
+    """Draw the contact sheet, with a line per prototype.
+
+    On the left are reconstructions from the prototype, and on the right, as a control, from the feature of one image of
+    the same client and class.
+    """
     from matplotlib.figure import Figure
 
     names = [name for name, _ in ATTACKS]
@@ -182,7 +189,10 @@ def draw_sheet(audit: Audit, path: Path) -> None:
 
 
 def _pairs(audit: Audit) -> list[tuple[dict[str, Finding], dict[str, Finding]]]:
-    """Return the findings of every prototype, with those of the first single image of the same client and class."""
+    """Return a pair for each prototype: its findings, and those of the first single image of the same client and class.
+
+    Findings are a mapping from the name of each attack.
+    """
     targets: dict[tuple[int, int, bool], dict[str, Finding]] = {}
     for finding in audit.findings:
         target = finding.target

@@ -1,4 +1,4 @@
-"""Images with values in [0, 1], in which attackers draw, and the same images as inputs of a model."""
+"""Conversion between images with values in [0, 1], on which attacks work, and the inputs of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset, Indices, Split
 
 SMALLEST = 7
-"""Least height and width of an image: the window of SSIM."""
+"""The least height and width of an image in pixels, which is the size of SSIM's window."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Pixels:
     """The map between stored values, values in [0, 1] and a model's inputs.
 
     Args:
-        data: The data set, of images.
-        low: The value that is 0 (black).
-        high: The value that is 1.
+        data: The data set, whose samples are images.
+        low: The stored value that becomes 0 (black).
+        high: The stored value that becomes 1.
     """
 
     data: Dataset
@@ -30,7 +30,7 @@ class Pixels:
 
     @classmethod
     def of(cls, data: Dataset) -> Pixels:
-        """Make the map of a data set. Bytes range from 0 to 255, other types as in the training set.
+        """Make the map for a data set. Bytes range from 0 to 255; the range of other types is that of the training set.
 
         Raises:
             SpecError: The samples are not images of at least 7x7 pixels.
@@ -44,13 +44,13 @@ class Pixels:
         return cls(data, low, high if high > low else low + 1.0)
 
     def images(self, indices: Indices, split: Split = "train") -> Tensor:
-        """Return samples as values in [0, 1], shape (B, C, H, W)."""
+        """Return the samples with these indices as images with values in [0, 1], shape (B, C, H, W)."""
         stored = self.data.x_train if split == "train" else self.data.x_test
         taken = stored[indices].float()
         return ((taken - self.low) / (self.high - self.low)).clamp(0, 1).permute(0, 3, 1, 2).contiguous()
 
     def inputs(self, images: Tensor) -> Tensor:
-        """Return a model's inputs of images in [0, 1]; differentiable."""
+        """Convert images (B, C, H, W) in [0, 1] to inputs of the model; differentiable."""
         values = images * (self.high - self.low) + self.low
         if self.data.shift is None or self.data.scale is None:
             return values

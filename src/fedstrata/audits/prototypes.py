@@ -1,8 +1,9 @@
 """The audit of prototypes: reconstruct clients' images from the prototypes that they sent (ReBaFL §5.6).
 
-Every attack has the same targets: the prototypes that a client sent and, as controls, means of the features of a few of
-its images, down to a single one. Clients do not send these. If an image can be drawn from a control and not from the
-prototype, averaging hides it. If it can be drawn from neither, the attack is too weak to tell.
+A prototype is the mean feature of a client's images of one class. Every attack has the same targets: the prototypes
+that a client sent and, as controls, mean features of only a few of its images, down to a single image. Clients do not
+send the controls. If an attack can reconstruct an image from a control but not from the prototype, averaging hides the
+image. If it can do neither, the attack is too weak for a conclusion.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ HeldOut = Literal["test", "spare"]
 BASELINE = "class mean"
 """The reconstruction that needs no feature: the mean held-out image of the class."""
 SIZES = (1, 5, 25)
-"""Numbers of images whose mean feature is a control."""
+"""The sizes of controls: a control is the mean feature of so many images."""
 DRAWS = 4
-"""Controls of each size per class of a client."""
+"""The number of controls of each size, for each client and class."""
 CLASSES = 4
-"""Most classes of a client that are attacked."""
+"""The most classes of a client that are attacked."""
 COMPARED = 1000
-"""Most images of a client and class that a reconstruction is compared with."""
+"""The most images of a client and class with which a reconstruction is compared."""
 MOST = 10_000
-"""Most held-out images that are used."""
+"""The most held-out images that the attacker uses."""
 FEWEST = 4 * TUNING
 DRIFT = 1e-3
 
@@ -51,16 +52,16 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A feature to attack, with its images, which only the audit knows.
+    """A feature to attack, and the images from which it was computed, which the attacker does not know.
 
     Args:
-        client: The client.
-        label: Its class.
-        size: The number of images whose mean feature it is.
-        sent: Whether it is a prototype that was sent, not a control.
-        feature: h, (d,).
+        client: The id of the client.
+        label: The class of the images.
+        size: The number of images whose mean feature this is.
+        sent: Whether this is a prototype that the client sent; otherwise it is a control.
+        feature: The feature h, (d,).
         own: The images behind the feature, (n, C, H, W) in [0, 1].
-        unseen: Strangers: up to n images of the same class that the client does not hold.
+        unseen: The strangers: up to n images of the same class that the client does not hold.
     """
 
     client: int
@@ -77,15 +78,15 @@ class Finding:
     """The result of one attack on one target.
 
     Args:
-        attack: Its name, or ``BASELINE``.
+        attack: The name of the attack, or ``BASELINE``.
         target: The target.
-        image: The reconstruction, (C, H, W).
-        mean: Mean likeness to the images behind the feature.
-        nearest: Likeness to the nearest of them.
-        stranger: Likeness to the nearest of the strangers; None without strangers. A reconstruction by an attack that
-            learns nothing about this client is as near to a stranger as to one of the client's images.
-        average: Likeness to the mean of the images behind the feature.
-        feature_error: ‖f(x) − h‖ / ‖h‖ of the reconstruction x; None if h = 0.
+        image: The reconstruction, (C, H, W) in [0, 1].
+        mean: The mean similarity of the reconstruction to the images behind the feature.
+        nearest: The similarity to the most similar of these images.
+        stranger: The similarity to the most similar stranger; None if there are no strangers. If an attack learns
+            nothing about this client, its reconstruction is as similar to a stranger as to the client's images.
+        average: The similarity to the mean of the images behind the feature.
+        feature_error: The relative error ‖f(x) − h‖ / ‖h‖ of the reconstruction's feature f(x); None if h = 0.
     """
 
     attack: str
@@ -103,13 +104,13 @@ class Audit:
     """The results of an audit of prototypes.
 
     Args:
-        method: The run's method.
-        data: Its data set.
+        method: The name of the run's method.
+        data: The name of the run's data set.
         class_names: The names of the classes.
-        sent: The prototypes that clients sent.
-        held_out: The origin of the attacker's own images.
-        held_out_images: The number of these images.
-        steps: Optimisation steps of each attack.
+        sent: The prototypes that the attacked clients sent.
+        held_out: The origin of the attacker's own images; see ``audit_prototypes``.
+        held_out_images: The number of the attacker's own images.
+        steps: The number of optimisation steps of each attack.
         seed: The seed of all draws.
         findings: The result for every target and attack.
     """
@@ -138,18 +139,20 @@ def audit_prototypes(
     """Attack the prototypes that clients sent last in a run.
 
     Args:
-        run: The run's folder.
-        clients: Most clients to attack, drawn from those that sent prototypes since the checkpoint before the last.
-        steps: Optimisation steps of each attack.
+        run: The run folder.
+        clients: The most clients to attack. They are drawn from those that sent prototypes since the run's
+            second-to-last checkpoint.
+        steps: The number of optimisation steps of each attack.
         seed: The seed of all draws. Two audits with the same seed have the same results.
-        held_out: The attacker's own images: the test set, or the training samples that no client holds.
+        held_out: The attacker's own images: the test set (``"test"``), or the training samples that no client holds
+            (``"spare"``).
         prepared: The run's experiment, if it had data or a model of your own.
         watch: Is called with the progress.
 
     Raises:
-        SpecError: The folder is not that of a run, the method does not send or keep prototypes, or the samples are not
+        SpecError: ``run`` is not a run folder, the method does not send or keep prototypes, or the samples are not
             images.
-        CheckpointError: The run has no checkpoint.
+        CheckpointError: The run does not have a checkpoint.
         ExtraMissingError: The extra ``audit`` is not installed.
     """
     folder = Path(run)
@@ -164,7 +167,7 @@ def audit_prototypes(
     pixels = Pixels.of(prepared.data)
     images, labels, theirs = _held_out(prepared, pixels, held_out, seed)
     findings: list[Finding] = []
-    # The rounds give the same bits only with the run's number of threads.
+    # The replayed rounds give the same bits as before only with the same number of threads.
     with training_process(spec.training.threads):
         sent = replay(prepared, folder, clients, seed, watch)
         if (drift := max(one.difference for one in sent)) > DRIFT:
@@ -189,7 +192,10 @@ def audit_prototypes(
 
 
 def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) -> tuple[Tensor, Tensor, Ints]:
-    """Return the attacker's images and labels, in random order, and their indices in the training set."""
+    """Return the attacker's images and labels, in random order, and their indices in the training set.
+
+    There are no indices if the images are from the test set.
+    """
     data = prepared.data
     split: Split = "test" if held_out == "test" else "train"
     spare = prepared.config.server_data or ServerData(data, prepared.assignment)
@@ -203,7 +209,15 @@ def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) 
 
 
 def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int) -> list[Target]:
-    """Return the client's prototypes, and controls of the same images. Strangers are not images of the attacker's."""
+    """Return the client's prototypes and their controls as targets.
+
+    Args:
+        prepared: The experiment.
+        view: The attacker's knowledge.
+        sent: The prototypes that the client sent.
+        theirs: The indices of training samples that the attacker has; they are not used as strangers.
+        seed: The seed of the draws.
+    """
     generator = rng(seed, "audit-targets", client=sent.client)
     labels = prepared.data.y_train.numpy()
     mine = np.sort(prepared.assignment[sent.client])
@@ -217,7 +231,7 @@ def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int
         for number, group in enumerate([own, *(generator.choice(own, size, replace=False) for size in sizes)]):
             images = view.pixels.images(torch.from_numpy(group))
             if is_sent := number == 0:
-                # The prototype as it was sent; a data sampler may have left some of these images out.
+                # The prototype is used as it was sent. A data sampler may have left some of the images out of it.
                 size, feature = int(sent.table["samples"][label]), sent.table["means"][label]
             else:
                 size = len(group)
@@ -247,7 +261,7 @@ def _attacked(
 
 
 def compare(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
-    """Compare a reconstruction with the images behind the feature, their mean, and strangers."""
+    """Return the similarity of a reconstruction to the images behind the feature, to their mean, and to strangers."""
     mean, nearest = likeness(image, target.own)
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
     stranger = likeness(image, target.unseen)[1] if len(target.unseen) else None

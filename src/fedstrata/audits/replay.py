@@ -1,7 +1,8 @@
-"""The prototypes that clients sent in a run, and the models under which they were computed.
+"""The prototypes that clients sent in a run, and the models with which they were computed; both are found by a replay.
 
-A server sees both. A checkpoint holds the prototypes that a client sent last, but not the client's model. So the rounds
-between the last two checkpoints are run again, and the new prototypes are compared with the stored ones.
+A server sees the prototypes and the models. A checkpoint contains the last prototypes of each client, but not its
+model. So the rounds between the last two checkpoints are run again, and the new prototypes are compared with those in
+the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import Simulation
 
 PROTOTYPES = "prototypes"
-"""The key of an objective's table in a message."""
+"""The key of the prototypes in a client's message."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,14 @@ class Sent:
     """The last prototypes of one client.
 
     Args:
-        client: The client.
+        client: The id of the client.
         round: The round in which it sent them.
-        weights: The client's model; the prototypes are class means of its features. The client sent it with them,
-            except BatchNorm's statistics if clients keep these (``training.batch_norm = "local"``). An attacker who
-            has the statistics too knows more than the server.
-        table: ``means`` (C, d) and ``samples`` (C,).
-        difference: Largest difference from the stored prototypes, relative to their largest entry. It is 0 if the
-            rounds gave the same bits as before.
+        weights: The client's model; the prototypes are class means of its features. The client sent the model too,
+            except BatchNorm's statistics if clients keep these (``training.batch_norm = "local"``). In this case, the
+            audit's attacker, who has the statistics, knows more than the server.
+        table: The prototypes ``means`` (C, d), and the number of ``samples`` of each class (C,).
+        difference: The largest difference from the stored prototypes, relative to their largest entry; 0 if the
+            replayed rounds gave the same bits as before.
     """
 
     client: int
@@ -51,7 +52,7 @@ class Sent:
 
 
 Watch = Callable[[int, int, str], None]
-"""A callback for progress: the steps done, the number of steps, and a text about the next step."""
+"""A function that is called with the number of steps done, the number of all steps, and a text about the next step."""
 
 
 def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Watch) -> list[Sent]:
@@ -59,14 +60,14 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
 
     Args:
         prepared: The run's experiment.
-        folder: The run's folder.
-        clients: Most clients, drawn from those that sent prototypes since the checkpoint before the last.
-        seed: The seed of that draw.
+        folder: The run folder.
+        clients: The most clients. They are drawn from those that sent prototypes since the second-to-last checkpoint.
+        seed: The seed of the draw.
         watch: Is called before every round.
 
     Raises:
-        SpecError: The run does not send or keep prototypes.
-        CheckpointError: It has no checkpoint.
+        SpecError: The clients of the run do not send or keep prototypes.
+        CheckpointError: The run does not have a checkpoint, or the replay does not give the same messages.
     """
     _require_prototypes(prepared)
     before, last = last_checkpoints(folder)
@@ -84,10 +85,10 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
 
 
 def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
-    """Return the last checkpoint of a run, after the one before it (None if there is only one).
+    """Return the second-to-last checkpoint of a run (None if there is only one), and the last checkpoint.
 
     Raises:
-        CheckpointError: The run has no checkpoint, or its clients' states are at sites.
+        CheckpointError: The run does not have a checkpoint, or sites keep its clients' states.
     """
     last = checkpoint.load(folder / "checkpoint")
     if last is None:
@@ -114,7 +115,17 @@ def _require_prototypes(prepared: Prepared) -> None:
 
 
 def _stored_tables(last: Checkpoint, before: Checkpoint | None, clients: int, seed: int) -> dict[int, Table]:
-    """Return the stored tables of some clients whose state changed after the checkpoint ``before``."""
+    """Return the prototypes in the last checkpoint, for some clients whose state changed since the checkpoint before.
+
+    Args:
+        last: The last checkpoint.
+        before: The checkpoint before it, if any.
+        clients: The most clients.
+        seed: The seed with which clients are drawn.
+
+    Returns:
+        A mapping from the id of each client to its prototypes.
+    """
     old = before.clients if before else {}
     changed = sorted(client for client, path in last.clients.items() if path != old.get(client))
     tables: dict[int, Table] = {}
@@ -130,7 +141,7 @@ def _stored_tables(last: Checkpoint, before: Checkpoint | None, clients: int, se
 def _send_again(
     prepared: Prepared, before: Checkpoint | None, until: int, stored: Mapping[int, Table], watch: Watch
 ) -> list[Sent]:
-    """Run the rounds after a checkpoint again, and return what the clients of the stored tables sent last."""
+    """Run the rounds after a checkpoint again, and return the last prototypes of the clients in ``stored``."""
     last: dict[int, tuple[int, Weights, Table]] = {}
 
     def listen(round: int, replies: Mapping[int, Any]) -> None:
@@ -149,7 +160,7 @@ def _send_again(
 
 
 def _as_computed(state: Mapping[str, Tree], weights: Weights) -> Weights:
-    """Return the model under which a client computed its prototypes, with the statistics that the client keeps."""
+    """Return the model with which a client computed its prototypes, including statistics that it did not send."""
     return Weights(weights.params, {**weights.buffers, **state[BUFFERS]}) if BUFFERS in state else weights
 
 

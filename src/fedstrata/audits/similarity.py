@@ -1,4 +1,4 @@
-"""The similarity of images: PSNR and SSIM by scikit-image, on values in [0, 1]."""
+"""The similarity of images with values in [0, 1], measured by scikit-image's PSNR and SSIM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fedstrata.base.errors import ExtraMissingError
 
 CEILING = 100.0
-"""Largest PSNR, in dB; the PSNR of an image with itself would be infinite."""
+"""The largest PSNR in dB that is reported, because the PSNR of an image with itself is infinite."""
 
 
 def metrics() -> Any:
@@ -31,11 +31,11 @@ def metrics() -> Any:
 
 @dataclass(frozen=True)
 class Likeness:
-    """The similarity of a reconstruction to some images.
+    """The similarity of a reconstruction to other images. Larger values mean more similar images.
 
     Args:
-        psnr: Peak signal-to-noise ratio in dB, 10 log₁₀(1 / MSE); at most 100.
-        ssim: Structural similarity (Wang et al. 2004) over uniform windows of 7x7, in [-1, 1].
+        psnr: The peak signal-to-noise ratio in dB, 10 log₁₀(1 / MSE); at most 100.
+        ssim: The structural similarity (Wang et al. 2004) over uniform windows of 7x7 pixels, in [-1, 1].
     """
 
     psnr: float
@@ -43,7 +43,7 @@ class Likeness:
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are known; None if none is."""
+    """Return the mean of the values that are not None; None if all are."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
@@ -62,12 +62,17 @@ def psnr(one: Tensor, other: Tensor) -> float:
 
 
 def ssim(one: Tensor, other: Tensor) -> float:
-    """Return the SSIM of two images (C, H, W), the mean over their channels."""
+    """Return the SSIM of two images (C, H, W), averaged over their channels."""
     return float(metrics().structural_similarity(_array(one), _array(other), data_range=1.0, channel_axis=0))
 
 
 def likeness(image: Tensor, others: Tensor) -> tuple[Likeness, Likeness]:
-    """Return the mean likeness of an image (C, H, W) to others (n, C, H, W), and the largest by each measure."""
+    """Compare an image (C, H, W) with others (n, C, H, W).
+
+    Returns:
+        The mean PSNR and SSIM over the other images; and the largest PSNR and SSIM, which may be those of two different
+        images.
+    """
     ratios = [psnr(image, other) for other in others]
     similarities = [ssim(image, other) for other in others]
     mean = Likeness(float(np.mean(ratios)), float(np.mean(similarities)))
@@ -75,5 +80,5 @@ def likeness(image: Tensor, others: Tensor) -> tuple[Likeness, Likeness]:
 
 
 def _array(image: Tensor) -> np.ndarray[Any, Any]:
-    # Double precision gives the same bits with any of PyTorch's flags.
+    # In double precision, the result has the same bits whatever precision PyTorch is set to.
     return image.detach().double().numpy()

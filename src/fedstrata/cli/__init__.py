@@ -1,4 +1,4 @@
-"""The command line, with a file for each family of commands."""
+"""The command line ``fedstrata``, with a module for each group of commands."""
 
 from fedstrata.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Shared parts of commands: the spec with its overrides, errors with line numbers, and the folder of a run."""
+"""What commands share: reading the spec and its overrides, errors with line numbers, and the folder of a run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from fedstrata.evaluation.history import History
     from fedstrata.spec.experiment import Experiment
 
-    """The object to which a command adds its parser."""
-
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""The object to which a command adds its parser."""
 R = TypeVar("R")
 
 
 WITH_OUT = "go on from the last checkpoint with the same command and its --out DIR"
-"""The advice after an interrupt of a command that creates its own folder by default."""
+"""The advice after an interrupt of a command that makes a new folder unless it has ``--out``."""
 
 
 def add_command(
@@ -35,14 +34,14 @@ def add_command(
     """Add a command whose ``--help`` ends with examples.
 
     Args:
-        commands: The object to which it is added.
+        commands: The object to which the command is added.
         name: The name of the command.
-        help: Its purpose, in one line.
+        help: The purpose of the command, in one line.
         examples: The examples, one per line.
-        more: Further text of the help.
-        imports: Whether the command imports code that a spec names, also from the working directory. Commands that
-            only inspect a spec or a result do so only with ``--trust`` (``add_trust``).
-        defaults: Further attributes of the parsed options, such as ``work``, the function of the command.
+        more: Additional text of the help.
+        imports: Whether the command may import code that a spec names, from installed packages or the working
+            directory. Commands that only inspect a spec or a result may do so only with ``--trust`` (``add_trust``).
+        defaults: Additional attributes of the parsed options, such as ``work``, the function of the command.
     """
     lines = "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines())
     parser = commands.add_parser(
@@ -102,7 +101,7 @@ def add_overrides(
 
 
 def experiment(options: argparse.Namespace) -> Experiment:
-    """Build the experiment of ``SPEC`` and ``--set``."""
+    """Build the experiment from the file ``SPEC`` and the overrides ``--set``."""
     from fedstrata.spec.experiment import Experiment, read_table
 
     table = read_table(options.spec, options.overrides)
@@ -110,13 +109,13 @@ def experiment(options: argparse.Namespace) -> Experiment:
 
 
 def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
-    """Return ``work()``; its errors name the line of the spec file."""
+    """Return the result of ``work``; add the line of the spec file to the message of a ``SpecError`` in it."""
     from fedstrata.spec.experiment import with_location
 
     try:
         return work()
     except SpecError as error:
-        # The file has no line for a key of --set.
+        # If the wrong key was set with --set, no line of the file is to blame.
         overridden = [override.partition("=")[0].strip() for override in options.overrides]
         by_hand = any(key == error.key or error.key.startswith(f"{key}.") for key in overridden)
         in_file = options.spec and Path(options.spec).is_file() and not by_hand
@@ -125,7 +124,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """Add to an error about an unknown key the sections that have this key."""
+    """Return the error; if it is about an unknown key, add which other sections have a key of this name."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")
@@ -136,10 +135,10 @@ def elsewhere(error: SpecError) -> SpecError:
 
 
 def seeds(options: argparse.Namespace) -> list[int] | None:
-    """Parse the seeds of ``--seeds``; None if it was not given.
+    """Parse the seeds of ``--seeds``; return None if the option was not given.
 
     Raises:
-        SpecError: They are not different whole numbers of at least 0.
+        SpecError: The seeds are not different whole numbers of at least 0.
     """
     if options.seeds is None:
         return None
@@ -155,10 +154,10 @@ def seeds(options: argparse.Namespace) -> list[int] | None:
 
 
 def jobs(options: argparse.Namespace) -> int | None:
-    """Return the number of ``--jobs``; None if it was not given.
+    """Return the number of ``--jobs``; return None if the option was not given.
 
     Raises:
-        SpecError: It is below 1.
+        SpecError: The number is below 1.
     """
     number: int | None = options.jobs
     if number is not None and number < 1:
@@ -167,13 +166,20 @@ def jobs(options: argparse.Namespace) -> int | None:
 
 
 def stamp() -> str:
-    """Return the date and time as part of a folder's name."""
+    """Return the date and time in a format for names of folders."""
     return time.strftime("%Y%m%d-%H%M%S")
 
 
 @contextmanager
 def run_folder(given: Path | None, name: str) -> Iterator[Path]:
-    """Yield the given folder, else a new one under ``runs``, also if several processes start within a second."""
+    """Yield the given folder, or else a new folder under ``runs``, which is removed again if it stays empty.
+
+    The folder is new even if several processes start in the same second.
+
+    Args:
+        given: The folder that the user gave, if any.
+        name: The beginning of a new folder's name; the time follows.
+    """
     if given is not None:
         yield given
         return
@@ -186,17 +192,17 @@ def run_folder(given: Path | None, name: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with suppress(OSError):  # only if nothing was written, for example because the spec is wrong
+        with suppress(OSError):  # rmdir fails if anything was written; nothing is if, for example, the spec is wrong
             folder.rmdir()
             folder.parent.rmdir()
 
 
 BROKE_DOWN = 3
-"""The exit code if no reply of a run could be used, at all or from some round on."""
+"""The exit code if the server could use none of the clients' replies, always or from some round on."""
 
 
 def show_run(history: History, as_json: bool = False) -> int:
-    """Print the summary of a run; return the exit code."""
+    """Print the summary of a run, and return the exit code of the command."""
     code = exit_code({"": [history]})
     if as_json:
         print_json({**history.summary, "folder": str(history.path)})
@@ -213,5 +219,5 @@ def show_run(history: History, as_json: bool = False) -> int:
 
 
 def exit_code(runs: Mapping[str, Sequence[History]]) -> int:
-    """Return the exit code of several runs."""
+    """Return the exit code of a command that has completed these runs: 0, or ``BROKE_DOWN``."""
     return BROKE_DOWN if any(history.warning for members in runs.values() for history in members) else 0

@@ -1,4 +1,4 @@
-"""Completions of arguments that are names. They are attached to the parser only when a shell asks for completions."""
+"""Functions that complete arguments for a shell's Tab key. They are attached to the parser only if a shell asks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Completer = Callable[..., Iterable[str]]
 
 
 def keys(prefix: str = "", **_: Any) -> list[str]:
-    """Complete ``section.key=`` of every setting, and after ``=`` the names of the section."""
+    """Complete an override: all keys as ``section.key=``, and after ``section=`` the names that the section accepts."""
     key, equals, _rest = prefix.partition("=")
     settings = known()["settings"]
     if equals:
@@ -25,7 +25,7 @@ def keys(prefix: str = "", **_: Any) -> list[str]:
 
 
 def words(**_: Any) -> list[str]:
-    """Complete the argument of ``explain``."""
+    """Complete the argument of ``fedstrata explain``: all words of a spec."""
     from fedstrata.cli.teach import words
 
     return words(known())
@@ -37,12 +37,12 @@ def sections(**_: Any) -> list[str]:
 
 
 def names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    """Complete the names of the section that was typed."""
+    """Complete the name of a class in the section that was typed before it."""
     return [name for name in known()["settings"].get(parsed_args.section, {"kinds": {}})["kinds"] if name]
 
 
 def methods(prefix: str = "", **_: Any) -> list[str]:
-    """Complete the last method of a list with commas."""
+    """Complete the last method in a list of methods separated by commas."""
     before = prefix.rpartition(",")[0]
     return [f"{before},{row[0]}" if before else row[0] for row in known()["methods"]]
 
@@ -53,7 +53,7 @@ def engines(**_: Any) -> list[str]:
 
 
 def kinds(**_: Any) -> list[str]:
-    """Complete the kinds of ``new``."""
+    """Complete the argument of ``fedstrata new``: the kinds of files that it can write."""
     from fedstrata.cli.teach import KINDS
 
     return list(KINDS)
@@ -68,11 +68,11 @@ COMPLETERS: dict[tuple[str, str], Completer] = {
     ("settings", "name"): names,
     ("new", "kind"): kinds,
 }
-"""The completer by command ("" for all commands) and destination of the argument."""
+"""The completer of each argument. A key consists of the name of a command ("" for all) and that of its argument."""
 
 
 def attach(whole: argparse.ArgumentParser) -> None:
-    """Give the arguments of all commands their completers."""
+    """Attach a completer to each argument of the whole parser that has one in ``COMPLETERS``."""
     for action in whole._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command, parser in action.choices.items():

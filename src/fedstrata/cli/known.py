@@ -1,6 +1,8 @@
-"""A table of all methods and settings, generated from the code, so that commands need not import PyTorch.
+"""A table of all methods and settings, so that commands about them need not import PyTorch.
 
-It is ``known.json`` beside this file. ``make reference`` writes it, and a test compares it with the code.
+It is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test compares
+the two. In a section such as ``partition``, a kind is one of the classes that can be named there, such as
+``dirichlet``; a section with only one class has one kind, whose name is empty.
 """
 
 from __future__ import annotations
@@ -19,24 +21,32 @@ if TYPE_CHECKING:
     from fedstrata.spec.reference import Row
 
 FUNCTIONS = {"model": 2, "evaluation.metrics": 2}
-"""Sections that accept a user's own functions, and the number of arguments that these always get."""
+"""A mapping from each section that accepts a user's own functions to the number of arguments that fedstrata passes.
+
+Further arguments of a function are its settings.
+"""
 
 FILE = Path(__file__).with_name("known.json")
 
 
 def known() -> dict[str, Any]:
-    """Read the table.
+    """Read the table from its file.
 
     Returns:
-        ``methods``, rows of name, first sentence and paper; ``experiment``, the keys without a section; ``settings``,
-        the kinds of each section.
+        A dict with three keys. ``methods`` is a list with a row per method: its name, the first line of its docstring,
+        and its paper. ``experiment`` is a list with a row per key that is outside all sections, such as ``seed``.
+        ``settings`` maps each section to its keys; see ``find_section``.
     """
     table: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return table
 
 
 def find_section(name: str) -> dict[str, Any]:
-    """Return a section: the ``common`` keys of its kinds, and the ``kinds`` by name.
+    """Return a section's table.
+
+    Its ``common`` is a list with a row per key that all kinds have. Its ``kinds`` maps the name of each kind to a
+    sentence ``about`` the kind, and to its ``keys``: a list with a row per key, which contains the key, the values that
+    it takes, its default, and its meaning.
 
     Raises:
         SpecError: The section is unknown.
@@ -48,7 +58,7 @@ def find_section(name: str) -> dict[str, Any]:
 
 
 def find_kind(section: str, name: str) -> dict[str, Any]:
-    """Return a kind of a section: a sentence ``about`` it and its ``keys``.
+    """Return the table of one kind in a section: a sentence ``about`` the kind, and its ``keys``; see ``find_section``.
 
     Args:
         section: The section, such as ``"method.objective"``.
@@ -79,7 +89,9 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 
 
 def owners(key: str, besides: str = "") -> list[str]:
-    """List the sections that have a key, each with its kinds that have it: ``["partition (dirichlet)"]``.
+    """List the sections that have a key, such as ``["partition (dirichlet)"]``.
+
+    If only some kinds of a section have the key, their names are added in brackets.
 
     Args:
         key: A key without its section, such as ``"alpha"``.
@@ -100,7 +112,7 @@ def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
         raise SpecError("name", f"is a {type(function).__name__}; accepted: a class or a function", name)
     try:
         arguments = list(inspect.signature(function).parameters.values())[given:]
-    except ValueError:  # some functions in C have no signature
+    except ValueError:  # some functions that are written in C do not have a signature
         arguments = []
     rows = [
         [
@@ -115,7 +127,7 @@ def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
-    """Generate the table from the code."""
+    """Return the whole table, generated from the code; see ``known``."""
     from fedstrata.methods.base import METHODS
     from fedstrata.spec.experiment import Experiment
     from fedstrata.spec.reference import SECTIONS, common, kinds, rows

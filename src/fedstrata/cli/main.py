@@ -41,14 +41,15 @@ BEGIN = """to begin with:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    The exit code is 0, or 2 for bad input, 3 if no reply of a run could be used, and 1 for other expected failures.
+    The exit code is 0 for success, 2 for bad input, 3 if the server could use none of the clients' replies in a run, 1
+    for other expected failures, and 128 plus the number of the signal (130 for Ctrl-C) if the command was interrupted.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed, for example by ``>&-``
             setattr(sys, name, Path(os.devnull).open("r+", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that has no "η" shows "?"
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character, such as "η", shows "?"
     whole = parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         from fedstrata.cli import completers
@@ -81,7 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _imports(allowed: bool) -> Iterator[None]:
-    """Allow or refuse imports of code that a spec names, also from the working directory, in the block."""
+    """Allow or refuse, during the ``with`` block, that a spec makes fedstrata import code.
+
+    If imports are allowed, the code may also be in the working directory.
+    """
     if allowed and "" not in sys.path:
         sys.path.insert(0, "")
     with only_from(None if allowed else (), NOT_IMPORTED):
@@ -91,7 +95,8 @@ def _imports(allowed: bool) -> Iterator[None]:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands.
 
-    In parsed options, ``work`` is the function of the command, and ``after_interrupt`` the advice after an interrupt.
+    The parsed options have the attribute ``work``, which is the function that runs the command. Some have
+    ``after_interrupt``, which is the advice to print after an interrupt.
     """
     whole = argparse.ArgumentParser(
         prog="fedstrata",
@@ -116,7 +121,10 @@ def _flat(error: Exception) -> str:
 
 
 def _is_reader_gone() -> bool:
-    """Return True if the reader of standard output, such as ``head``, has closed it; output is then discarded."""
+    """Return True if the program that reads standard output, such as ``head``, has closed it.
+
+    If so, further output is discarded, so that Python does not raise another error at its exit.
+    """
     with suppress(AttributeError, OSError, ValueError):  # Windows has no poll, and standard output may not be a file
         descriptor = sys.stdout.fileno()
         poll = select.poll()

@@ -1,4 +1,4 @@
-"""``fedstrata keys``: the keys that clients share for masked labels."""
+"""The command ``fedstrata keys``, which makes the keys that clients share to mask their labels."""
 
 from __future__ import annotations
 

@@ -193,7 +193,11 @@ def _search(options: argparse.Namespace, table: dict[str, Any], settings: dict[s
 
 
 def _grid(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[Any]]]:
-    """Split overrides into those of one value, and the values of the others."""
+    """Split overrides into fixed settings and a grid.
+
+    Returns:
+        The overrides with one value; and a mapping from the key of each other override to its values.
+    """
     from fedstrata.spec.experiment import parse_value, split_values
 
     fixed, grid = [], dict[str, list[Any]]()

@@ -128,7 +128,9 @@ def _compare(options: argparse.Namespace) -> int:
         )
     else:
         rich.print(to_rich(compare_table(runs)))
-        if all(spec.data == first.data for spec in experiments.values()):  # accuracies on different data do not compare
+        if all(
+            spec.data == first.data for spec in experiments.values()
+        ):  # accuracies on different data cannot be compared
             rich.print(contrasts.to_rich(contrasts.contrast(runs)))
         print_lines(f"written to {out}: table.md, accuracy.png, report.html")
     return common.exit_code(asked)

@@ -24,7 +24,8 @@ KINDS = {
     "partition": "who holds which data",
     "metric": "how good the model is",
 }
-"""The files that ``fedstrata new`` can write; each is in ``templates``."""
+"""A mapping from each kind of file that ``fedstrata new`` can write to its purpose; the folder ``templates`` has the
+files."""
 
 SHELLS = {
     "bash": 'eval "$(fedstrata completion bash)"    # in ~/.bashrc',
@@ -105,11 +106,11 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 NOT_BY_HAND = ("communication.codec", "evaluation.metrics", "callbacks", "data.schema.columns.NAME")
-"""Sections that ``--set`` cannot change, because they are parts of other keys."""
+"""Sections whose keys ``--set`` cannot change, because a section is inside a list or has a placeholder in its name."""
 
 
 def _example(entry: dict[str, Any]) -> str:
-    """Return an example of ``--set``, or an empty text if ``--set`` cannot change the key."""
+    """Return an example of ``--set`` for a key; the text is empty if ``--set`` cannot change the key."""
     if entry["section"] in NOT_BY_HAND or entry["default"] == "{}":
         return ""
     value = "VALUE" if entry["default"] in ("needed", "none", "") else entry["default"]
@@ -120,17 +121,19 @@ def _example(entry: dict[str, Any]) -> str:
 
 
 def explanations(word: str) -> list[dict[str, Any]]:
-    """List the meanings of a word in specs.
+    """List the meanings that a word has in specs.
 
     Args:
-        word: A key (``alpha``), a section (``training``), a name (``dirichlet``), or a path that ends in one of them.
+        word: A key (``alpha``), a section (``training``), the name of a class in a section (``dirichlet``), or a dotted
+            path that ends with one of these.
 
     Returns:
-        For each meaning its ``section``, the ``kinds`` that have it (none if all do), its ``key`` ("" if the word is a
-        section or a name), ``about``, ``takes``, ``default`` and the keys that it ``has``.
+        A dict for each meaning. If the word is a key, ``section`` is its section, ``kinds`` are the classes in the
+        section that have it (empty if all have it), ``about`` is its meaning, ``takes`` are the accepted values, and
+        ``default`` is its default. If the word is a section or a class, ``key`` is empty, and ``has`` are its keys.
 
     Raises:
-        SpecError: The word has no meaning; the message has the closest spelling.
+        SpecError: The word does not have a meaning; the message suggests a similar word.
     """
     from fedstrata.cli.known import known
 
@@ -164,7 +167,7 @@ def _entry(section: str, kinds: list[str], row: Iterable[str], has: Iterable[str
 
 
 def words(table: dict[str, Any]) -> list[str]:
-    """List the words that have a meaning in specs."""
+    """List all words that have a meaning in specs: keys, sections, and names of classes."""
     every = [row[0] for row in table["experiment"]]
     for section, each in table["settings"].items():
         every.append(section)
@@ -189,7 +192,7 @@ def _completion(options: argparse.Namespace) -> None:
 
 
 def complete(whole: argparse.ArgumentParser) -> None:
-    """Answer a shell's request for completions and exit; without such a request, do nothing."""
+    """Answer a shell's request for completions and exit; do nothing if a shell has not requested any."""
     import argcomplete
 
     argcomplete.autocomplete(whole)

@@ -1,1 +1,1 @@
-"""The functions that users call: run, compare, sweep and search, and the references for comparisons."""
+"""The functions that users call to run experiments (run, compare, sweep, search), and references for comparisons."""

@@ -1,4 +1,4 @@
-"""Comparisons: several experiments, each with several seeds."""
+"""Comparisons of several experiments, each of which runs with several seeds."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def compare(
     the same call finishes the work.
 
     Args:
-        experiments: The experiments by label.
+        experiments: A mapping from each label to its experiment.
         seeds: Each experiment runs once with each seed. Default: the seed of the specs.
-        out: The folder; the files of a run are in ``LABEL/seed-S/``.
+        out: The folder of the comparison. The files of a run are in ``LABEL/seed-S/``.
         data: Your own data for all experiments; see ``prepare``.
         model: Your own model for all experiments, best as its class; see ``prepare``.
         engine: The engine that runs the clients of each run.
@@ -97,7 +97,7 @@ def compare(
         report: Write tables, figures and a page about all runs in the folder.
 
     Returns:
-        The histories by label, in the order of ``seeds``.
+        A mapping from each label to its histories, in the order of ``seeds``.
 
     Raises:
         SpecError: A setting is wrong; every experiment is checked before the first one starts.
@@ -145,7 +145,7 @@ def compare(
 
 
 def check_trackers(prepared: Prepared) -> None:
-    """Raise if a tracker of the spec is not installed."""
+    """Raise ``ExtraMissingError`` if the spec uses a tracker, such as TensorBoard, that is not installed."""
     for callback in prepared.spec.tracking.callbacks:
         callback.check(prepared.spec.evaluation)
 
@@ -156,7 +156,9 @@ def plan(
     references: Sequence[str] = (),
     data: Arrays | None = None,
 ) -> dict[Key, Experiment]:
-    """Return all runs of a comparison, by label and seed; the label of a reference's run is ``NAME/RUN``.
+    """Return a mapping from the label and seed of each run of a comparison to its experiment.
+
+    A reference has several runs; their labels are ``NAME/RUN``, such as ``local/client-0``.
 
     Raises:
         SpecError: The seeds differ, or a reference is unknown or does not fit the experiments.
@@ -179,10 +181,10 @@ def plan(
 
 
 def checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
-    """Return the seeds after a check.
+    """Return the seeds if they are valid.
 
     Raises:
-        SpecError: There is no seed, or a value is not a seed.
+        SpecError: The list of seeds is empty, or a value is not a valid seed.
     """
     if not seeds:
         raise SpecError("seeds", "expected at least one", [])
@@ -190,13 +192,13 @@ def checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
 
 
 def folder_of(out: Path, key: Key) -> Path:
-    """Return the folder of a run of a comparison."""
+    """Return the folder of one run in the folder of a comparison."""
     label, _, run = key[0].partition("/")
     return out / label / f"seed-{key[1]}" / run
 
 
 def is_done(folder: Path, spec: Experiment) -> bool:
-    """Return whether a folder contains the finished run."""
+    """Return whether a folder contains the finished run: it has all rounds of the spec, or a callback stopped it."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return bool(summary["rounds"] == spec.training.rounds or summary.get("stopped"))
@@ -242,7 +244,12 @@ def _run_all(
 
 
 def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
-    """Raise ``FedstrataError`` if processes of runs were killed, given the reasons by run folder."""
+    """Raise ``FedstrataError`` if processes of runs were killed.
+
+    Args:
+        failures: A mapping from the folder of each lost run to the reason.
+        runs: The number of all runs.
+    """
     if failures:
         lost = "; ".join(f"that of {folder} {reason}" for folder, reason in failures.items())
         advice = "the same call goes on from their last checkpoints; fewer jobs at a time take less memory"
@@ -250,13 +257,18 @@ def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
 
 
 def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
-    """Return whether simultaneous runs are forks of this process; None if the runs must take turns in it.
+    """Decide how to run several experiments at the same time.
 
-    A new process cannot find modules and arrays of this process, or classes that only this program defines.
+    A fresh process cannot get arrays and modules of this process, or classes that only this program defines. Such runs
+    need forks of this process.
 
     Args:
         specs: The experiments to run.
         in_memory: Whether the caller passes data or a model.
+
+    Returns:
+        False to use fresh processes, True to use forks of this process, and None if forks are needed but not possible,
+        so that the runs must take turns in this process.
     """
     specs = list(specs)
     if not in_memory and not any(part in spec.to_toml() for spec in specs for part in ("__main__:", "<locals>")):

@@ -1,8 +1,9 @@
 """References for federated methods: local training of each client, and centralised training on all samples.
 
-Both are ordinary runs with an experiment's data, model and training, and the partition ``SingleClient``: with the
-samples of all clients (``centralised``), or of one client (``local``, one run per client). ``fold`` combines the runs
-of a reference into one run folder.
+A reference shows what federated training is worth. Its runs use the data, the model and the training settings of an
+experiment, but have only one client (the partition ``SingleClient``). This client has the samples of all clients
+(``centralised``, one run), or those of one client (``local``, one run per client). ``fold`` combines the runs of a
+reference into one run folder.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fedstrata.runs.run_folder import METRICS, SPEC, SUMMARY
 from fedstrata.spec.experiment import Experiment
 
 REFERENCES = ("local", "centralised")
-"""The names of ``compare(references=…)``."""
+"""The names that ``compare(references=…)`` accepts."""
 
 SHARED: dict[str, Callable[[Experiment], object]] = {
     "data": lambda spec: spec.data,
@@ -41,13 +42,14 @@ SHARED: dict[str, Callable[[Experiment], object]] = {
         spec.training.batch_size,
     ),
 }
-"""The settings that all experiments must share for one reference, with a description of each."""
+"""Settings that must be equal in all compared experiments, so that one reference fits all: a description of each
+setting, and a function that returns it."""
 
 SUMMED = ("samples", "seconds")
-"""Numbers that are summed over the runs of a reference, as counts of clients are; other numbers are averaged."""
+"""Columns that are summed over the runs of a reference, besides counts of clients. Other numbers are averaged."""
 
 MEASURED = ("test", "validation")
-"""The keys of a record that hold tables of metrics."""
+"""The keys of a record whose values are tables of metrics."""
 
 COMMUNICATION = ("exchanges", "hops", "bytes_up", "bytes_down")
 """The measures of communication, which are 0 for a reference."""
@@ -56,15 +58,15 @@ COMMUNICATION = ("exchanges", "hops", "bytes_up", "bytes_down")
 def reference_runs(
     name: str, experiments: Mapping[str, Experiment], data: Arrays | None = None
 ) -> dict[str, Experiment]:
-    """Return the runs of a reference, by the names of their folders.
+    """Return a mapping from the name of each run of a reference, which is also its folder's name, to its experiment.
 
-    ``centralised`` is one run, ``everything``, with as many sample gradients per round as the invited clients compute
-    together on average. ``local`` is a run ``client-K`` for every client, which trains in every round as if it were
-    invited. Other training settings, such as the learning rate, are those of the first experiment.
+    ``centralised`` has one run, ``everything``, which computes as many sample gradients per round as the invited
+    clients of an experiment compute together on average. ``local`` has a run ``client-K`` for every client, in which
+    the client trains in every round. All other settings, such as the learning rate, are those of the first experiment.
 
     Args:
-        name: One of ``REFERENCES``.
-        experiments: The experiments that are compared.
+        name: A name in ``REFERENCES``.
+        experiments: The experiments that are compared, by label.
         data: Your own data; see ``prepare``.
 
     Raises:
@@ -91,7 +93,13 @@ def reference_runs(
 
 
 def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
-    """Return the training settings of centralised training with the same work per round."""
+    """Return the settings with which centralised training does the same work per round as the invited clients.
+
+    Args:
+        spec: The federated experiment.
+        samples: The number of all training samples.
+        clients: The number of clients.
+    """
     training = spec.training
     invited = training.invited(clients)
     if training.local_steps is not None:
@@ -105,11 +113,11 @@ def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
 def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] = ()) -> None:
     """Combine the runs of a reference into one run folder, as if the reference were a method.
 
-    Numbers are averaged over the runs; samples, seconds and counts of clients are summed, and communication is 0.
+    Most numbers are averaged over the runs. Samples, seconds and counts of clients are summed, and communication is 0.
     ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation and the minimum over the clients.
 
     Args:
-        name: The reference.
+        name: The name of the reference.
         folders: The folders of its runs.
         out: The run folder to write.
         lower: The metrics for which lower values are better.
@@ -130,13 +138,13 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None without such values."""
+    """Return the mean of the values that are not None; None if all are."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
 def _combined(records: Sequence[Record], lower: Collection[str]) -> Record:
-    """Combine the records of one round of all runs."""
+    """Combine the records that all runs have of one round into one record; see ``fold``."""
     combined: Record = {"round": records[0]["round"]}
     for key in records[0]:
         values = [record.get(key) for record in records]

@@ -1,4 +1,4 @@
-"""Runs an experiment: from a spec to a history and a run folder."""
+"""Run one experiment: from a spec to a history and a run folder."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def run(
         progress: Show the progress: a bar in a terminal and in a notebook, otherwise a line from time to time.
 
     Returns:
-        The records of the rounds. ``params`` holds the final model's parameters and buffers. ``warning`` is empty
-        unless the model never changed because no reply could be used.
+        The records of the rounds. ``params`` holds the final model's parameters and buffers. ``warning`` is a text if
+        the server could use none of the clients' replies, always or from some round on; otherwise it is empty.
 
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.
@@ -75,10 +75,10 @@ def carry_out(
     resume: bool = False,
     callbacks: Sequence[Callback | Watcher] = (),
 ) -> History:
-    """Run an experiment as ``run`` does, without warnings and progress."""
+    """Run an experiment as ``run`` does, but without a warning at the end and without showing the progress."""
     folder = None if out is None else Path(out)
     if engine == "nvflare":
-        # The loop over rounds is a job of NVFlare, which runs in another process.
+        # NVFlare runs the rounds in another process, to which this process cannot pass data, a model or callbacks.
         if data is not None or model is not None:
             problem = "loads the spec's data and model at each site: give data and a model that the spec can name"
             raise SpecError("engine", problem, engine)

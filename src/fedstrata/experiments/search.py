@@ -1,4 +1,4 @@
-"""A search for good settings, which Optuna proposes and which are judged by their validation accuracy."""
+"""A search for good settings: Optuna proposes the settings of each trial, which is judged by validation accuracy."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ STUDY, NAME = "study.db", "sweep"
 """Optuna's file in the folder of a search, and the name of the study in it. Optuna's dashboard reads this file."""
 
 PRUNED = "pruned"
-"""The first word of the reason for which the run of a pruned trial was stopped."""
+"""The first word of the reason why the run of a pruned trial was stopped. To prune is to stop a bad trial early."""
 
 STARTUP = 5
 """The number of trials that run to their end before any trial is pruned."""
 
 REFUSED = "refused"
-"""The attribute of a trial with the error for which its settings were refused."""
+"""The name of a trial's attribute in Optuna that holds the error if its settings were refused."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The values of a setting in a search.
+    """The values that a search may try for a setting.
 
     Args:
         kind: ``uniform`` or ``log`` (numbers), ``int`` (whole numbers, both ends included) or ``choice``.
         low: The smallest value; unused by ``choice``.
         high: The largest value; unused by ``choice``.
-        choices: The values of ``choice``, as a spec writes them.
+        choices: The values of ``choice``, written as in a spec.
     """
 
     kind: Literal["uniform", "log", "int", "choice"]
@@ -115,11 +115,11 @@ class Range:
 
     @property
     def ends(self) -> list[Any]:
-        """The values that must be valid: both ends, or all choices."""
+        """The values that are checked before a search: both ends of a range, or all choices."""
         return [self.value(end) for end in self.choices or (self.low, self.high)]
 
     def value(self, proposed: Any) -> Any:
-        """Convert Optuna's proposal to a setting; numbers are rounded to four digits."""
+        """Convert Optuna's proposal to the value of the setting; numbers are rounded to four significant digits."""
         if self.kind == "choice":
             return parse_value(proposed)
         if self.kind == "int":
@@ -127,7 +127,7 @@ class Range:
         return min(max(float(f"{proposed:.4g}"), self.low), self.high)
 
     def propose(self, trial: optuna.trial.Trial, key: str) -> Any:
-        """Return Optuna's proposal for a trial; the same value if Optuna has already proposed one."""
+        """Return Optuna's proposal for a key of a trial. Later calls for the same trial return the same value."""
         if self.kind == "choice":
             return self.value(trial.suggest_categorical(key, self.choices))
         if self.kind == "int":
@@ -149,21 +149,21 @@ def search(
 ) -> Sweep:
     """Let Optuna propose settings, run them, and write one table and the best spec.
 
-    Trials are judged by the mean accuracy over the seeds on the validation samples, in the last evaluated round. A
-    trial is pruned if its first seed is worse than the median of the earlier trials in the same round. After a kill,
-    the same call continues the search: finished trials are not repeated, and an interrupted trial continues from its
-    last checkpoint. With ``jobs=1`` the result is the same as without a kill. With more jobs, the proposals depend on
-    the order in which trials end.
+    A trial runs one proposal with every seed. It is judged by the accuracy on the validation samples in the last
+    evaluated round, averaged over the seeds. A trial is pruned (stopped early) if the run of its first seed is worse
+    than the median of the earlier trials in the same round. After a kill, the same call continues the search: finished
+    trials are not repeated, and an interrupted trial continues from its last checkpoint. With ``jobs=1`` the result is
+    the same as without a kill. With more jobs, the proposals depend on the order in which trials end.
 
     Args:
-        table: The spec's tables, as ``tomllib`` reads them, with ``evaluation.validation``.
-        space: The range of each ``section.key``: ``"log:0.001..0.5"``, ``"uniform:0..1"``, ``"int:1..8"`` or
-            ``"choice:16,32"``.
-        out: The folder; the files of a run are in ``trial-N/seed-S/``.
+        table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
+        space: A mapping from each ``section.key`` to its range: ``"log:0.001..0.5"``, ``"uniform:0..1"``,
+            ``"int:1..8"`` or ``"choice:16,32"``.
+        out: The folder of the search. The files of a run are in ``trial-N/seed-S/``.
         trials: The number of trials, including the trials that the folder already contains.
         seeds: Each trial runs once with each seed. Default: the spec's seed.
         jobs: The number of simultaneous trials. Default: the number of processors.
-        prune: Whether trials are pruned.
+        prune: Whether bad trials are stopped early.
         watch: A function that is called with the label, the seed and the finished rounds of a run.
         progress: Show the progress.
 
@@ -192,14 +192,14 @@ def search(
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of a search.
+    """The settings of a search; see ``search``.
 
     Args:
-        table: The spec's tables.
-        space: The range of each key.
+        table: The spec as nested tables.
+        space: A mapping from each key to its range.
         seeds: The seeds of every trial.
-        out: The folder.
-        prune: Whether trials are pruned.
+        out: The folder of the search.
+        prune: Whether bad trials are stopped early.
     """
 
     table: dict[str, Any]
@@ -210,18 +210,18 @@ class Setup:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The arguments that must be the same when a search continues, by their names on the command line."""
+        """The arguments that must not change when a search continues: a mapping from command-line names to texts."""
         spec = {key: value for key, value in Experiment.from_table(self.table).to_spec().items() if key != "tracking"}
         ranges = {key: str(span) for key, span in self.space.items()}
         return {"SPEC": json.dumps(spec), "--search": json.dumps(ranges), "--seeds": json.dumps(self.seeds)}
 
     def folder(self, number: int, seed: int) -> Path:
-        """Return the folder of a run of a trial."""
+        """Return the folder of the run that belongs to a trial number and a seed."""
         return folder_of(self.out, (called(number), seed))
 
 
 def called(number: int) -> str:
-    """Return the label of a trial.
+    """Return the label of the trial with this number.
 
     >>> called(7)
     'trial-007'
@@ -230,9 +230,9 @@ def called(number: int) -> str:
 
 
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
-    """Return the spec's experiment after a check of the space.
+    """Return the spec's experiment if the search space is valid.
 
-    Each end of a range is checked together with the first ends of the other ranges.
+    Experiments are built with both ends of each range, while the other settings have the first ends of their ranges.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -249,11 +249,11 @@ def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
 
 @contextmanager
 def opened(path: Path, identity: Mapping[str, Any] | None = None) -> Iterator[optuna.Study]:
-    """Open Optuna's study in a file for the block.
+    """Open Optuna's study (its record of all trials) in a file during the ``with`` block.
 
     Args:
-        path: The file; it is created if ``identity`` is given.
-        identity: The attributes of the study, by which searches are told apart.
+        path: The file. It is created if it does not exist and ``identity`` is given.
+        identity: The attributes that the study must have, so that another search does not continue it.
 
     Raises:
         SpecError: The file contains a study with other attributes.
@@ -273,7 +273,7 @@ def opened(path: Path, identity: Mapping[str, Any] | None = None) -> Iterator[op
     logger.setLevel(logging.WARNING)
     try:
         if identity is not None and not path.exists():
-            # Write another file first, so that a kill does not leave a study without its attributes.
+            # Write a temporary file and rename it, so that a kill never leaves a study without its attributes.
             new = path.with_suffix(".new")
             new.unlink(missing_ok=True)
             with ExitStack() as closing:
@@ -293,7 +293,7 @@ def opened(path: Path, identity: Mapping[str, Any] | None = None) -> Iterator[op
 
 
 def trial_of(study: optuna.Study, number: int) -> optuna.trial.Trial:
-    """Return a trial that has begun."""
+    """Return the trial with this number from the study; it has been created before."""
     import optuna
 
     storage = study._storage
@@ -302,7 +302,14 @@ def trial_of(study: optuna.Study, number: int) -> optuna.trial.Trial:
 
 
 def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch: Watcher) -> None:
-    """Run interrupted trials, and then new trials until the study has ``trials``.
+    """Run interrupted trials, and then new trials until the study has as many as ``trials``.
+
+    Args:
+        setup: The settings of the search.
+        study: Optuna's study.
+        trials: The number of trials that the study must have.
+        jobs: The number of simultaneous trials.
+        watch: Is called with the progress of each run.
 
     Raises:
         FedstrataError: The process of a trial was killed; the same call continues the trial.
@@ -344,7 +351,10 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
 
 
 def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
-    """Return the experiment that Optuna proposes for a trial; None if its settings are refused."""
+    """Return the experiment that Optuna proposes for a trial; None if the spec refuses the settings.
+
+    A trial that is refused is marked as failed in the study.
+    """
     from optuna.trial import TrialState
 
     study.sampler = _sampler(setup, number)
@@ -367,9 +377,9 @@ def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
 
 
 def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSampler:
-    """Return Optuna's tree-structured Parzen estimator, with a seed for a trial and a key.
+    """Return Optuna's algorithm for proposals, the tree-structured Parzen estimator, with a seed per trial and key.
 
-    Its proposals then depend on the trials that have ended, and not on kills.
+    With this seed, a proposal depends only on the trials that have ended, not on whether the search was interrupted.
     """
     from optuna.samplers import TPESampler
 
@@ -377,7 +387,14 @@ def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSa
 
 
 def run_trial(setup: Setup, number: int, text: str, watch: Watcher | None = None) -> None:
-    """Run a trial with every seed; if the first seed is pruned, the other seeds are not run."""
+    """Run a trial with every seed, but only with the first seed if that run is pruned.
+
+    Args:
+        setup: The settings of the search.
+        number: The number of the trial.
+        text: The experiment as TOML; its seed is replaced.
+        watch: Is called with the progress of each run.
+    """
     spec = Experiment.from_table(tomllib.loads(text))
     for seed in setup.seeds:
         folder = setup.folder(number, seed)
@@ -396,7 +413,7 @@ def is_pruned(history: History) -> bool:
 
 
 def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
-    """Tell the study the result of a finished trial."""
+    """Report a finished trial to the study: its mean accuracy, or that it was pruned or failed."""
     from optuna.trial import TrialState
 
     histories = runs_of(setup, number)
@@ -407,12 +424,12 @@ def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: C
         study.tell(number, state=TrialState.FAIL)
     else:
         study.tell(number, statistics.fmean(values))
-    for seed in setup.seeds:  # seeds that were pruned are finished too
+    for seed in setup.seeds:  # show all runs as finished, even those that were stopped early or never started
         watch(called(number), seed, cell.spec.training.rounds)
 
 
 def runs_of(setup: Setup, number: int) -> list[History]:
-    """Return the runs of a finished trial; a pruned trial has only the first run."""
+    """Return the histories of a trial's finished runs, one per seed; a pruned trial has only the first."""
     folders = [setup.folder(number, seed) for seed in setup.seeds]
     return [History.load(folder) for folder in folders if (folder / SUMMARY).exists()]
 
@@ -439,7 +456,7 @@ class Pruning(Callback):
     """Stops the run of a trial that is worse than the median of the earlier trials in the same round.
 
     Args:
-        study: The file of the study.
+        study: The path of the study's file.
         number: The number of the trial.
     """
 
@@ -461,7 +478,7 @@ class Pruning(Callback):
         value, rounds = numbers(record).get(MEASURE), simulation.spec.training.rounds
         if value is None or record["round"] == rounds:
             return
-        with warnings.catch_warnings():  # Optuna warns if the round was reported before a kill
+        with warnings.catch_warnings():  # Optuna warns if a resumed run reports the same round again
             warnings.simplefilter("ignore")
             self.trial.report(value, record["round"])
         if self.trial.should_prune():

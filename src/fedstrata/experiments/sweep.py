@@ -1,4 +1,4 @@
-"""A grid of settings, whose cells are compared by their validation accuracy."""
+"""A grid of settings: every combination of values (a cell) is run, and cells are compared by validation accuracy."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fedstrata.reporting.statistics import Estimate
 from fedstrata.spec.experiment import Experiment, set_key
 
 MEASURE = "validation.accuracy"
-"""The measure of a cell: the accuracy on the validation samples in the last evaluated round."""
+"""The column by which cells are compared: the accuracy on the validation samples. The last evaluated round counts."""
 TABLE, FIGURES, BEST = "sweep.md", "sweep.json", "best.toml"
-"""The files of a sweep's folder in addition to the runs."""
+"""The files in a sweep's folder in addition to the runs: the table, its numbers, and the spec of the best cell."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting of the grid.
+    """One combination of values in a grid, or one trial of a search.
 
     Args:
-        settings: The value of each key that is tried.
-        spec: The experiment with these settings.
+        settings: A mapping from each key that is varied to its value.
+        spec: The experiment with these values.
     """
 
     settings: dict[str, Any]
@@ -37,7 +37,7 @@ class Cell:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], settings: Mapping[str, Any]) -> Cell:
-        """Return the cell of a spec's tables with some settings."""
+        """Build a cell from a spec, given as nested tables, and the settings that replace settings of the spec."""
         tables = copy.deepcopy(dict(table))
         for key, value in settings.items():
             set_key(tables, key, value, f"{key}={value}")
@@ -49,11 +49,11 @@ class Sweep:
     """The result of a sweep.
 
     Args:
-        cells: The cells by label, in the order of the grid.
-        histories: The runs of each cell, one per seed.
-        values: The validation accuracy of each cell over its seeds.
+        cells: A mapping from each label to its cell, in the order of the grid.
+        histories: The histories of each label, one per seed.
+        values: The validation accuracy of each label over its seeds.
         best: The label of the best cell; None if no cell has a validation accuracy for every seed.
-        notes: Why a cell cannot be the best, such as that no reply could be used, by label.
+        notes: A mapping from labels to the reason why the cell cannot be the best, such as that it was pruned.
     """
 
     cells: dict[str, Cell]
@@ -76,12 +76,13 @@ def sweep(
     """Run every cell of a grid with every seed, and write one table and the best spec.
 
     Cells run as in ``compare``: finished runs in ``out`` are not repeated, and interrupted runs continue from their
-    last checkpoint. The best cell has the highest mean accuracy on the validation samples; of equal cells, the first.
+    last checkpoint. The best cell has the highest mean accuracy on the validation samples. If cells are equal, the
+    first is chosen.
 
     Args:
-        table: The spec's tables, as ``tomllib`` reads them, with ``evaluation.validation``.
-        grid: The values to try for each ``section.key``.
-        out: The folder; the files of a run are in ``KEY=VALUE,…/seed-S/``.
+        table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
+        grid: A mapping from each ``section.key`` to the values to try.
+        out: The folder of the sweep. The files of a run are in ``KEY=VALUE,…/seed-S/``.
         seeds: Each cell runs once with each seed. Default: the spec's seed.
         jobs: The number of simultaneous runs. Default: the number of processors.
         watch: A function that is called with the label, the seed and the finished rounds of a run.
@@ -100,7 +101,7 @@ def sweep(
 
 
 def write(result: Sweep, out: Path) -> None:
-    """Write the table, its figures and the best spec."""
+    """Write the files of a sweep: the table, its numbers as JSON, and the best spec."""
     write_json(out / FIGURES, figures(result))
     replace_file(out / TABLE, to_markdown(result).encode())
     if result.best is not None:
@@ -110,7 +111,7 @@ def write(result: Sweep, out: Path) -> None:
 
 
 def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[str, Cell]:
-    """Return the cells of a grid by label, such as ``lr=0.1,mu=1``; the last key changes fastest.
+    """Return a mapping from each label, such as ``lr=0.1,mu=1``, to its cell; the last key changes fastest.
 
     Raises:
         SpecError: The grid is empty, a setting is wrong, or no samples are held out for validation.
@@ -144,12 +145,13 @@ def judge(
 ) -> Sweep:
     """Compute the validation accuracy of each cell, and find the best cell.
 
-    A cell cannot be the best if it has a note, or if one of its seeds has no accuracy or broke down.
+    A cell cannot be the best if it has a note, if a seed has no validation accuracy, or if the server could not use any
+    replies in a run.
 
     Args:
-        planned: The cells.
-        histories: The runs of each cell.
-        notes: Why a cell cannot be the best, by label.
+        planned: A mapping from each label to its cell.
+        histories: The histories of each label.
+        notes: A mapping from labels to the reason why the cell cannot be the best.
     """
     notes = dict(notes or {})
     for label in planned:
@@ -162,7 +164,7 @@ def judge(
 
 
 def validated(history: History) -> float | None:
-    """Return the accuracy on the validation samples in the last evaluated round; None without such a round."""
+    """Return the accuracy on the validation samples in the last evaluated round; None if no round was evaluated."""
     return float(history.column(MEASURE)[1][-1]) if MEASURE in history.columns else None
 
 

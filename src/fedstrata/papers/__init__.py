@@ -1,1 +1,4 @@
-"""The experiments of four papers as tables of specs: run, compared with what was published, and judged."""
+"""The experiments of four papers: they are run, compared with the published figures, and the papers' claims judged.
+
+Each table of a paper is a TOML file. A cell is the run of one row (a method), column (a setting) and seed of a table.
+"""

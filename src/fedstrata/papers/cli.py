@@ -1,4 +1,4 @@
-"""``fedstrata reproduce``: the tables of four papers, run, judged and written."""
+"""The command ``fedstrata reproduce``, which runs the tables of four papers, judges their claims, and writes pages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that prints finished cells: to standard error if the result is JSON."""
+    """Return a function that prints a line about a finished cell: to standard error if the result is JSON."""
     if options.quiet:
         return lambda text: None
     return partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)

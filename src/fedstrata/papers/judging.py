@@ -1,4 +1,7 @@
-"""Verdicts on the claims of papers, from the results of their tables; see ``fedstrata.reporting.statistics``."""
+"""Verdicts on the claims of papers, from the results of their tables.
+
+The statistics are those of ``fedstrata.reporting.statistics.planned_differences``.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,26 @@ from fedstrata.reporting.statistics import MIN_SEEDS, Difference, Order, Range, 
 from fedstrata.spec.experiment import parse_toml
 
 POINT = 0.01
-"""The rounding of accuracies, in percent."""
+"""The unit to which accuracies are rounded, in percentage points."""
 POINTS: Range = (-100.0, 100.0)
-"""The range of differences of two accuracies."""
+"""The smallest and the largest possible difference of two accuracies, in percentage points."""
 
 Verdict = Literal[
     "holds", "in part", "not", "not shown", "not yet", "cannot be tested with this data", "out of reach of two cores"
 ]
 Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
-"""Results by row, column and seed."""
+"""A mapping from row, column and seed to the results of the run."""
 
 
 class Comparison(NamedTuple):
-    """A comparison of two rows.
+    """A comparison of two rows in one column of a table.
 
     Args:
         column: The column.
         row: The row.
-        than: The row that it is compared with.
-        difference: The difference in the table's metric, corrected over all comparisons of the table.
+        than: The row with which it is compared.
+        difference: The difference of the table's metric, ``row`` minus ``than``; its interval and p-value are corrected
+            over all comparisons of the table.
     """
 
     column: str
@@ -46,7 +50,7 @@ class Comparison(NamedTuple):
 
 
 def difference_text(difference: Difference) -> str:
-    """Return a difference with its interval, or with its number of seeds if these are few.
+    """Return a difference as text, with its interval or, if there are too few seeds, with the number of seeds.
 
     >>> difference_text(Difference(1.5, 3, (0.5, 2.5))), difference_text(Difference(-1.5, 1))
     ('+1.5 [+0.5, +2.5]', '−1.5 (1 seed)')
@@ -59,7 +63,7 @@ def difference_text(difference: Difference) -> str:
 
 
 def signed(value: float) -> str:
-    """Return a difference with its sign.
+    """Return a difference as text with its sign, rounded to one decimal.
 
     >>> signed(-1.234), signed(-0.01)
     ('−1.2', '0.0')
@@ -69,13 +73,13 @@ def signed(value: float) -> str:
 
 
 def cells_of(table: Table, known: Results, *, quick: bool = False) -> Cells:
-    """Return the results of a table's cells that were run."""
+    """Return the results of those cells of a table that were run."""
     cells = (cell for cell in table.cells(quick=quick) if cell.hash in known)
     return {(cell.row, cell.column, cell.seed): known[cell.hash] for cell in cells}
 
 
 def over_seeds(cells: Cells, row: str, column: str, metric: str) -> dict[int, float]:
-    """Return the values of a metric by seed."""
+    """Return a mapping from each seed of a row and column to the value of a metric."""
     return {
         seed: float(result[metric])
         for (r, c, seed), result in cells.items()
@@ -84,7 +88,7 @@ def over_seeds(cells: Cells, row: str, column: str, metric: str) -> dict[int, fl
 
 
 def compared(table: Table, cells: Cells) -> list[Comparison]:
-    """Return all comparisons of a table, also of cells that were not run."""
+    """Return all comparisons of a table, including those whose cells were not run."""
     comparisons = table.comparisons()
     values = partial(over_seeds, cells, metric=table.metric)
     pairs = [(values(row, column), values(than, column)) for column, row, than in comparisons]
@@ -93,7 +97,9 @@ def compared(table: Table, cells: Cells) -> list[Comparison]:
 
 
 def needed(seeds: int, comparisons: int) -> float:
-    """Return the least difference whose order is stated, in standard deviations over the seeds.
+    """Return the smallest mean difference for which "above" or "below" is stated.
+
+    Its unit is the standard deviation of the differences over the seeds.
 
     Args:
         seeds: The number of seeds.
@@ -107,14 +113,15 @@ def needed(seeds: int, comparisons: int) -> float:
 
 @dataclass(frozen=True)
 class Claim:
-    """A quantitative claim of an abstract or a conclusion, in our words.
+    """A quantitative claim in the abstract or the conclusion of a paper, in our words.
 
     Args:
-        paper: The paper.
+        paper: The paper, a key of ``PAPERS``.
         statement: The claim.
-        where: ``abstract``, ``conclusion`` or both.
-        kind: How it is judged: a key of ``TABLE_KINDS``, ``reading``, ``page`` or ``untestable``.
-        about: The arguments of that kind.
+        where: The place of the claim: ``abstract``, ``conclusion`` or both.
+        kind: The way in which it is judged: a key of ``TABLE_KINDS``, ``reading``, ``page`` or ``untestable``; see
+            ``KINDS``.
+        about: The parameters of this kind of judgement, such as the table and the row.
     """
 
     paper: str
@@ -130,9 +137,9 @@ class Judgement:
 
     Args:
         claim: The claim.
-        verdict: Whether it holds here.
-        evidence: The figures.
-        command: The command that computes them.
+        verdict: Whether the claim holds in our results.
+        evidence: The figures on which the verdict is based, as text.
+        command: The command that computes the figures.
     """
 
     claim: Claim
@@ -145,7 +152,7 @@ def claims() -> list[Claim]:
     """Read the claims of all papers.
 
     Raises:
-        SpecError: A file is wrong.
+        SpecError: A file names an unknown kind.
     """
     claims = []
     for paper in PAPERS:
@@ -159,7 +166,7 @@ def claims() -> list[Claim]:
 
 
 def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
-    """Judge a claim by the known results."""
+    """Judge a claim by the results that are there; ``quick`` means that they are at small scale."""
     about = claim.about
     if claim.kind == "reading":
         reading = readings()[about["reading"]]
@@ -174,7 +181,7 @@ def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
 
 
 class _Case:
-    """A claim about a table, with the results of the table."""
+    """A claim about a row of a table and other rows, with the results of the table."""
 
     def __init__(self, claim: Claim, known: Results, quick: bool) -> None:
         self.claim, self.about, self.name = claim, claim.about, f"{claim.paper}/{claim.about['table']}"
@@ -184,19 +191,22 @@ class _Case:
         than = self.about.get("than", [])
         self.others: list[str] = [than] if isinstance(than, str) else than
         self.other = self.others[0] if len(self.others) == 1 else "others"
-        """The name of the others in the evidence."""
+        """The name of the other row or rows in the text of the evidence."""
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
     def has(self, column: str, *rows: str) -> bool:
-        """Return whether a column has these rows."""
+        """Return whether a column has all these rows."""
         return set(rows) <= set(self.table.rows_of(column))
 
     def values(self, row: str, column: str, metric: str = "") -> dict[int, float]:
-        """Return a metric, by default that of the table, by seed."""
+        """Return a mapping from each seed to the value of a metric. Default: the metric of the table."""
         return over_seeds(self.cells, row, column, metric or self.table.metric)
 
     def label(self, column: str, other: str, *, all_columns: int) -> str:
-        """Return the name of a comparison, without what all comparisons of the claim have in common."""
+        """Return the name of a comparison with another row in a column.
+
+        The column or the row is left out if it is the same in all comparisons of the claim.
+        """
         where = [column] * (bool(column) and all_columns > 1)
         return " ".join(where + [f"− {other}"] * (len(self.others) > 1))
 
@@ -206,7 +216,7 @@ Part = tuple[str, Difference]
 
 
 def _verdict(orders: Sequence[Order], wanted: Order = "above") -> Verdict:
-    """Return the verdict of comparisons that should all have one order.
+    """Return the verdict on a claim that all comparisons have the order ``wanted``.
 
     >>> _verdict(["above", "above"]), _verdict(["above", "not run"]), _verdict(["above", "below", "not run"])
     ('holds', 'not yet', 'in part')
@@ -225,11 +235,14 @@ def _verdict(orders: Sequence[Order], wanted: Order = "above") -> Verdict:
 
 
 MOST = 4
-"""Most comparisons that the evidence of a claim shows one by one."""
+"""The most comparisons that the evidence of a claim lists one by one; if there are more, it summarises them."""
 
 
 def _listed(parts: Sequence[Part]) -> str:
-    """Return differences by name; of many, the number of each order, and the smallest and the largest."""
+    """Return differences as text, each with its name.
+
+    If there are more than ``MOST``, return the count of each order, and the smallest and the largest difference.
+    """
     if all(difference.n == 0 for _, difference in parts):
         return "not run"
     if len(parts) <= MOST:
@@ -241,7 +254,7 @@ def _listed(parts: Sequence[Part]) -> str:
 
 
 def _above(case: _Case) -> tuple[Verdict, str]:
-    """Judge whether a row is above others in columns of a table."""
+    """Judge whether a row is above the other rows in all columns of the claim."""
     row, others = case.row, case.others
     comparisons = [each for each in compared(case.table, case.cells) if each.column in case.columns]
     wanted = [each for each in comparisons if each.row == row and each.than in others]
@@ -256,7 +269,7 @@ def _above(case: _Case) -> tuple[Verdict, str]:
 
 
 def _near(case: _Case) -> tuple[Verdict, str]:
-    """Judge whether a row is at most some points worse in each column than in a reference column."""
+    """Judge whether a row is at most ``within`` points worse in each column than in a reference column."""
     row, reference = case.row, case.about["reference"]
     columns = [column for column in case.table.columns if column != reference and case.has(column, row)]
     pairs = [(case.values(row, column), case.values(row, reference)) for column in columns]
@@ -265,7 +278,7 @@ def _near(case: _Case) -> tuple[Verdict, str]:
 
 
 def _margin(case: _Case) -> tuple[Verdict, str]:
-    """Judge whether a row is at most some points below another row, in all columns of a table."""
+    """Judge whether a row is at most ``within`` points below another row, in all columns of a table."""
     comparisons = compared(case.table, case.cells)
     parts = [(each.column, each.difference) for each in comparisons if (each.row, each.than) == (case.row, case.other)]
     return _within(case, case.other, parts)
@@ -278,11 +291,11 @@ def _within(case: _Case, other: str, parts: Sequence[Part]) -> tuple[Verdict, st
 
 
 COUNTED = {"bytes_up": "bytes of the clients' answers", "bytes_down": "bytes to the clients"}
-"""Metrics that are counted, not judged by seeds."""
+"""Metrics that are counts, with a description of each. They are compared directly, without a test over seeds."""
 
 
 def _ratio(case: _Case) -> tuple[Verdict, str]:
-    """Judge whether a count of a row is at most, or at least, so many times that of another row."""
+    """Judge whether a count of a row, divided by that of another row, is at most ``most`` and at least ``least``."""
     row, other, metric = case.row, case.other, case.about["metric"]
     by_column = []
     for column in (column for column in case.table.columns if case.has(column, row, other)):
@@ -298,11 +311,11 @@ def _ratio(case: _Case) -> tuple[Verdict, str]:
 
 
 Curve = Sequence[float]
-"""Accuracies, round by round."""
+"""The accuracy in each evaluated round."""
 
 
 def _sooner(case: _Case) -> tuple[Verdict, str]:
-    """Judge whether a row reaches the best accuracy of others in fewer rounds than they do."""
+    """Judge whether a row reaches the best accuracy of each other row in fewer rounds than that row."""
 
     def rounds(curve: Curve, other: Curve) -> tuple[float, float]:
         best = max(other)
@@ -312,7 +325,7 @@ def _sooner(case: _Case) -> tuple[Verdict, str]:
 
 
 def _steadier(case: _Case) -> tuple[Verdict, str]:
-    """Judge whether a row's accuracy deviates less over its last rounds than that of others."""
+    """Judge whether the accuracy of a row has a smaller standard deviation over its last rounds than the other rows."""
     last = int(case.about["rounds"])
 
     def deviations(curve: Curve, other: Curve) -> tuple[float, float]:
@@ -324,16 +337,17 @@ def _steadier(case: _Case) -> tuple[Verdict, str]:
 def _less(
     case: _Case, figures: Callable[[Curve, Curve], tuple[float, float]], resolution: float, description: str
 ) -> tuple[Verdict, str]:
-    """Judge whether a figure of a row's curve is below that of others.
+    """Judge whether a figure that is computed from a row's curve is smaller than the figure of each other row.
 
-    It must be in all columns that have both rows. If a run has few evaluations, no interval that holds over many
-    columns is short enough; such a claim is ``pooled``: the mean over the columns is judged.
+    It must be smaller in all columns that have both rows. If runs have few evaluations, intervals that are corrected
+    over many columns are too wide for any verdict. Then a claim can be ``pooled``, and the mean over the columns is
+    judged.
 
     Args:
         case: The claim.
-        figures: Returns the figures of a row and of another one, from their curves.
-        resolution: The rounding of the figures.
-        description: What the figures are.
+        figures: Returns the figures of the row and of another row, from their two curves.
+        resolution: The unit to which the figures are rounded.
+        description: A description of the figures, for the evidence.
     """
     columns = {other: [c for c in case.columns if case.has(c, case.row, other)] for other in case.others}
     if pooled := bool(case.about.get("pooled")):
@@ -366,7 +380,8 @@ TABLE_KINDS: Mapping[str, Callable[[_Case], tuple[Verdict, str]]] = {
     "sooner": _sooner,
     "steadier": _steadier,
 }
-"""How claims about a table are judged."""
+"""A mapping from each kind of claim about a table to the function that judges it."""
 
 KINDS = (*TABLE_KINDS, "reading", "page", "untestable")
-"""A reading is a figure that is computed, not run; a page has results of another page of the documentation."""
+"""The kinds of claims. A ``reading`` is judged by a figure that follows from the rules of a paper, a ``page`` by
+results on another page of the documentation, and an ``untestable`` claim cannot be judged here."""

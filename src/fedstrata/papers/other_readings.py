@@ -1,6 +1,6 @@
-"""Variants of methods as in published code, to test whether they explain figures that differ from ours.
+"""Other interpretations of methods, such as in published code, to test whether they explain figures that differ.
 
-A spec names them by path: ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``. Do not use them otherwise.
+A spec names them by path: ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``. They have no other use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedstrata.objectives.scaffold import Scaffold
 
 
 class Losing:
-    """A federation whose clients all train, and some of whose replies are lost on the way to the server."""
+    """A wrapper of a federation in which all clients train, but some replies are lost on the way to the server."""
 
     def __init__(self, federation: Federation, p: float) -> None:
         self._federation, self._p = federation, p
@@ -33,7 +33,7 @@ class Losing:
         return getattr(self._federation, name)
 
     def ask(self, clients: Iterable[int], request: Any, **options: Any) -> dict[int, Any]:
-        """Return the replies that arrive: those of the clients that ``bernoulli`` with the same p has online."""
+        """Return the replies that arrive: those of the clients that the availability ``bernoulli`` has online."""
         replies = self._federation.ask(clients, request, **options)
         answered = np.array(list(replies), dtype=np.int64)
         arrives = Bernoulli(p=self._p).online(answered, self._federation.round, self._federation.config.seed)
@@ -41,10 +41,10 @@ class Losing:
 
 
 class Lost(Recipe):
-    """A method whose clients drop out after training: their states change, and the server does not learn of it.
+    """A method whose clients drop out after training: their states change, but the server does not get their replies.
 
     Args:
-        p: Probability that a reply arrives.
+        p: The probability that a reply arrives.
     """
 
     p: float = Field(default=0.5, gt=0, le=1)
@@ -56,23 +56,24 @@ class Lost(Recipe):
 
 
 class LostSCAFFOLD(Lost, SCAFFOLD):
-    """SCAFFOLD whose control variates c_k change without the server's c."""
+    """SCAFFOLD in which a client's control variate c_k changes even if its reply, and so its part of c, is lost."""
 
 
 class LostFedDyn(Lost, FedDyn):
-    """FedDyn whose λ_k change without the server's h."""
+    """FedDyn in which a client's dual variable λ_k changes even if its reply, and so its part of h, is lost."""
 
 
 class PublishedScaffold(Scaffold):
     """SCAFFOLD's control variates as in the published code of ReBaFL.
 
-    The server's c changes by the mean of Δc_k. In Algorithm 1 of SCAFFOLD it changes by |S|/N times that, which is half
-    as much if half of the clients reply. Momentum and clipping are allowed, and c_k⁺ = c_k − c + (w_t − w) / (K η)
-    nevertheless assumes plain steps. With a momentum of β steps are up to 1 / (1 − β) times as long.
+    The server's c changes by the mean of Δc_k over the replies S. In Algorithm 1 of SCAFFOLD, it changes by |S|/N times
+    this mean, which is half as much if half of the N clients reply. Momentum and clipping are allowed, although the
+    rule c_k⁺ = c_k − c + (w_t − w) / (K η) assumes plain SGD steps. With a momentum of β, steps are up to 1 / (1 − β)
+    times as long.
     """
 
     def check(self, config: FederationConfig) -> None:
-        """Accept all settings."""
+        """Accept all settings, including momentum and clipping, which ``Scaffold`` refuses."""
 
     def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
@@ -82,7 +83,7 @@ class PublishedScaffold(Scaffold):
 
 
 class PublishedSCAFFOLD(SCAFFOLD):
-    """SCAFFOLD as in the published code of ReBaFL; the spec adds momentum 0.5 and a clip at 10."""
+    """SCAFFOLD as in the published code of ReBaFL, whose momentum 0.5 and clipping at norm 10 are set in the spec."""
 
     @override
     def parts(self) -> Parts:

@@ -1,4 +1,4 @@
-"""Pages about the papers' tables: published figures, our results, and the verdicts on claims."""
+"""Markdown pages about the papers' tables: published figures, our results, and the verdicts on claims."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ the test set is the same for all of them. A cell that is not run has its command
 
 
 def write(out: Path, *, quick: bool = False) -> list[str]:
-    """Write the pages of the known results.
+    """Write all pages about the results in a folder.
 
     Args:
         out: The folder of the results and the pages.
@@ -70,7 +70,7 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
 
 
 def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Return the problem of each missing file and figure, by the name of the file or the cell.
+    """Return a mapping from each file that is missing and each cell without a figure to a description of the problem.
 
     Args:
         wanted: The tables that were run.
@@ -94,7 +94,7 @@ def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[
 
 
 def first_page(results: Results, *, quick: bool = False) -> str:
-    """Return the page with a line for each claim."""
+    """Return the page with a row for each claim of all papers."""
     lines = ["# The four papers, claim by claim", QUICK if quick else "", ABOUT_CLAIMS]
     lines += ["| paper | claim | where | here | figures | command |", "|---|---|---|---|---|---|"]
     for claim in judging.claims():
@@ -110,10 +110,12 @@ def first_page(results: Results, *, quick: bool = False) -> str:
 
 
 def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> list[dict[str, Any]]:
-    """Return the progress of each table.
+    """Return how much of each table has been run.
 
-    It has the numbers of all cells, of finished cells, and of cells whose duration is unknown, and the expected hours
-    of the other missing cells.
+    Returns:
+        A dict for each table: ``table`` is its name, ``cells`` the number of its cells, ``done`` the number of finished
+        cells, ``hours`` the expected hours of the missing cells on one core, and ``unknown`` the number of missing
+        cells whose duration is unknown.
     """
     rows = []
     for table in wanted:
@@ -128,7 +130,7 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> str:
-    """Return a Markdown table of the tables, their progress, and the time that the missing cells take."""
+    """Return a Markdown table with a row for each table: its progress, and the time that its missing cells take."""
     lines = ["| table | cells | done | left, on one core |", "|---|---:|---:|---:|"]
     for row in progress(wanted, results, quick=quick):
         missing = row["cells"] - row["done"]
@@ -139,10 +141,11 @@ def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
-    """Return the expected seconds per round on one core, by row and column, if anything is known about them.
+    """Return a mapping from rows and columns to the expected seconds per round on one core; unknown ones are left out.
 
-    The estimate is the first that is known: finished cells of the row and column, of the row, the table's own estimate,
-    and finished cells of other rows. Times of other columns are scaled by the numbers of epochs and clients.
+    The estimate is taken from the first of these sources that is known: finished cells of the row and column; finished
+    cells of the row; the table's own estimate; finished cells of other rows. Times from other columns are scaled by the
+    number of epochs times the number of clients.
     """
     measured: dict[tuple[str, str], list[float]] = {}
     work = {}
@@ -168,7 +171,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 
 
 def page(paper: str, results: Results, *, quick: bool = False) -> str:
-    """Return the page of a paper: claims, tables, and the differences of our experiments from the paper."""
+    """Return the page of a paper: its claims, its tables, and how our experiments differ from the paper's."""
     lines = [f"# {PAPERS[paper]}", QUICK if quick else "", f"What became of its claims ([more]({FIRST})):", ""]
     lines += ["| claim | here | figures |", "|---|---|---|"]
     for each in (judging.judged(claim, results, quick=quick) for claim in judging.claims() if claim.paper == paper):
@@ -221,7 +224,7 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
 
 
 def _published(table: Table, row: str, column: str) -> tuple[str, str]:
-    """Return the paper's figure, and its difference from that of the baseline."""
+    """Return the paper's figure for a row and column, and its difference from the baseline's, as texts."""
     figure, baseline = (table.published.get(each, {}).get(column) for each in (row, table.baseline))
     if figure is None:
         return "", ""
@@ -235,13 +238,16 @@ def _is_outside(published: float | None, estimate: Estimate) -> bool:
 
 
 def _seeds(cells: Cells, row: str, column: str) -> str:
-    """Return the number of seeds, with a mark if an earlier version made some of the results."""
+    """Return the number of seeds that were run, with a † if an earlier version of fedstrata made some results."""
     results = [result for (r, c, _), result in cells.items() if (r, c) == (row, column)]
     return (str(len(results)) if results else "") + ("†" if any("source" in result for result in results) else "")
 
 
 def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
-    """Return a note on cells that an earlier version made, and on their differences from this version."""
+    """Return a note about the results that an earlier version of fedstrata made, as lines.
+
+    It says how much they differ from the first rounds of a run with this version.
+    """
     if not results:
         return []
     sources = ", ".join(f"`{source}`" for source in sorted({str(result["source"]) for result in results}))
@@ -257,7 +263,7 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
 
 
 SHOWN = {"expected_samples": "samples kept", "hops": "hops a round", "strata": "strata, round 1"}
-"""Further columns of a table, if its cells have them."""
+"""A mapping from the name of each additional column to its heading. A table shows the columns that its results have."""
 
 
 def _mean(cells: Cells, row: str, column: str, key: str) -> str:
@@ -275,7 +281,7 @@ def _here(estimate: Estimate) -> str:
 
 
 def _left(table: Table, row: str, column: str, seconds: Mapping[tuple[str, str], float]) -> str:
-    """Return the command that runs a missing cell, and its expected duration."""
+    """Return a text with the command that runs missing cells, and their expected duration."""
     rounds = next(cell.spec["training"]["rounds"] for cell in table.cells() if (cell.row, cell.column) == (row, column))
     a_round = seconds.get((row, column))
     takes = "time unknown" if a_round is None else duration(a_round * rounds * len(table.seeds) / 3600)
@@ -283,7 +289,7 @@ def _left(table: Table, row: str, column: str, seconds: Mapping[tuple[str, str],
 
 
 def _said(comparison: Comparison | None) -> list[str]:
-    """Return the difference, p, and the order in words."""
+    """Return three cells of a table about a comparison: the difference, the corrected p, and the order in words."""
     if comparison is None:
         return ["", "", ""]
     difference, order = comparison.difference, comparison.difference.order()
@@ -296,7 +302,7 @@ def _said(comparison: Comparison | None) -> list[str]:
 
 
 def duration(hours: float) -> str:
-    """Return a duration in words.
+    """Return a duration as text, in minutes or hours.
 
     >>> duration(0.04), duration(2.34)
     ('2 min', '2.3 h')
@@ -305,7 +311,7 @@ def duration(hours: float) -> str:
 
 
 def page_of_readings() -> str:
-    """Return the page of the readings."""
+    """Return the page of all readings, which are figures that follow from the rules of the papers."""
     computed = "Computed by `fedstrata.papers.readings` whenever pages are written."
     lines = ["# What follows from the rules alone", "", computed, ""]
     lines += ["| what | figure | does what the paper says of it hold? |", "|---|---|---|"]

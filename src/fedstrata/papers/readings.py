@@ -1,4 +1,7 @@
-"""Figures that follow from the rules of a paper: biases, weights and privacy, computed in seconds."""
+"""Readings: figures that follow from the rules of a paper alone, such as biases, weights and privacy.
+
+They are computed in seconds, without the runs of a table.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,22 @@ Ints = NDArray[np.int64]
 Holds = Literal["holds", "in part", "not"]
 DRAWS = 200_000
 FEW_MORE = 1.05
-"""Largest ratio to the baseline's bytes or operations that counts as few more."""
+"""If a paper says that a method needs few more bytes or operations than the baseline, the ratio may be at most this."""
 EXACT, DRAWN = 0.01, 0.05
-"""Largest relative error of a figure that counts as right: of an exact figure, and of an average of draws."""
+"""A figure counts as right up to this relative error: ``EXACT`` if it is computed exactly, and ``DRAWN`` if it is an
+average of random draws."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A figure that follows from a rule.
+    """A figure that follows from a rule of a paper.
 
     Args:
-        name: Its name in claims.
-        description: What is computed.
+        name: The name of the reading, by which claims refer to it.
+        description: A description of what is computed.
         figure: The result in words.
-        values: The result as numbers.
-        holds: Whether the paper's statement about it holds.
+        values: A mapping from the name of each number in the result to the number.
+        holds: Whether the paper's statement about the figure holds.
     """
 
     name: str
@@ -50,7 +54,7 @@ class Reading:
 
 
 def verdict(right: Sequence[bool]) -> Holds:
-    """Return the verdict over cases in which a rule should do what the paper says.
+    """Return the verdict from whether a rule does what the paper says, in each of several cases.
 
     >>> verdict([True, True]), verdict([True, False]), verdict([False])
     ('holds', 'in part', 'not')
@@ -59,14 +63,15 @@ def verdict(right: Sequence[bool]) -> Holds:
 
 
 def fedssar_bias(sizes: list[int], places: int = 10) -> float:
-    """Return the bias of the mean of FedSSAR's drawn updates, relative to the length of (1/N) Σ Δ.
+    """Return the bias of FedSSAR's mean update, relative to the length of the mean over all clients, (1/N) Σ Δ.
 
-    The clients of a cluster have equal updates. Updates of different clusters are orthogonal, and all have the same
-    length. The weight of a cluster is m_h / m and should be N_h / N.
+    This assumes that the clients of a cluster have equal updates, that updates of different clusters are orthogonal,
+    and that all updates have the same length. A cluster with N_h of N clients gets m_h of m draws. Its weight in the
+    mean is m_h / m, but should be N_h / N.
 
     Args:
-        sizes: Clients of each cluster; at most m clusters.
-        places: m.
+        sizes: N_h, the number of clients in each cluster; at most m clusters.
+        places: m, the number of clients that are drawn.
 
     >>> round(fedssar_bias([50, 30, 20]), 3), round(fedssar_bias([90, 5, 5]), 3)
     (0.0, 0.136)
@@ -77,21 +82,21 @@ def fedssar_bias(sizes: list[int], places: int = 10) -> float:
 
 
 def _relative_error(weights: NDArray[Any], counts: Ints) -> float:
-    """Return the distance of the weights of groups from their shares of the clients, relative to the shares."""
+    """Return ‖w − s‖ / ‖s‖, where w are the weights of groups, and s are their fractions of all clients."""
     wanted = counts / counts.sum()
     return float(np.linalg.norm(weights - wanted) / np.linalg.norm(wanted))
 
 
 def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple[list[int], float]:
-    """Return Neyman's allocation if strata may have no draws, and the bias of the stratum mean.
+    """Return Neyman's allocation of draws to strata, and the relative bias of FedSTS's mean under this allocation.
 
-    Strata have orthogonal updates of equal length, as in ``fedssar_bias``. FedSTS's mean leaves out strata without
-    draws and increases the weights of the others.
+    Some strata may get no draws. FedSTS's mean leaves them out and increases the weights of the others, which makes it
+    biased. As in ``fedssar_bias``, updates of different strata are orthogonal and of equal length.
 
     Args:
-        sizes: N_h.
-        deviations: S_h.
-        places: m.
+        sizes: N_h, the number of clients in each stratum.
+        deviations: S_h, the standard deviation in each stratum.
+        places: m, the number of draws.
 
     >>> neyman_bias([10, 10], [1.0, 1.0], 4)
     ([2, 2], 0.0)
@@ -109,17 +114,18 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
 
 
 def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> float:
-    """Return the mean length of the aggregate of one draw from a stratum whose updates have one direction.
+    """Return the expected length of the aggregated update if one client is drawn from one stratum.
 
-    Clients are drawn as in FedSTS, by the lengths of their gradients, which equal those of their updates here.
+    All updates have the same direction. As in FedSTS, a client is drawn with a probability that is proportional to the
+    length of its gradient, which equals the length of its update here.
 
     Args:
         lengths: The length of every client's update, shape (N,).
-        aggregator: The aggregator of the draw.
+        aggregator: The aggregator that is applied to the drawn update.
     """
     n = len(lengths)
     clients, strata = np.arange(n), np.zeros(n, dtype=np.int64)
-    # One draw of all clients gives the probability of each.
+    # Drawing all clients at once shows the probability with which each client is drawn.
     all_drawn = draw(clients, strata, np.array([n]), np.array([n]), lengths, False, np.random.default_rng(0))
     total = 0.0
     for k in range(n):
@@ -130,12 +136,14 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
 
 
 def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) -> NDArray[np.float64]:
-    """Return estimates ñ of a total by randomised responses, before they are clipped to at least 1, shape (draws,).
+    """Return estimates ñ of a total number of samples from randomised responses, shape (draws,).
+
+    The estimates are not yet clipped to at least 1.
 
     Args:
-        sizes: n_k of the participants, shape (m,).
-        bound: M.
-        epsilon: ε.
+        sizes: n_k, the number of samples of each participant, shape (m,).
+        bound: M, the bound of the numbers that participants report.
+        epsilon: ε, the privacy budget of a report.
         draws: The number of estimates.
     """
     alpha = truth_probability(epsilon, bound)
@@ -148,16 +156,17 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 
 
 def keep_errors(size: int, participants: int, bound: int, epsilon: float, fraction: float = 0.1) -> float:
-    """Return the root mean square of p̃ − p (FedSTaS, Lemma 2.2), with n* = q n.
+    """Return the root mean square of p̃ − p (FedSTaS, Lemma 2.2), for n* = q n wanted samples.
 
-    p = q is the wanted probability of keeping a sample, and p̃ = n*/ñ, at most 1, is the one under privacy.
+    p = q is the wanted probability of keeping a sample. p̃ = min(1, n*/ñ) is the probability under privacy, with the
+    estimate ñ of the number of all samples n.
 
     Args:
-        size: n_k of every participant.
-        participants: m.
-        bound: M.
-        epsilon: ε.
-        fraction: q.
+        size: n_k, the number of samples of every participant.
+        participants: m, the number of participants.
+        bound: M, the bound of the numbers that participants report.
+        epsilon: ε, the privacy budget of a report.
+        fraction: q, the fraction of samples to keep.
 
     >>> keep_errors(50, 10, 100, 50.0) < 1e-9  # nearly all clients tell the truth
     True
@@ -168,13 +177,14 @@ def keep_errors(size: int, participants: int, bound: int, epsilon: float, fracti
 
 
 def label_variance(labels: Ints, batch: int) -> float:
-    """Return the variance of a batch's mean gradient by its labels: the mean of ‖shares in the batch − shares‖².
+    """Return the variance of a batch's mean gradient that is due to its labels.
 
-    Gradients of different labels are orthogonal and have length 1.
+    If gradients of different labels are orthogonal and have length 1, it is the mean over the batches of ‖b − s‖². Here
+    b are the fractions of the labels in the batch, and s those in all samples.
 
     Args:
         labels: The labels of the samples, in the order of training, shape (L,).
-        batch: Samples in a batch; a smaller last batch is left out.
+        batch: The number of samples in a batch; a smaller last batch is ignored.
 
     >>> label_variance(np.array([0, 1, 0, 1]), 2), label_variance(np.array([0, 0, 1, 1]), 2)
     (0.0, 0.5)
@@ -187,14 +197,14 @@ def label_variance(labels: Ints, batch: int) -> float:
 
 
 def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
-    """Return the mean number of uses per epoch of each client's samples, in Stratify with uniform selection.
+    """Return how often a sample of each client is used per epoch on average, in Stratify with uniform selection.
 
-    There is one label. A client is drawn until all its samples were used in the epoch.
+    All samples have one label. A client can be drawn until all its samples have been used in the epoch.
 
     Args:
-        counts: Samples of the label at each client.
-        cap: The largest f_l.
-        batch: Positions in a batch.
+        counts: The number of samples at each client.
+        cap: The largest frequency f_l of a label in an epoch.
+        batch: The number of positions in a batch.
         seed: The seed of the draws.
 
     >>> uses_a_sample([500, 500], 1000)
@@ -207,7 +217,7 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
     while wanted > 0 and unused.any():
         positions = np.zeros(min(batch, wanted, int(unused.sum())), dtype=np.int64)
         chosen = select_batch(positions, {0: np.flatnonzero(unused)}, None, generator)
-        # A draw of a client without unused samples is repeated.
+        # Draws beyond a client's unused samples do not count, and are repeated in a later batch.
         used = np.minimum(np.bincount(chosen, minlength=len(held)), unused)
         unused -= used
         wanted -= int(used.sum())
@@ -215,15 +225,15 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
 
 
 def training_operations(method: str, epochs: int, samples: int = 100) -> int:
-    """Return the floating-point operations of a run of one client and one round, nearly all of them in training.
+    """Return the number of floating-point operations in a run of one client and one round; nearly all are in training.
 
-    These are the operations of matrix products and convolutions, forward and backward; a multiplication and an addition
-    count as two. The model is ReBaFL's for images of 28×28 pixels.
+    Only matrix products and convolutions count, forward and backward. A multiplication and an addition count as two
+    operations. The model is the one that ReBaFL uses for images of 28×28 pixels.
 
     Args:
         method: The name of the method.
-        epochs: E.
-        samples: n_k.
+        epochs: E, the number of local epochs.
+        samples: n_k, the client's number of samples.
     """
     images = np.zeros((samples, 28, 28, 1), dtype=np.uint8)
     labels = np.arange(samples) % 10
@@ -239,16 +249,16 @@ def training_operations(method: str, epochs: int, samples: int = 100) -> int:
 
 
 def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) -> dict[str, float]:
-    """Return the variance of a client's weight in the mean of the drawn clients, averaged over the clients.
+    """Return the variance of a client's weight in the mean over the drawn clients, averaged over the clients.
 
     Args:
-        clients: N.
-        places: m, which divides N.
-        draws: The number of draws of each kind.
+        clients: N, the number of clients.
+        places: m, the number of clients that are drawn; it divides N.
+        draws: The number of draws for each way of drawing.
 
     Returns:
-        ``strata``: one client of each of m equal clusters. ``plain``: m of all clients without replacement, as in
-        FedAvg. ``returning``: m of all clients with replacement.
+        The variance for each way of drawing: ``strata`` draws one client from each of m equal clusters; ``plain`` draws
+        m of all clients without replacement, as FedAvg does; ``returning`` draws m of all clients with replacement.
     """
     generator = np.random.default_rng(0)
     groups = np.arange(clients).reshape(places, -1)
@@ -265,14 +275,14 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
 
 
 Made = tuple[str, Mapping[str, float], Sequence[bool]]
-"""The result of a rule in words and as numbers, and whether the rule does in each case what the paper says."""
+"""The result of a reading in words, its numbers, and for each case whether the rule does what the paper says."""
 
 _MAKERS: list[Callable[[], Reading]] = []
-"""The functions that make the readings, in the order of the page."""
+"""The functions that compute the readings, in the order in which the page shows them."""
 
 
 def _reading(name: str, description: str) -> Callable[[Callable[[], Made]], Callable[[], Reading]]:
-    """Return a decorator that adds a reading, which the decorated function computes."""
+    """Return a decorator that registers a reading; the decorated function computes its figures."""
 
     def add(compute: Callable[[], Made]) -> Callable[[], Reading]:
         def make() -> Reading:
@@ -307,7 +317,7 @@ def _label_variance() -> Made:
     counts = np.full(classes, samples)
     orders = [schedule(frequencies(counts), generator) for _ in range(20)]
     scheduled = float(np.mean([label_variance(order, batch) for order in orders]))
-    # B draws of all samples; and batches of one label, which is all that a client has.
+    # For random draws from all samples; and for batches of a client that has only one label.
     random, alone = (1 - 1 / classes) / batch, 1 - 1 / classes
     text = (
         f"{scheduled:.4f} by the schedule, {random:.4f} by random draws from all samples, {alone:.1f} at a client with "
@@ -440,7 +450,7 @@ def _less_variance() -> Made:
 def _prototype_operations() -> Made:
     once, twice = ({m: training_operations(m, epochs) for m in ("fedavg", "rebafl")} for epochs in (1, 2))
     epoch = {method: twice[method] - once[method] for method in once}
-    # Other operations, such as those of evaluations, are equal and cancel out.
+    # What remains besides training is equal for both methods, such as evaluations, and cancels out.
     prototypes = (once["rebafl"] - epoch["rebafl"]) - (once["fedavg"] - epoch["fedavg"])
     values = {
         str(epochs): (epochs * epoch["rebafl"] + prototypes) / (epochs * epoch["fedavg"]) for epochs in (1, 5, 20)
@@ -456,5 +466,5 @@ def _prototype_operations() -> Made:
 
 @cache
 def readings() -> dict[str, Reading]:
-    """Return all readings by name."""
+    """Return a mapping from the name of each reading to the reading."""
     return {reading.name: reading for reading in (make() for make in _MAKERS)}

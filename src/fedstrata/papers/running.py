@@ -1,4 +1,7 @@
-"""Run the cells of tables, each once, from its checkpoint and in any number of processes; files keep the results."""
+"""Run the cells of tables, and keep their results in files.
+
+Several processes may run cells at the same time; each cell is run once, and resumed from its checkpoint after a kill.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,19 @@ from fedstrata.experiments.run import carry_out
 from fedstrata.papers.tables import Cell, Table, experiment_of
 
 Results = dict[str, dict[str, Any]]
-"""Results of a table's cells, by the key of the cell."""
+"""A mapping from the key of each cell to its results."""
 
 ALSO = ("samples", "expected_samples", "bytes_up", "bytes_down", "hops")
-"""Columns of a run whose means over the rounds are kept."""
+"""Columns of a run whose means over the rounds are stored in the results."""
 
 
 def results_file(out: Path, table: Table) -> Path:
-    """Return the file with the results of a table."""
+    """Return the path of the file with the results of a table."""
     return out / "cells" / table.paper / f"{table.name}.json"
 
 
 def read(path: Path) -> Results:
-    """Read the results of a table, by the keys of its cells.
+    """Read the results of a table: a mapping from the key of each cell to its results; empty without a file.
 
     Raises:
         DataError: The file is damaged.
@@ -41,7 +44,7 @@ def read(path: Path) -> Results:
 
 
 def keep(out: Path, table: Table, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add results to the file of a table; other processes may do so at the same time."""
+    """Add results to the file of a table. Other processes may do this at the same time."""
     path = results_file(out, table)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
@@ -51,7 +54,7 @@ def keep(out: Path, table: Table, results: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def known(out: Path) -> Results:
-    """Read all results, by the hash of their spec, because tables have cells in common."""
+    """Read all results. They are keyed by ``Cell.hash``, because several tables may have the same cell."""
     paths = sorted((out / "cells").glob("*/*.json"))
     return {result["spec_sha256"]: result for path in paths for result in read(path).values()}
 
@@ -70,13 +73,13 @@ def run(
     Args:
         tables: The tables.
         out: The folder of the results.
-        runs: The folder of the run folders.
-        quick: Whether to run at small scale.
-        seeds: The seeds to run; None for all.
+        runs: The folder that contains the run folders.
+        quick: Whether to run the experiments at small scale.
+        seeds: The seeds to run; None for all seeds.
         show: Is called with a line about every finished cell.
 
     Returns:
-        The errors of the cells that failed, by the name of the cell.
+        A mapping from the name of each cell that failed to its error.
     """
     failed: dict[str, str] = {}
     wanted = None if seeds is None else set(seeds)
@@ -98,7 +101,7 @@ def run_one(table: Table, cell: Cell, out: Path, runs: Path) -> dict[str, Any] |
     """Run a cell, unless it is finished or another process runs it.
 
     Returns:
-        Its results; None if it was not run.
+        The results of the cell; None if it was not run.
 
     Raises:
         FedstrataError: The run failed.
@@ -120,7 +123,7 @@ def run_one(table: Table, cell: Cell, out: Path, runs: Path) -> dict[str, Any] |
 
 
 def about(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Return the origin of a result: spec, data, model, partition and versions."""
+    """Return the origin of a result: hashes of the spec, the data, the model and the partition, and versions."""
     made = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     identity = made["identity"]
     return {
@@ -135,7 +138,7 @@ def figures(history: History) -> dict[str, Any]:
     """Return the results of a run, with accuracies in percent.
 
     Raises:
-        DataError: The run has no accuracy.
+        DataError: The run was never evaluated.
     """
     curve = [round(100 * record["accuracy"], 2) for record in history if record.get("accuracy") is not None]
     if not curve:
@@ -149,7 +152,7 @@ def figures(history: History) -> dict[str, Any]:
 
 
 def of_curve(curve: list[float]) -> dict[str, float]:
-    """Return the metrics of tables, from accuracies in percent.
+    """Compute the metrics of tables (``METRICS``) from the accuracy in each evaluated round, in percent.
 
     >>> of_curve([50.0, 80.0, 70.0])
     {'final': 70.0, 'last10': 66.67, 'best': 80.0, 'mean': 66.67}

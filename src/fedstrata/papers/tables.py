@@ -1,4 +1,4 @@
-"""Tables and figures of papers. Each consists of cells, and each cell is a run of a spec."""
+"""The tables and figures of papers. Each consists of cells: the run of one row (method), column (setting) and seed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PAPERS = {
     "fedssar": "FedSSAR (Lu et al. 2023)",
     "rebafl": "ReBaFL (Xu et al.)",
 }
-"""The papers, by the folder of their tables."""
+"""A mapping from the name of each folder of tables to the paper that the tables are from."""
 
 CLAIMS = "claims.toml"
-"""The file of a paper's claims, beside its tables."""
+"""The file with a paper's claims, in the folder of its tables."""
 
 METRICS = {
     "final": "accuracy after the last round",
@@ -30,7 +30,7 @@ METRICS = {
     "best": "accuracy of the best round",
     "mean": "mean accuracy over the rounds",
 }
-"""Metrics of tables, in percent."""
+"""A mapping from each metric that a table can use to its description; all are in percent."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Cell:
     """One run of a table.
 
     Args:
-        paper: The paper.
+        paper: The paper, a key of ``PAPERS``.
         table: The name of the table.
-        row: The row, a method.
-        column: The column, a setting.
+        row: The name of the row, which is a method.
+        column: The name of the column, which is a setting.
         seed: The seed.
-        spec: The spec of the run.
-        version: The version of the table.
+        spec: The spec of the run, as nested tables.
+        version: The version of the table; see ``Table``.
     """
 
     paper: str
@@ -57,20 +57,20 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The name of the cell in the results."""
+        """The key of the cell in the results of its table."""
         return f"{self.row}/{self.column}/seed-{self.seed}"
 
     @property
     def folder(self) -> str:
-        """The run folder, relative to the folder of all runs."""
+        """The path of the run folder, relative to the folder of all runs."""
         plain = "".join(letter if letter.isalnum() or letter in "-_./" else "_" for letter in self.key)
         return f"{self.paper}/{self.table}/{plain}"
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the spec and of the table's version. A cell whose hash has changed is run again.
+        """The SHA-256 hash of the spec and of the table's version. A cell whose hash has changed is run again.
 
-        It leaves out default values, which do not change without a new version.
+        Settings that the spec leaves at their defaults are not hashed. If a default changes, the version is raised.
         """
         training = {key: value for key, value in self.spec["training"].items() if key != "workers"}
         text = json.dumps([self.version, {**self.spec, "training": training}], sort_keys=True, separators=(",", ":"))
@@ -82,24 +82,26 @@ class Table:
     """A table or a figure of a paper.
 
     Args:
-        paper: The paper.
-        name: The name of the file.
-        title: The title, with the data that replace data that are not available.
-        source: The table's place in the paper.
-        metric: The metric; see ``METRICS``.
-        seeds: The seeds of every cell.
-        baseline: The row that the others are compared with.
-        against: Further comparisons, (row, row).
-        rows: The changes of the spec by each row.
-        columns: The changes of the spec by each column.
-        only: The rows of a column that does not have all rows.
-        spec: The spec that all cells share.
-        published: The paper's figures, by row and column, in percent.
-        seconds: Seconds per round on one core, by row; "" for all rows that are not named.
-        notes: Notes for the reader.
-        order: Tables with a lower number run first.
-        quick: The changes of every cell by ``--quick``.
-        version: A commit that changes the results of this table raises it. Older results are then made again.
+        paper: The paper, a key of ``PAPERS``.
+        name: The name of the table, which is the name of its file without the suffix.
+        title: The title. It names the data that are used in place of data that are not available.
+        source: The place of the table in the paper.
+        metric: A key of ``METRICS``.
+        seeds: The seeds with which every row and column is run.
+        baseline: The row with which the other rows are compared.
+        against: Additional comparisons, each as a pair (row, other row).
+        rows: A mapping from each row to the settings that it changes in the spec.
+        columns: A mapping from each column to the settings that it changes in the spec.
+        only: A mapping from each column that does not have all rows to its rows.
+        spec: The spec that all cells share, as nested tables.
+        published: The paper's figures in percent: a mapping from each row to a mapping from columns.
+        seconds: A mapping from rows to the expected seconds per round on one core; the key "" stands for all other
+            rows.
+        notes: Notes for the reader of the page.
+        order: Tables with a smaller number run first.
+        quick: The settings that ``--quick`` changes in every cell, to run it at small scale.
+        version: The version of the results. A commit that changes results of this table raises it, and the cells are
+            run again.
     """
 
     paper: str
@@ -122,7 +124,7 @@ class Table:
     version: int = 2
 
     def cells(self, *, quick: bool = False) -> Iterator[Cell]:
-        """Yield the cells, column by column."""
+        """Yield the cells, column by column; with ``quick``, at small scale and only for the first seed."""
         for column in self.columns:
             for seed in self.seeds[:1] if quick else self.seeds:
                 for row in self.rows_of(column):
@@ -131,11 +133,11 @@ class Table:
                     yield Cell(self.paper, self.name, row, column, seed, spec, self.version)
 
     def rows_of(self, column: str) -> list[str]:
-        """Return the rows of a column."""
+        """Return the names of the rows that a column has."""
         return [row for row in self.rows if row in self.only.get(column, self.rows)]
 
     def comparisons(self) -> list[tuple[str, str, str]]:
-        """Return all comparisons (column, row, other row). Statistical tests are corrected over all of them."""
+        """Return all comparisons, each as (column, row, other row). Tests are corrected over all of them."""
         rows = {column: self.rows_of(column) for column in self.columns}
         base = [(c, row, self.baseline) for c in rows if self.baseline in rows[c] for row in rows[c]]
         base = [each for each in base if each[1] != self.baseline]
@@ -145,7 +147,7 @@ class Table:
 
 @cache
 def tables() -> dict[str, Table]:
-    """Read all tables by ``PAPER/NAME``, in the order in which they run.
+    """Return a mapping from ``PAPER/NAME`` to each table, in the order in which the tables run.
 
     Raises:
         SpecError: A file has an unknown key, row or column.
@@ -160,7 +162,7 @@ def tables() -> dict[str, Table]:
 
 
 def read(paper: str, name: str, text: str) -> Table:
-    """Read a table from its TOML.
+    """Make a table from the TOML text of its file.
 
     Raises:
         SpecError: A key, row or column is unknown.
@@ -182,7 +184,7 @@ def read(paper: str, name: str, text: str) -> Table:
 
 
 def chosen(names: Sequence[str]) -> dict[str, Table]:
-    """Return the tables with some names, ``PAPER`` or ``PAPER/TABLE``; all tables without names.
+    """Return the tables that are named by ``PAPER`` or ``PAPER/TABLE``; all tables if ``names`` is empty.
 
     Raises:
         SpecError: A name is unknown.
@@ -195,7 +197,7 @@ def chosen(names: Sequence[str]) -> dict[str, Table]:
 
 
 def experiment_of(cell: Cell) -> Experiment:
-    """Return the experiment of a cell.
+    """Build the experiment of a cell from its spec.
 
     Raises:
         SpecError: The spec is wrong; the error names the cell.

@@ -1,1 +1,4 @@
-"""Tables, pictures and pages about runs, and what the terminal shows while one goes on."""
+"""Tables, pictures and HTML pages about runs, and the progress that a terminal shows during a run.
+
+In this package, a label is the name of a method or variant in a report; runs with different seeds share a label.
+"""

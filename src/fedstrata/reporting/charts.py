@@ -1,4 +1,4 @@
-"""The data of the page's charts as plain values: curves, participation, and heat maps of classes and clients."""
+"""The data of the HTML report's charts, for JSON: curves, participation, and heat maps of classes and clients."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 NUMBERS = 300_000
-"""The approximate limit of numbers in all curves of a data set, so that a page can be sent by mail."""
+"""Approximately the most numbers in all curves of a data set together, so that a page can be sent by mail."""
 POINTS = 400
 """The most points of a curve."""
 OWN = 24
-"""The most columns of the methods' own metrics that can be drawn."""
+"""The most columns that can be drawn among those that only some methods record."""
 BARS = 240
-"""The most bars of the participation; with more rounds, several share a bar."""
+"""The most bars of the participation chart; if a run has more rounds, several rounds share a bar."""
 CLASSES = 40
 """The most classes of a confusion matrix."""
 CLIENTS = 200
-"""The most clients of a heat map; of more it shows an evenly spaced selection."""
+"""The most clients of a heat map; if there are more, it shows an evenly spaced selection."""
 CELLS = 80_000
 """The most cells of all heat maps of clients together."""
 
 DASHES: dict[Dash, list[int]] = {"-": [], "--": [8, 4], ":": [2, 3], "-.": [8, 3, 2, 3]}
-"""The lengths of dashes and gaps in pixels."""
+"""A mapping from each style of lines to the lengths of its dashes and gaps in pixels."""
 
 FATE_NAMES = (*(name for name, _ in FATES.values()), "refused")
 """The outcomes of invited clients, in stacking order."""
@@ -47,10 +47,10 @@ _NOT_METRICS = ("client", "name", "in_partition", "train_samples", "samples")
 
 
 def chart_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Collect the data of all charts about the runs on one data set, ready for JSON.
+    """Collect the data of all charts about the runs on one data set, as values for JSON.
 
     Args:
-        runs: The runs of each label.
+        runs: A mapping from each label to its runs, one per seed.
     """
     members = histories(runs)
     names = curve_names(members)
@@ -84,9 +84,12 @@ def _total(history: History, key: str) -> float:
 
 
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
-    """List the columns that can be drawn over the rounds: evaluation metrics, then methods' own columns that change."""
+    """List the columns that can be drawn over the rounds.
+
+    Evaluation metrics come first. Columns that only some methods record follow, if their values change.
+    """
     changes: dict[str, bool] = {}
-    """Whether a method's own column changes in some run, by column."""
+    """A mapping from each column to whether it is a method's own and its values change in some run."""
     for history in (history for members in runs.values() for history in members):
         for name in history.columns:
             varies = is_own(name) and not changes.get(name) and len(set(history.column(name)[1].tolist())) > 1
@@ -103,12 +106,12 @@ def _is_measured(name: str) -> bool:
 
 
 def is_own(name: str) -> bool:
-    """Return True for a column that only some methods record."""
+    """Return True if only some methods record the column."""
     return name not in STANDARD and name.partition(".")[0] not in (*_SOURCES, "bytes_evaluation")
 
 
 def named(key: str) -> Quantity:
-    """Return the name and scale of a column.
+    """Return the name of a column for readers, with the unit, and the factor of its values.
 
     >>> named("clients.accuracy.worst_10").name, named("validation.loss").name, named("test.ece").factor
     ('clients: accuracy, worst tenth, %', 'validation loss', 1.0)
@@ -126,10 +129,17 @@ def named(key: str) -> Quantity:
 
 
 def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str], points: int) -> dict[str, Any]:
-    """Return means and deviations over seeds at some rounds, and the budgets spent until each of them."""
+    """Return means and standard deviations over seeds in selected rounds, and the budgets spent until each round.
+
+    Args:
+        members: The histories of one label's seeds.
+        names: The columns to draw.
+        axes: The keys of ``BUDGETS`` that can be the horizontal axis.
+        points: The most rounds to select.
+    """
     bands = {}
     for name in names:
-        with suppress(SpecError):  # a column of other methods
+        with suppress(SpecError):  # only other methods have this column
             bands[name] = over_seeds(members, name)
     rounds = _thin([band.rounds for band in bands.values()], points)
     curves: dict[str, Any] = {"round": rounds.tolist(), "y": {}}
@@ -148,7 +158,14 @@ def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str
 
 
 def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any, Any]:
-    """Return all rounds of the columns; if these are too many, an evenly spaced selection of the first column's."""
+    """Select the rounds to draw: all rounds in which a column has values.
+
+    If there are too many, rounds of the first column are selected, which are evenly spaced.
+
+    Args:
+        rounds: The rounds in which each column has values, (R,) per column.
+        points: The most rounds to select.
+    """
     every = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rounds]))
     if len(every) > points and rounds and len(rounds[0]):
         every = rounds[0]
@@ -157,11 +174,13 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 
 
 def fates(run: Run) -> dict[str, Any]:
-    """Count the outcomes of a run's invited clients: for each bar a number per name of ``FATE_NAMES``.
+    """Count how many invited clients returned, dropped out, and so on, for each bar of the participation chart.
+
+    A run's records count refused answers as failed. They are separated here with the help of the events.
 
     Returns:
-        ``run``, the number of its ``rounds``, the number of rounds of ``each`` bar, and ``counts``, a list per outcome.
-        The records count refused answers as failed; events tell them apart.
+        A table for JSON: ``run`` is the name of the run, ``rounds`` the number of its rounds, ``each`` the number of
+        rounds per bar, and ``counts`` a list for each name in ``FATE_NAMES`` with one count per bar.
     """
     refused: dict[int, set[Any]] = {}
     for event in run.events:
@@ -178,7 +197,7 @@ def fates(run: Run) -> dict[str, Any]:
 
 
 def _classes(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:
-    """Return each method's accuracy by class in percent, and confusion matrix; None if neither was recorded."""
+    """Return the accuracy in each class, in percent, and the confusion matrix of each label; None if not recorded."""
     rows = [_class_accuracy([run.history for run in members]) for members in runs.values()]
     counts = max((len(row) for row in rows if row is not None), default=0)
     if not counts:
@@ -199,7 +218,7 @@ def _class_accuracy(members: Sequence[History]) -> Floats | None:
 
 
 def _means(table: Floats, empty: float) -> Floats:
-    """Average each column over its numbers; a column without numbers gets ``empty``."""
+    """Return the mean of each column, ignoring NaN; a column of only NaN gets the value ``empty``."""
     known = ~np.isnan(table)
     counts = known.sum(axis=0)
     return np.where(counts > 0, np.where(known, table, 0).sum(axis=0) / np.maximum(counts, 1), empty)
@@ -216,7 +235,7 @@ def _last_classes(history: History) -> Floats | None:
 
 
 def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
-    """Add up the last confusion matrices of the seeds."""
+    """Return the sum of the last confusion matrices of all seeds; None if there are none, or of different sizes."""
     matrices = [run.history.confusion["last"].counts for run in members if "last" in run.history.confusion]
     if not matrices or len({matrix.shape for matrix in matrices}) > 1:
         return None
@@ -225,7 +244,7 @@ def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
 
 
 def _class_names(run: Run) -> list[str]:
-    with suppress(OSError, ValueError, AttributeError, TypeError):  # an unfinished run has no file
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # an unfinished run does not have the file
         return [str(name) for name in json.loads((run.folder / MODEL).read_text(encoding="utf-8"))["class_names"]]
     return []
 
@@ -236,7 +255,10 @@ def _by_name(rows: Iterable[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
 
 
 def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """Return a heat map of clients and methods per seed and column; partitions differ between seeds."""
+    """Return one heat map (labels × clients) for each seed and metric.
+
+    Seeds are not averaged, because the same client holds other samples with another seed.
+    """
     maps = list[dict[str, Any]]()
     for seed in dict.fromkeys(run.name for members in runs.values() for run in members):
         tables = [
@@ -272,7 +294,7 @@ def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
 
 
 def _numbers(rows: Iterator[dict[str, Any]]) -> list[str]:
-    """List the metrics of clients, ``heard`` last."""
+    """List the metrics in the rows of the clients' tables; ``heard`` comes last."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, (int, float)))
     return sorted((name for name in names if name not in _NOT_METRICS), key=lambda name: name == "heard")
 

@@ -1,4 +1,4 @@
-"""Compare labels with a baseline: intervals, differences paired by seed, corrected tests; for terminals and papers."""
+"""Compare labels with a baseline label: intervals, differences paired by seed, and tests, as tables of many formats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
 
 class Budget(NamedTuple):
-    """A resource that runs use: the columns whose sum it is, its unit, the label of an axis, and the factor."""
+    """A resource that runs use, such as bytes sent.
+
+    Args:
+        columns: The columns whose sum is the amount used in a round.
+        unit: The unit in which the amount is shown.
+        axis: The label of an axis.
+        factor: The factor from the recorded unit to the shown unit.
+    """
 
     columns: tuple[str, ...]
     unit: str
@@ -37,7 +44,7 @@ BUDGETS = {
     "seconds": Budget(("seconds",), "s", "time, s"),
     "simulated_seconds": Budget(("simulated_seconds",), "simulated s", "simulated time, s"),
 }
-"""The budgets at which accuracies can be compared."""
+"""The resources for which accuracies can be compared at an equal amount."""
 
 FINAL = "final_accuracy"
 _AT = "accuracy_at_"
@@ -45,15 +52,16 @@ _AT = "accuracy_at_"
 
 @dataclass(frozen=True)
 class Contrast:
-    """A measure of a label, and its difference to the baseline.
+    """A measure of one label, and its difference to the baseline.
 
     Args:
         key: The key of the measure.
         label: The label.
-        seeds: The number of runs.
-        value: The measure over these runs.
-        difference: The difference to the baseline, paired by seed; None for the baseline and without a baseline.
-        stuck: The number of runs of which no reply could be used, at all or from some round on.
+        seeds: The number of the label's runs.
+        value: The estimate of the measure over these runs.
+        difference: The difference to the baseline, paired by seed; None if this is the baseline or there is none.
+        stuck: The number of runs in which the server could use none of the clients' replies, always or from some round
+            on.
     """
 
     key: str
@@ -65,7 +73,7 @@ class Contrast:
 
     @property
     def marked(self) -> str:
-        """The label, with a mark if a run broke down."""
+        """The label, with a mark if some run is ``stuck``."""
         return f"{self.label} {tables.STUCK}" if self.stuck else self.label
 
 
@@ -74,11 +82,12 @@ class Contrasts:
     """The comparisons of a table.
 
     Args:
-        rows: The comparisons by measure, then by label.
-        measures: The display of each measure, by key.
+        rows: The comparisons, sorted by measure and then by label.
+        measures: A mapping from the key of each measure to its display.
         baseline: The label that the others are compared with; None if there is only one label.
-        test: The test of the p-values.
-        budgets: The amounts at which accuracies are compared, by ``accuracy_at_KIND``, in recorded units.
+        test: The test from which the p-values are.
+        budgets: A mapping from ``accuracy_at_KIND`` to the amount at which accuracies are compared, in the recorded
+            unit; ``KIND`` is a key of ``BUDGETS``.
     """
 
     rows: tuple[Contrast, ...]
@@ -89,7 +98,7 @@ class Contrasts:
 
     @property
     def groups(self) -> dict[str, list[Contrast]]:
-        """The rows of each measure."""
+        """A mapping from the key of each measure to its rows."""
         return {key: [row for row in self.rows if row.key == key] for key in self.measures}
 
 
@@ -101,16 +110,19 @@ def contrast(
     baseline: str | None = None,
     test: Test = "t",
 ) -> Contrasts:
-    """Compare labels by given measures; by default by accuracy: final, at equal bytes and at equal samples.
+    """Compare labels by some measures. Default: final accuracy, and accuracy at equal bytes and at equal samples.
 
-    Accuracy at a budget is that of the last evaluation within the budget. A run that spent less has no value.
+    The accuracy at a budget is the accuracy in the last evaluation within the budget. A run that spent less than the
+    budget has no value.
 
     Args:
-        runs: The histories of each label's seeds.
-        metrics: Measures of ``MEASURES``, ``rounds_to_T``, or columns of the records, whose last value counts.
-        at: The amounts of ``BUDGETS`` at which accuracies are compared; None for the largest that all runs reached.
-        baseline: A label. Default: the first label.
-        test: The test of paired differences; its p-values are corrected by Holm over the whole table.
+        runs: A mapping from each label to the histories of its seeds.
+        metrics: Keys of ``tables.MEASURES``, ``rounds_to_T`` for a target accuracy T, or columns of the records. Of a
+            column, the last value counts.
+        at: A mapping from keys of ``BUDGETS`` to the amount at which accuracies are compared; None as an amount stands
+            for the largest amount that all runs reached.
+        baseline: The label that the others are compared with. Default: the first label.
+        test: The test of paired differences. Its p-values are corrected by Holm's method over the whole table.
 
     Raises:
         SpecError: The label, measure or budget is unknown, or a run did not record the budget.
@@ -125,7 +137,7 @@ def contrast(
     for key in [*(metrics if asked else [FINAL]), *budgets]:
         by_label = {label: [_value(history, key, budgets) for history in members] for label, members in runs.items()}
         is_known = any(value is not None for each in by_label.values() for value in each)
-        # If all runs spend equally, equal bytes are the end of the runs.
+        # If all runs spend equally much, the accuracy at a budget equals the final accuracy and is not shown again.
         if not asked and (by_label in values.values() or not is_known):
             continue
         values[key], measures[key] = by_label, _measure(key, budgets, runs)
@@ -163,7 +175,7 @@ def _difference(
 
 
 def _budgets(runs: Curves, at: Mapping[str, float | None], asked: bool) -> dict[str, float]:
-    """Return the amount of each budget, by the key of its measure."""
+    """Return a mapping from the key ``accuracy_at_KIND`` of each budget to its amount; see ``contrast``."""
     budgets = {}
     for kind, amount in at.items():
         if kind not in BUDGETS:
@@ -180,7 +192,7 @@ def _budgets(runs: Curves, at: Mapping[str, float | None], asked: bool) -> dict[
 
 
 def _spent(history: History, kind: str) -> Floats:
-    """Return the amount spent until each evaluation, or until the end of a run without evaluations."""
+    """Return the amount spent until each evaluation, (R,); until the end, (1,), if the run has no evaluations."""
     rounds, _ = history.column("accuracy")
     return spent(history, BUDGETS[kind].columns, rounds if len(rounds) else np.array([history[-1]["round"]]))
 
@@ -197,12 +209,14 @@ def _value(history: History, key: str, budgets: Mapping[str, float]) -> float | 
 
 
 def accuracy_at(history: History, kind: str, budget: float) -> float | None:
-    """Return the accuracy of the last evaluation within a budget; None without one, or if the run spent less.
+    """Return the accuracy in the last evaluation within a budget.
+
+    Returns None if there was no evaluation within the budget, or if the run spent less than the budget.
 
     Args:
-        history: A run.
-        kind: One of ``BUDGETS``.
-        budget: The amount in recorded units: bytes, samples or seconds.
+        history: The history of a run.
+        kind: A key of ``BUDGETS``.
+        budget: The amount in the recorded unit: bytes, samples or seconds.
     """
     values = history.column("accuracy")[1]
     if not len(values):
@@ -213,7 +227,7 @@ def accuracy_at(history: History, kind: str, budget: float) -> float | None:
 
 
 def _measure(key: str, budgets: Mapping[str, float], runs: Curves) -> tables.Measure:
-    """Return the display of a measure.
+    """Return how a measure is displayed: its heading, factor and digits.
 
     Raises:
         SpecError: The measure is unknown.
@@ -254,7 +268,12 @@ def p_text(p: float | None) -> str:
 
 
 def _lines(table: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
-    """Return the headings after the label, and the rows of each measure, without empty columns."""
+    """Return the cells of a table as text, without columns that are empty in all rows.
+
+    Returns:
+        The headings of all columns except the first, which contains the labels; and a mapping from the heading of each
+        measure to its rows.
+    """
     headings = ["", "mean ± sd", "95 % interval", f"minus {table.baseline}", "95 % interval", "p"]
     groups = {}
     for key, rows in table.groups.items():
@@ -335,7 +354,7 @@ def to_markdown(table: Contrasts) -> str:
 
 
 def to_latex(table: Contrasts) -> str:
-    """Return a table for a paper, with all text escaped; it needs the package booktabs."""
+    """Return a table for a paper. All text is escaped; the LaTeX document must use the package booktabs."""
     headings, groups = _lines(table)
     lines = [
         r"\begin{table}",
@@ -370,20 +389,21 @@ def escape(text: str) -> str:
 
 
 def _mathematics(cell: str) -> str:
-    """Format a cell of numbers, with its signs in mathematics mode."""
+    """Format a cell of numbers for LaTeX, in mathematics mode."""
     if cell == tables.MISSING:
         return "--"
     value, bracket, note = cell.partition(" (")
-    value = value.replace(",", "{,}").replace("{,} ", ", ")  # no space after the comma between thousands
+    # LaTeX must not add a space after a comma between thousands, only after one between the ends of an interval.
+    value = value.replace(",", "{,}").replace("{,} ", ", ")
     value = value.replace("±", r"\pm")
     return f"${value}${escape(bracket + note)}"
 
 
 def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
-    """Return CSV with a row per measure and label, with all digits; missing numbers are empty.
+    """Return CSV with a row for each data set, measure and label. Numbers have all digits; missing ones are empty.
 
     Args:
-        comparisons: The comparisons of each data set.
+        comparisons: A mapping from the name of each data set to its comparisons.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -402,7 +422,7 @@ def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
 
 
 def to_json(rows: Sequence[tables.Row], table: Contrasts) -> list[dict[str, Any]]:
-    """Return ``tables.to_json(rows)`` with ``interval``, ``budget`` and ``difference`` of each compared measure."""
+    """Return ``tables.to_json(rows)``, and add ``interval``, ``budget`` and ``difference`` to each compared measure."""
     plain = tables.to_json(rows)
     for row in table.rows:
         cell = next(each for each in plain if each["label"] == row.label).setdefault(row.key, {})

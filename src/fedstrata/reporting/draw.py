@@ -1,4 +1,4 @@
-"""The parts of pictures of runs: columns over the rounds, participation and communication."""
+"""Draw single charts of runs into Matplotlib axes: columns over the rounds, participation and communication."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from fedstrata.evaluation.history import History
 
 Curves: TypeAlias = "Mapping[str, Sequence[History]]"
-"""The histories of a label's seeds, by label."""
+"""A mapping from each label to the histories of its seeds."""
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""The colours of Okabe and Ito (2008) without black and yellow, which differ in all kinds of colour vision."""
+"""The colours of Okabe and Ito (2008) without black and yellow; colour-blind people can distinguish them too."""
 Dash = Literal["-", "--", ":", "-."]
 DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 INK, GRID = "#22272e", "#d5d9de"
 """The colours of text and lines, and of the grid."""
 MARKED = 25
-"""The most points of a curve with markers."""
+"""The most points of a curve whose points are marked."""
 
 TRAFFIC = ("bytes_up", "bytes_down")
 
@@ -36,11 +36,11 @@ FATES = {
     "clients_late": ("late", "#56b4e9"),
     "clients_failed": ("failed", "#d55e00"),
 }
-"""The name and colour of each outcome of invited clients, in stacking order."""
+"""A mapping from each column that counts invited clients to the name and colour of their outcome, in stacking order."""
 
 
 class Quantity(NamedTuple):
-    """The display of a column: its name with the unit, and the factor of its values."""
+    """The display of a column: its name with the unit, and the factor from recorded values to that unit."""
 
     name: str
     factor: float = 1.0
@@ -59,7 +59,7 @@ QUANTITIES = {
 
 
 def quantity(column: str) -> Quantity:
-    """Return the display of a column; an unknown column keeps its name.
+    """Return the display of a column. The display of a column that is not in ``QUANTITIES`` is derived from its name.
 
     >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("weight_diversity").name
     (1e-06, 'head accuracy, %', 'weight diversity')
@@ -71,7 +71,7 @@ def quantity(column: str) -> Quantity:
 
 
 class Band(NamedTuple):
-    """Mean and sample standard deviation over seeds, (R,) each; the deviation of one seed is 0."""
+    """The rounds, and the mean and sample standard deviation over seeds, (R,) each. The deviation of one seed is 0."""
 
     rounds: Ints
     mean: Floats
@@ -79,10 +79,10 @@ class Band(NamedTuple):
 
 
 def over_seeds(histories: Sequence[History], column: str) -> Band:
-    """Compute a column's mean and deviation in the rounds that all seeds have.
+    """Compute a column's mean and standard deviation in the rounds that all seeds have.
 
-    A seed without values in the column is left out. A seed that ended early ends the curve, because the mean of the
-    others would jump there.
+    A seed without values in the column is ignored. If a seed ended early, the curve ends with it, because the mean of
+    the other seeds alone would jump.
 
     Raises:
         SpecError: No seed has such a column.
@@ -108,7 +108,14 @@ def over_seeds(histories: Sequence[History], column: str) -> Band:
 
 
 def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "round") -> None:
-    """Draw a column over the rounds, or with ``against="bytes"`` over the data sent since the start, logarithmic in MB.
+    """Draw a column as a curve per label, with a band of one standard deviation.
+
+    Args:
+        axes: The axes to draw into.
+        curves: The histories of each label.
+        column: The column.
+        against: The horizontal axis: ``"round"``, or ``"bytes"`` for the MB sent since the start, on a logarithmic
+            scale.
 
     Raises:
         SpecError: No history has such a column.
@@ -119,7 +126,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     for number, histories in enumerate(curves.values()):
         try:
             rounds, mean, sd = over_seeds(histories, column)
-        except SpecError as error:  # a column of one method only
+        except SpecError as error:  # this label does not have the column, but others may
             problem = error
             continue
         drawn += 1
@@ -134,17 +141,17 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     else:
         _style(axes, "sent and received since the start, MB", shown.name)
         if axes.has_data():
-            axes.set_xscale("log")  # methods differ by orders of magnitude
+            axes.set_xscale("log")  # the data that methods send differ by orders of magnitude
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
-    """Return the data sent and received until each of ``rounds``, in MB, averaged over seeds, (R,)."""
+    """Return the mean over seeds of the MB sent and received until the end of each of ``rounds``, (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 
 
 def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
-    """Return the sum of columns over all rounds until each of ``rounds``, (R,)."""
+    """Return, for each of ``rounds``, the sum of all these columns from the start until the end of the round, (R,)."""
     total = np.zeros(len(rounds))
     for column in columns:
         when, amount = history.column(column)
@@ -153,14 +160,14 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw the outcomes of the invited clients of each round, stacked and averaged over seeds."""
+    """Draw for each round how many invited clients returned, dropped out and so on, stacked and averaged over seeds."""
     base: Floats | None = None
     for column, (name, colour) in FATES.items():
         band = over_seeds(histories, column)
         if len(band.rounds) == 0 or (column != "clients_returned" and not band.mean.any()):
             continue
         base = np.zeros(len(band.rounds)) if base is None else base
-        if len(base) != len(band.rounds):  # columns of other rounds cannot be stacked
+        if len(base) != len(band.rounds):  # a column that has values in other rounds cannot be stacked
             continue
         low, high = (np.append(values, values[-1]) for values in (base, base + band.mean))
         axes.fill_between(_edges(band), low, high, step="post", color=colour, alpha=0.85, linewidth=0, label=name)
@@ -185,14 +192,14 @@ def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
 
 
 def draw_losses(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw test and training loss, with mean and deviation over seeds."""
+    """Draw the mean test loss and training loss over seeds, with bands of one standard deviation."""
     for column, name, colour in zip(("loss", "train_loss"), ("test", "training"), COLOURS, strict=False):
         _band(axes, *over_seeds(histories, column), colour, label=name)
     _style_rounds(axes, "loss")
 
 
 def look(number: int) -> tuple[str, Dash]:
-    """Return colour and dash of the ``number``-th label; labels beyond the colours get another dash."""
+    """Return the colour and line style of the label with this index; the style changes once all colours are used."""
     return COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
 
 
@@ -221,7 +228,7 @@ def _style(axes: Axes, xlabel: str, ylabel: str) -> None:
 
 
 def _style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
-    """Style axes over the rounds, with a legend above the axes if lines have labels."""
+    """Style axes whose horizontal axis is the round, with a legend above the axes if lines have labels."""
     from matplotlib.ticker import MaxNLocator
 
     _style(axes, "round", ylabel)
@@ -237,5 +244,5 @@ def _style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
 
 
 def literal(text: str) -> str:
-    """Escape dollar signs, with which Matplotlib would start mathematics."""
+    """Escape dollar signs, between which Matplotlib would typeset mathematics."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Write a self-contained HTML page about runs, without network access, for light and dark screens and for print."""
+"""Write an HTML report about runs as one file that loads nothing from the network; it can be printed."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 EVENTS = 10
-"""The most events of a method that are shown in full."""
+"""The most events of a label that are shown in full."""
 NAMED = 12
-"""The most clients of an event, and entries of a list, that are shown."""
+"""The most clients of an event, and the most entries of a list, that are shown."""
 PICTURES = 1_000_000
-"""The largest size of all pictures of partitions together, in bytes."""
+"""The most bytes of all pictures of partitions together."""
 PNG = b"\x89PNG\r\n\x1a\n"
 SCRIPTS, STYLES = ("uPlot.iife.min.js", "base.js", "report.js"), ("uPlot.min.css", "report.css")
 
 
 def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
-    """Write a page about run folders and compare folders.
+    """Write an HTML report about run folders and compare folders.
 
     Args:
         folders: Run folders and compare folders, in any mixture.
-        out: The file, or a folder for ``report.html``.
+        out: The path of the file, or an existing folder, to which ``report.html`` is written.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
-        DataError: A folder holds no run, or its files are damaged.
+        DataError: A folder does not contain a run, or its files are damaged.
     """
     out = Path(out)
     out = out / "report.html" if out.is_dir() else out
@@ -65,7 +65,7 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
         The rows of the table.
 
     Raises:
-        DataError: The folder holds no runs, or their files are damaged.
+        DataError: The folder does not contain runs, or their files are damaged.
     """
     folder = Path(folder)
     runs = load_runs([folder]).finished()
@@ -84,7 +84,7 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
 
 
 def template(name: str) -> Template:
-    """Load a template of the package, which escapes all values that are not marked as markup."""
+    """Load a template of this package. It escapes all values except those of the class ``Markup``."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -98,23 +98,23 @@ def template(name: str) -> Template:
 
 
 def assets(names: Sequence[str]) -> dict[str, Any]:
-    """Return a page's styles and scripts, and the hashes of the scripts for its security policy.
+    """Return a page's styles and scripts, and the hashes of the scripts for the page's content security policy.
 
     Args:
-        names: The names of the scripts, uPlot first.
+        names: The file names of the scripts; the first must be uPlot's.
     """
     from markupsafe import Markup
 
     scripts = [_asset(name) for name in names]
     scripts[0] = Markup(f"/*\n{_asset('uPlot.LICENSE')}*/\n{scripts[0]}")
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    # The browser runs only these scripts, even if a name in a spec contains a script.
+    # With these hashes, the browser runs only these scripts, and none that a name in a spec might contain.
     trusted = " ".join(f"'sha256-{each}'" for each in hashes)
     return {"styles": [_asset(name) for name in STYLES], "scripts": scripts, "trusted": trusted}
 
 
 def render(runs: Mapping[str, Sequence[Run]]) -> str:
-    """Return the page about the runs of each label."""
+    """Return the HTML report about the runs of each label."""
     several = by_data(runs)
     return template("report.html.j2").render(
         title=_title(runs, list(several)),
@@ -134,21 +134,21 @@ def _title(runs: Mapping[str, Sequence[Run]], data: Sequence[str]) -> str:
 
 
 def _asset(name: str) -> Markup:
-    """Read a file of the package as trusted markup."""
+    """Read a file of this package as trusted markup, which a template does not escape."""
     from markupsafe import Markup
 
     return Markup((resources.files("fedstrata.reporting") / "assets" / name).read_text(encoding="utf-8"))
 
 
 def _embedded(data: object) -> Markup:
-    """Return data as JSON in which no text can end the element of the page that contains it."""
+    """Return data as JSON in which every "<" is escaped, so that no text can close the HTML element around the JSON."""
     from markupsafe import Markup
 
     return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
 
 
 def _comparison(data: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Return the tables of one data set's runs."""
+    """Return the values from which the template makes the tables about the runs on one data set."""
     members = histories(runs)
     rows, comparison = tables.compare_table(members), contrasts.contrast(members)
     timed = any(row.cells["seconds"].mean for row in rows)
@@ -168,7 +168,7 @@ def _comparison(data: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 
 
 def _columns(rows: Sequence[tables.Row], key: str, comparison: contrasts.Contrasts) -> list[dict[str, Any]]:
-    """Return a measure as columns of the page's table: one, or two if it is compared with the baseline."""
+    """Return a measure as one column of a table, or two columns if it is compared with the baseline."""
     if key not in comparison.measures:
         cells = [_cell(tables.show(row, key), row.cells[key].mean) for row in rows]
         return [{"heading": tables.measure(key).heading, "cells": cells}]
@@ -199,7 +199,10 @@ def _cell(text: str, value: float | None, *below: str) -> dict[str, Any]:
 
 
 def _partitions(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """Return each distinct picture with its runs, and only the runs once all pictures exceed ``PICTURES``."""
+    """Return the pictures of the partitions, each once, with the names of the runs that have it.
+
+    Once their total size exceeds ``PICTURES``, only the names are returned.
+    """
     owners: dict[bytes, list[tuple[str, str]]] = {}
     for label, members in runs.items():
         for run in members:
@@ -222,7 +225,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Count the events of each method by kind, and the clients in these events, each time they occur."""
+    """Count the events of each label and kind, and their clients; a client in several events counts several times."""
     counts = {label: Counter[str]() for label in runs}
     clients = {label: Counter[str]() for label in runs}
     for label, members in runs.items():
@@ -239,10 +242,10 @@ def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 
 
 def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the part of the page about one label: its runs, other records, events and spec."""
+    """Return the values of the report's section about one label: its runs, other records, events and spec."""
     members = [run.history for run in runs]
     every = [(run, event) for run in runs for event in run.events]
-    # Errors, which have a reason, come before expected events, such as dropouts.
+    # Errors come first; unlike expected events, such as dropouts, they have a reason.
     ordered = sorted(every, key=lambda pair: not pair[1].get("reason"))
     return {
         "label": label,
@@ -260,7 +263,7 @@ def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def constants(members: Sequence[History]) -> dict[str, str]:
-    """Return a method's own columns with the same number in every round, and that number."""
+    """Return a mapping from each of the method's own columns that is constant in all rounds and seeds to its value."""
     values: dict[str, set[float]] = {}
     for history in members:
         for name in filter(is_own, history.columns):
@@ -269,7 +272,7 @@ def constants(members: Sequence[History]) -> dict[str, str]:
 
 
 def last_lists(members: Sequence[History]) -> list[tuple[str, str]]:
-    """Return the lists and texts that the last round of the first seed recorded; long lists are shortened."""
+    """Return the names and values of lists and texts in the first seed's last record, with long lists shortened."""
     records = members[0][-1:] if len(members[0]) else []
     return [
         (name, _brief(value) if isinstance(value, list) else str(value))
@@ -285,5 +288,5 @@ def _brief(values: Sequence[Any]) -> str:
 
 
 def _without_folder(history: History) -> History:
-    """Copy a history without its folder, which readers of the page must not see."""
+    """Copy a history without the path of its folder, which must not be in a page that is passed on."""
     return History(history, method=history.method, seed=history.seed, targets=history.targets, stopped=history.stopped)

@@ -1,4 +1,4 @@
-"""Pictures of runs, as figures and as files. They need no screen and do not change Matplotlib's global state."""
+"""Pictures of runs, as Matplotlib figures and as files. They need neither a screen nor global state of Matplotlib."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def plot(
     *,
     against: str = "round",
 ) -> Figure:
-    """Draw a column over the rounds: the mean over seeds as a line, one standard deviation as a band.
+    """Draw a column over the rounds: the mean over seeds as a line, and one standard deviation as a band.
 
     Args:
-        history: A run, or the runs of each label as ``compare`` returns them.
+        history: The history of a run, or a mapping from each label to its histories, as ``compare`` returns it.
         column: A column of numbers, such as ``accuracy`` or ``bytes_up``.
-        path: The file to write, if any; its suffix is the format, such as ``.png`` or ``.pdf``.
+        path: The file to write; optional. Its suffix is the format, such as ``.png`` or ``.pdf``.
         against: ``"round"``, or ``"bytes"`` for the data sent since the start.
 
     Raises:
@@ -48,7 +48,7 @@ def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
     """Write the accuracy over the rounds (``accuracy``) and over the data sent (``traffic``), as PNG and as PDF.
 
     Returns:
-        The files.
+        The paths of the files.
     """
     files = []
     for name, against in (("accuracy", "round"), ("traffic", "bytes")):
@@ -63,7 +63,7 @@ def plot_run(history: History, folder: Path | str) -> list[Path]:
     """Write ``accuracy.png``, ``loss.png``, ``participation.png`` and ``communication.png`` of a run.
 
     Returns:
-        The files.
+        The paths of the files.
     """
     pictures: dict[str, Callable[[Axes], None]] = {
         "accuracy": lambda axes: draw.draw_curves(axes, {"": [history]}, "accuracy"),
@@ -91,7 +91,7 @@ def _saved(figure: Figure, path: Path | str | None) -> Figure:
         return figure
     import matplotlib
 
-    # Journals require TrueType fonts. Without a date, pictures of the same runs have the same bytes.
+    # Journals require TrueType fonts (type 42). The date is omitted, so that equal pictures are equal files.
     metadata = {"CreationDate": None} if Path(path).suffix.lower() == ".pdf" else None
     with matplotlib.rc_context({"pdf.fonttype": 42}):
         figure.savefig(path, metadata=metadata)

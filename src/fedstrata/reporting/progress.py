@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 LINE_EVERY = 10.0
-"""Seconds between two lines of a log. Short work writes none."""
+"""Seconds between two lines of a log. Work that takes less time does not write a line."""
 
 DRAW_EVERY = 0.25
 """Seconds between two updates in a notebook."""
 
 
 def _remaining(task: Task, now: float) -> str:
-    """Estimate the remaining time; an empty text before the first part is done, and at the end."""
+    """Estimate the remaining time as text; it is empty until a part of the task is done, and when all are done."""
     done, total = task.completed, task.total or 0
     new = done - task.fields["first"]
     if new < 1 or done >= total:
@@ -37,12 +37,13 @@ def _remaining(task: Task, now: float) -> str:
 class Progress:
     """The progress of tasks, shown during a ``with`` block.
 
-    It is a bar in a terminal, on standard error, and in a notebook. In a log it is at most a line every ten seconds.
+    In a terminal (on standard error) and in a notebook, each task has a bar. In a log, a line is written at most every
+    ten seconds.
 
     Args:
         quiet: Whether to show nothing.
-        console: Another console to write to.
-        clock: The function that returns the time in seconds.
+        console: The console to write to. Default: standard error.
+        clock: A function that returns the time in seconds.
 
     >>> with Progress(quiet=True) as progress:
     ...     progress.show("audit", 0, 4, "round 9 again")
@@ -53,10 +54,10 @@ class Progress:
     ) -> None:
         self.quiet, self._console, self._clock = quiet, console, clock
         self._bars: Bars | None = None
-        """The tasks, which only a terminal shows as bars."""
+        """The tasks and their progress. Rich draws them as bars only in a terminal."""
         self._ids: dict[str, TaskID] = {}
         self._handle: Any = None
-        """The display of a notebook."""
+        """The handle with which the output in a notebook is updated; None elsewhere."""
         self._shown_at = 0.0
 
     def __enter__(self) -> Self:
@@ -98,11 +99,11 @@ class Progress:
         """Show the progress of a task; the first call creates its bar.
 
         Args:
-            task: Its name.
-            done: The number of parts that are done.
-            total: The number of all parts.
+            task: The name of the task.
+            done: The number of the task's parts that are done.
+            total: The number of all its parts.
             note: The text beside the bar.
-            visible: Whether its bar is shown.
+            visible: Whether the bar is shown.
         """
         bars, now = self._bars, self._clock()
         if bars is None or self._console is None:
@@ -118,14 +119,14 @@ class Progress:
         if self._handle is not None:
             self._handle.update(self._html(bars))
         else:
-            # Only the first task is written, which is the whole; others are its parts.
+            # Only the first task is written to a log. Other tasks are parts of it.
             whole = bars.tasks[0]
             parts = [f"{whole.completed}/{whole.total}", whole.fields["note"], _remaining(whole, now)]
             text = f"{whole.description}: {' '.join(filter(None, parts))}"
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _html(self, bars: Bars) -> object:
-        """Return the display of a notebook: a row per task."""
+        """Return the HTML for a notebook: a table with a row per visible task."""
         from IPython.display import HTML
 
         rows = [
@@ -144,10 +145,10 @@ class Progress:
         Args:
             label: The name of the run.
             rounds: The number of rounds of the whole run.
-            done: The number of rounds before the run was resumed.
+            done: The number of rounds that were done before the run was resumed.
 
         Returns:
-            The function to call with the record of every round.
+            A function to call with the record of every round.
         """
         last: float | None = None
         best: float | None = None
@@ -166,13 +167,13 @@ class Progress:
         return watch
 
     def of_runs(self, rounds: Mapping[tuple[str, int], int]) -> Callable[[str, int, int], None]:
-        """Show a bar for all rounds of a comparison, and one for each current run.
+        """Show a bar for all rounds of a comparison, and one for each run that is going on.
 
         Args:
-            rounds: The number of rounds of every run, by label and seed.
+            rounds: A mapping from the label and seed of every run to its number of rounds.
 
         Returns:
-            The function to call with a label, a seed and the number of rounds that this run has done.
+            A function to call with a label, a seed and the number of rounds that this run has done.
         """
         finished = dict.fromkeys(rounds, 0)
         task, total = f"{len(rounds)} runs", sum(rounds.values())

@@ -23,13 +23,13 @@ class View:
     """The strata of a run after a round.
 
     Args:
-        round: The round.
-        clients: The clients that the sampler knows, ascending, shape (n,).
-        points: The vectors by which it groups them, shape (n, d).
+        round: The number of rounds that are done.
+        clients: The ids of the clients that the sampler has grouped, ascending, shape (n,).
+        points: The vector of each client by which the sampler groups clients, shape (n, d).
         strata: The stratum of each client, in 0 … H − 1, shape (n,).
-        labels: The samples of each label at each client, shape (n, C), which the server does not see.
-        title: A title for its picture.
-        class_names: The names of the labels. Without them, a picture has numbers.
+        labels: The number of samples with each label at each client, shape (n, C). The server does not know them.
+        title: The title of the picture.
+        class_names: The names of the labels. If empty, a picture shows their numbers.
     """
 
     round: int
@@ -41,25 +41,25 @@ class View:
     class_names: tuple[str, ...] = ()
 
     def sizes(self) -> list[int]:
-        """Count the clients of each stratum."""
+        """Return the number of clients in each stratum."""
         sizes: list[int] = np.bincount(self.strata).tolist()
         return sizes
 
     def purity(self) -> float:
-        """Return the share of samples with the most frequent label of their stratum, in [0, 1]."""
+        """Return the fraction of samples whose label is the most frequent label in their stratum, in [0, 1]."""
         largest = [self.labels[self.strata == h].sum(axis=0).max() for h in range(int(self.strata.max()) + 1)]
         return float(sum(largest)) / max(int(self.labels.sum()), 1)
 
 
 def strata_after(prepared: Prepared, rounds: int = 1) -> View:
-    """Run some rounds in memory and return the strata after them.
+    """Run some rounds without a run folder, and return the strata after them.
 
     Args:
         prepared: The experiment.
-        rounds: The number of rounds.
+        rounds: The number of rounds to run.
 
     Raises:
-        SpecError: The method's client sampler has no strata.
+        SpecError: The method's client sampler does not use strata.
     """
     _sampler(prepared.spec)
     with Simulation(prepared) as simulation:
@@ -72,8 +72,8 @@ def strata_of_folder(folder: Path) -> View:
     """Return the strata at the last checkpoint of a run.
 
     Raises:
-        SpecError: The folder has no run, or its client sampler has no strata.
-        CheckpointError: The run has no checkpoint.
+        SpecError: The folder does not contain a run, or the run's client sampler does not use strata.
+        CheckpointError: The run does not have a checkpoint.
     """
     prepared = prepare_again(folder, "strata")
     _sampler(prepared.spec)
@@ -84,10 +84,15 @@ def strata_of_folder(folder: Path) -> View:
 
 
 def strata_of(prepared: Prepared, state: Any, round: int) -> View:
-    """Return the strata of a method's state.
+    """Return the strata that a method's state contains.
+
+    Args:
+        prepared: The experiment.
+        state: The method's state at the server.
+        round: The number of rounds that are done.
 
     Raises:
-        SpecError: The method's client sampler has no strata.
+        SpecError: The method's client sampler does not use strata.
     """
     spec, data = prepared.spec, prepared.data
     sampler = _sampler(spec)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 LABELS = "labels.json"
-"""The file of a compare folder with the order of its labels."""
+"""The file in a compare folder (the folder that ``compare`` writes) with the order of its labels."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Run:
     """The content of a run folder.
 
     Args:
-        label: Its name in reports, which runs with other seeds share.
-        history: Its records.
-        folder: Its path.
-        events: Its events, empty if none were recorded.
-        spec: The text of its ``spec.toml``, empty if there is none.
+        label: The name in reports, which runs with other seeds share.
+        history: The records of all rounds.
+        folder: The path of the run folder.
+        events: The events; empty if none were recorded.
+        spec: The text of ``spec.toml``; empty if the folder does not contain it.
     """
 
     label: str
@@ -40,28 +40,28 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Its name among the runs of its label: the seed, or the folder if the seed is not known."""
+        """The name among the runs of the same label: the seed, or the folder's name if the seed is not known."""
         return self.folder.name if self.history.seed is None else f"seed {self.history.seed}"
 
     @property
     def finished(self) -> bool:
-        """Whether the run is finished: an interrupted run has no summary yet."""
+        """Whether the run is finished. An interrupted run does not have a summary yet."""
         return (self.folder / "summary.json").is_file()
 
     @property
     def data(self) -> str:
-        """The name of its data set, empty without a spec."""
+        """The name of the run's data set; empty if the spec is not known."""
         section = tomllib.loads(self.spec).get("data")
         return str(section.get("name", "")) if isinstance(section, dict) else ""
 
 
 class Runs(dict[str, list[Run]]):
-    """A dictionary of the runs of each label, in order of their seeds."""
+    """A mapping from each label to its runs, sorted by seed."""
 
     def finished(self) -> Runs:
-        """Return the finished runs if there are any, else all runs.
+        """Return only the finished runs; return all runs if none is finished.
 
-        An interrupted run would change the means over seeds with the accuracy that it had reached.
+        An interrupted run would distort the means over seeds, because its last accuracy is not final.
         """
         finished = {label: done for label, runs in self.items() if (done := [run for run in runs if run.finished])}
         return Runs(finished) if finished else self
@@ -83,17 +83,17 @@ class Runs(dict[str, list[Run]]):
 
 
 def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
-    """Read the runs of run folders and compare folders, by label and in order of their seeds.
+    """Read the runs of run folders and compare folders, and group them by label.
 
-    A compare folder has folders ``LABEL/seed-S/``; a folder ``LABEL`` is accepted too. Its labels are in the order of
-    the comparison, or by name. The label of a run folder is its name. Equal labels from several folders get the names
-    of the folders above.
+    A compare folder has folders ``LABEL/seed-S/``. A single folder ``LABEL`` is accepted too. The labels of a compare
+    folder are in the order of the comparison, or sorted by name if the order is not known. The label of a run folder is
+    its name. If several folders have equal labels, the names of their parent folders are put before the labels.
 
     Args:
         folders: One folder, or several.
 
     Raises:
-        DataError: A folder is neither of these, or no folder is given.
+        DataError: A folder is neither a run folder nor a compare folder, or no folder is given.
     """
     folders = [folders] if isinstance(folders, (Path, str)) else folders
     if not folders:
@@ -135,7 +135,11 @@ def _order(folder: Path) -> list[str]:
 
 
 def by_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, list[Run]]]:
-    """Group the runs of each label by data set, because accuracies on different data sets cannot be compared."""
+    """Group runs by data set, because accuracies on different data sets cannot be compared.
+
+    Returns:
+        A mapping from each data set to a mapping from each label to its runs.
+    """
     groups: dict[str, dict[str, list[Run]]] = {}
     for label, members in runs.items():
         for run in members:
@@ -161,7 +165,7 @@ def _find(folder: Path) -> list[Path]:
 
 
 def _labels(groups: list[Path]) -> dict[Path, str]:
-    """Return the shortest end of each path that no other path has."""
+    """Return a mapping from each path to its label: the shortest end of the path in which no other path ends."""
     labels: dict[Path, str] = {}
     for group in groups:
         ends = [group.parts[-depth:] for depth in range(1, len(group.parts))]

@@ -31,31 +31,31 @@ Range: TypeAlias = tuple[float, float]
 Test = Literal["t", "wilcoxon"]
 Order = Literal["above", "below", "no order shown", "too few seeds", "not run"]
 Values: TypeAlias = Mapping[K, float | None]
-"""A number for each key (a seed), None where a key has none."""
+"""A mapping from each key (a seed) to its number; None if the seed does not have the number."""
 
 TESTS: tuple[Test, ...] = ("t", "wilcoxon")
-"""Tests of paired differences: Student's t, and Wilcoxon's signed ranks."""
+"""Tests of paired differences: Student's t-test, and Wilcoxon's signed-rank test."""
 LEVEL = 0.95
 """The confidence level of all intervals."""
 RESAMPLES = 9_999
 """The number of resamples of a bootstrap interval."""
 FEWEST = {"t": 2, "wilcoxon": 6}
-"""The fewest pairs of a test. The smallest two-sided p of n signed ranks is 2^(1-n), which is above 0.05 for n < 6."""
+"""The fewest pairs for each test. Wilcoxon's smallest two-sided p for n pairs is 2^(1-n), above 0.05 for n < 6."""
 MIN_SEEDS = 3
-"""The fewest seeds with which an order is stated."""
+"""The fewest seeds for the statement that one method is above another."""
 ALIKE = 1e-12
-"""Differences below this share of the largest value are due to rounding."""
+"""Differences below this fraction of the largest value are attributed to rounding."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number over seeds.
+    """The mean and the spread of a number over seeds.
 
     Args:
-        mean: The mean over the seeds that have the number; None if none has.
-        sd: Their sample standard deviation; None for fewer than two.
-        n: The number of these seeds.
-        interval: The 95 % interval of the mean by Student's t; None for fewer than two.
+        mean: The mean over the seeds that have the number; None if no seed has it.
+        sd: The sample standard deviation over these seeds; None for fewer than two seeds.
+        n: The count of these seeds.
+        interval: The 95 % interval of the mean, by Student's t distribution; None for fewer than two seeds.
     """
 
     mean: float | None
@@ -65,7 +65,7 @@ class Estimate:
 
     @classmethod
     def over(cls, values: Iterable[float | None]) -> Estimate:
-        """Compute the estimate of the seeds' values; None stands for a missing value.
+        """Compute the estimate from one value per seed; None stands for a missing value.
 
         >>> Estimate.over([1.0, None])
         Estimate(mean=1.0, sd=None, n=1, interval=None)
@@ -78,13 +78,13 @@ class Estimate:
 
 
 def t_interval(mean: float, sd: float, n: int, *, together: int = 1) -> Range:
-    """Compute the 95 % interval of the mean of ``n`` normal numbers, mean ± t(n - 1) · sd / √n.
+    """Compute the 95 % interval mean ± t(n - 1) · sd / √n for the mean of normally distributed numbers.
 
     Args:
-        mean: Their mean.
-        sd: Their sample standard deviation.
-        n: Their number, at least two.
-        together: The number of such intervals that are simultaneous at 95 % (Bonferroni).
+        mean: The sample mean.
+        sd: The sample standard deviation.
+        n: The sample size, at least two.
+        together: The number of intervals that must hold at the same time with 95 % confidence (Bonferroni).
     """
     from scipy.stats import t
 
@@ -94,14 +94,14 @@ def t_interval(mean: float, sd: float, n: int, *, together: int = 1) -> Range:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between a number and the baseline's number of the same seed.
+    """The mean difference between the numbers of a method and of a baseline with the same seeds.
 
     Args:
-        mean: The mean over the pairs; None without pairs.
-        n: The number of pairs, which are the seeds that both have.
+        mean: The mean over the pairs; None if there are no pairs.
+        n: The number of pairs, one for each seed for which both have a number.
         interval: The 95 % interval of the mean, see ``paired_difference``; None for fewer than two pairs.
-        p: The two-sided p-value, not corrected; None for fewer pairs than the test's ``FEWEST``, and if all differences
-            are equal, so that no test is possible.
+        p: The two-sided p-value, not corrected. None if there are fewer pairs than the test's ``FEWEST``, or if all
+            differences are equal, so that no test is possible.
         corrected: The p-value after ``holm`` over all comparisons of a table.
     """
 
@@ -117,7 +117,7 @@ class Difference:
         return replace(self, mean=mean, interval=interval)
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return the order that the difference plus a margin shows.
+        """Return the order that the interval shows, after ``margin`` is added: ``above`` if it is positive, and so on.
 
         >>> Difference(1.5, 3, (0.5, 2.5)).order(), Difference(1.0, 3, (-0.5, 2.5)).order()
         ('above', 'no order shown')
@@ -136,15 +136,16 @@ class Difference:
 def paired_difference(
     values: Values[K], baseline: Values[K], test: Test = "t", *, resolution: float | None = None, together: int = 1
 ) -> Difference:
-    """Compute the difference to a baseline, paired by key.
+    """Compute the difference to a baseline, paired by seed.
 
     Args:
-        values: A number for each seed, None for a missing one.
+        values: A mapping from each seed to a number; None stands for a missing number.
         baseline: The numbers of the baseline.
-        test: ``"t"``, the paired t-test, or ``"wilcoxon"``, the signed ranks.
-        resolution: The unit to which the numbers are rounded. If given, the interval is Student's t, otherwise
-            ``bootstrap_interval``. Its standard deviation is at least resolution / √6, that of the rounding errors:
-            otherwise, three differences that are equal by chance would give an interval of length zero.
+        test: ``"t"`` for the paired t-test, or ``"wilcoxon"`` for the signed-rank test.
+        resolution: The unit to which the numbers are rounded. If given, the interval is ``t_interval`` with a standard
+            deviation of at least resolution / √6, which is that of the rounding errors. Without this minimum, three
+            differences that are equal by chance would give an interval of length zero. If None, the interval is
+            ``bootstrap_interval``.
         together: The number of simultaneous t intervals, see ``t_interval``.
 
     Raises:
@@ -176,12 +177,12 @@ def paired_difference(
 def planned_differences(
     pairs: Sequence[tuple[Values[K], Values[K]]], *, resolution: float, bounds: Range = (-math.inf, math.inf)
 ) -> list[Difference]:
-    """Compute the differences of all planned comparisons, run or not, as one family.
+    """Compute the differences of all planned comparisons, whose intervals and p-values are corrected as one family.
 
     Args:
-        pairs: The values and the baseline of each comparison.
+        pairs: The values and the baseline of each planned comparison; they are empty if it was not run.
         resolution: The unit to which the values are rounded.
-        bounds: The smallest and the largest possible difference; the intervals are cut there.
+        bounds: The smallest and the largest possible difference, to which the intervals are limited.
     """
     differences = [paired_difference(*pair, resolution=resolution, together=len(pairs)) for pair in pairs]
     tested = [each.p if each.n >= MIN_SEEDS else None for each in differences]
@@ -194,7 +195,7 @@ def planned_differences(
 
 
 def cut(interval: Range | None, to: Range) -> Range | None:
-    """Cut an interval to the possible values; a t interval of few seeds may be wider.
+    """Limit an interval to the possible values, because a t interval over few seeds may be wider.
 
     >>> cut((-186.7, 3.5), (-100.0, 100.0)), cut(None, (-100.0, 100.0))
     ((-100.0, 3.5), None)
@@ -224,8 +225,8 @@ def _p(differences: Floats, test: Test, rounding: float) -> float | None:
 
     if test == "t":
         return float(stats.ttest_1samp(differences, 0.0).pvalue)
-    steps = np.round(differences / rounding)  # accuracies that differ by equally many samples share a rank
-    if np.count_nonzero(steps) < FEWEST[test]:  # equal pairs have no rank
+    steps = np.round(differences / rounding)  # so that differences that are equal except for rounding share a rank
+    if np.count_nonzero(steps) < FEWEST[test]:  # Wilcoxon's test ignores pairs of equal numbers
         return None
     return float(stats.wilcoxon(steps).pvalue)
 
@@ -237,7 +238,7 @@ def holm(ps: Sequence[float | None]) -> list[float | None]:
     simple sequentially rejective multiple test procedure, Scand. J. Statist. 6, 1979).
 
     Args:
-        ps: The p-values of all tests of a family; None for comparisons without a test, which do not count.
+        ps: The p-values of all tests of a family. None stands for a comparison without a test, which does not count.
 
     >>> holm([0.01, None, 0.04, 0.03])
     [0.03, None, 0.06, 0.06]

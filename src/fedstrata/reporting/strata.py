@@ -1,4 +1,4 @@
-"""Draw the strata: the clients as points in the plane, by stratum and by the labels that they hold."""
+"""Draw the strata (client groups): the clients as points in the plane, coloured by stratum and by their labels."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ if TYPE_CHECKING:
     from fedstrata.reporting.replayed_strata import View
 
 PIES = 200
-"""The most clients that are pies of their labels; more clients are dots in the colour of their most frequent label."""
+"""The most clients for which each client is drawn as a pie chart of its labels. If there are more, each client is a dot
+in the colour of its most frequent label."""
 
 
 def plane(points: Floats32) -> tuple[Floats, float]:
-    """Compute the first two principal components.
+    """Project points onto their first two principal components.
 
     Args:
         points: The points, shape (n, d), n ≥ 1.
 
     Returns:
-        Coordinates, shape (n, 2), and their share of the variance, in [0, 1].
+        The coordinates in the plane, shape (n, 2), and the fraction of the variance that they preserve, in [0, 1].
 
     >>> where, share = plane(np.array([[0, 0, 1], [3, 0, 1], [6, 0, 1]], dtype=np.float32))
     >>> np.abs(where).round(4).tolist(), round(share, 4)
     ([[3.0, 0.0], [0.0, 0.0], [3.0, 0.0]], 1.0)
     """
     centred = points - points.mean(axis=0, dtype=np.float64)
-    # From the scalar products of the points, because there are fewer points than coordinates.
+    # The (n, n) matrix of scalar products is smaller than the (d, d) covariance matrix, because usually n < d.
     values, vectors = np.linalg.eigh(centred @ centred.T)
     values = np.maximum(values[::-1], 0.0)
     where = np.zeros((len(points), 2))
@@ -44,11 +45,11 @@ def plane(points: Floats32) -> tuple[Floats, float]:
 
 
 def draw_strata(view: View, path: Path | str) -> None:
-    """Write a picture: the clients by stratum on the left, and by their labels on the right.
+    """Write a picture with two charts of the clients: coloured by stratum on the left, by their labels on the right.
 
     Args:
         view: The strata.
-        path: The file; its suffix is the format.
+        path: The file to write; its suffix is the format.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -90,7 +91,7 @@ def draw_strata(view: View, path: Path | str) -> None:
 
 
 def _pies(axes: Axes, where: Floats, labels: Ints, colours: list[tuple[float, float, float, float]]) -> None:
-    """Draw a small pie per client, with a marker for each of its labels."""
+    """Draw a small pie chart per client; each slice is a marker."""
     from matplotlib.path import Path as Outline
 
     axes.scatter(where[:, 0], where[:, 1], s=110, facecolors="white", edgecolors=GRID, linewidths=0.8)

@@ -1,4 +1,4 @@
-"""Summarise a run: a panel for the terminal, lines for the page."""
+"""Summarise a run: as a panel for the terminal, and as lines for the HTML report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def summary_panel(history: History) -> Panel:
-    """Return the panel for the end of a run: its accuracy, participation, costs and folder."""
+    """Return the panel that is shown at the end of a run: its accuracy, participation, costs and folder."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -30,7 +30,7 @@ def summary_panel(history: History) -> Panel:
 
 
 def summary_lines(history: History) -> list[tuple[str, str]]:
-    """Return the lines of the panel: a word and its value."""
+    """Return the lines of the panel, each as a pair of a word and its value."""
     summary = history.summary
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     lines = [("accuracy", f"{percent(summary['final_accuracy'])} after {rounds}")]
@@ -59,16 +59,16 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
 
 
 def _metrics(history: History) -> list[str]:
-    """Return the metrics of the last evaluation on the test set, except the accuracy."""
+    """Return each metric of the last evaluation on the test set, except the accuracy, as name and value."""
     last: dict[str, float | None] = next((record["test"] for record in reversed(history) if record.get("test")), {})
     return [f"{name} {MISSING if v is None else f'{v:.4f}'}" for name, v in last.items() if name != "accuracy"]
 
 
 def failures(history: History) -> str | None:
-    """Count the failures in a run's events, with the reason of the first; None without failures."""
+    """Return a text with the number of failures in a run's events, and the reason of the first; None if none failed."""
     path = history.path / "events.jsonl" if history.path is not None else None
     events = read_jsonl(path) if path is not None and path.exists() else []
-    # A repaired log may contain records that are not events.
+    # After a crash, the log may contain an entry about the repair, which is not an event and has no kind.
     failed = [event for event in events if event.get("kind") in ("failed", "refused", "label skipped", "batch skipped")]
     if not failed:
         return None

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 MISSING = "–"
 STUCK = "†"
-"""The mark of labels with runs of which no reply could be used, from the first round or from a later round on."""
+"""Marks labels with runs in which the server could use none of the clients' replies, always or from some round on."""
 ABREAST = 4
-"""The most labels that fit beside each other on a terminal."""
+"""The most labels that fit side by side on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class Row:
     """One label of a table.
 
     Args:
-        label: The method, or another name of the runs.
+        label: The name of the runs, such as the method.
         seeds: The number of runs.
-        cells: An estimate for each measure, by key.
-        stuck: The number of runs of which no reply could be used, at all or from some round on.
+        cells: A mapping from the key of each measure to its estimate.
+        stuck: The number of runs in which the server could use none of the clients' replies, always or from some round
+            on.
     """
 
     label: str
@@ -38,7 +39,7 @@ class Row:
 
     @property
     def marked(self) -> str:
-        """The label, with a mark if a run broke down."""
+        """The label, with a mark if some run is ``stuck``."""
         return f"{self.label} {STUCK}" if self.stuck else self.label
 
 
@@ -47,8 +48,8 @@ class Measure:
     """A column of the table.
 
     Args:
-        heading: Its name, with the unit.
-        factor: The factor from the recorded unit to that of the heading.
+        heading: The name of the column, with the unit.
+        factor: The factor from the recorded unit to the unit of the heading.
         digits: The number of digits after the decimal point.
     """
 
@@ -67,7 +68,8 @@ MEASURES = {
     "bytes_down": Measure("MB down", 1e-6, 1),
     "seconds": Measure("seconds", 1, 1),
 }
-"""The columns of every table; columns of targets come before ``samples``."""
+"""The columns that every table has: a mapping from each key to its display. Some tables have more columns, such as
+``rounds_to_T``."""
 
 _TARGET = "rounds_to_"
 _TEST, _CLIENTS, _WORST = "test.", "clients.", ".worst_10"
@@ -76,13 +78,15 @@ _TEST, _CLIENTS, _WORST = "test.", "clients.", ".worst_10"
 def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
     """Build a row for each label.
 
+    A target is an accuracy; the table shows in which round each label first reached it.
+
     Args:
-        runs: The histories of each label's seeds.
+        runs: A mapping from each label to the histories of its seeds.
 
     Returns:
-        Rows with a cell per key of ``MEASURES``, ``rounds_to_T`` for each target T of any history, and the columns
-        ``test.NAME`` and ``clients.NAME.worst_10`` of other metrics in the last evaluation. Accuracies are fractions,
-        and data are bytes. Seeds that never reached a target are left out of its cell, and of its ``n``.
+        Rows whose cells have these keys: the keys of ``MEASURES``; ``rounds_to_T`` for each target T of any history;
+        and ``test.NAME`` and ``clients.NAME.worst_10`` for the last values of other metrics. Accuracies are fractions,
+        and data are in bytes. Seeds that never reached a target do not count in its cell.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
     measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
@@ -100,7 +104,7 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
 
 
 def _measured(history: History) -> Iterator[str]:
-    """Yield the columns of other metrics on the test set, and of the clients with the worst results."""
+    """Yield the columns of test metrics, except the accuracy, and of metrics of the worst tenth of the clients."""
     for name in history.columns:
         worst = name.startswith(_CLIENTS) and name.endswith(_WORST) and not name.startswith(f"{_CLIENTS}unheard.")
         if worst or (name.startswith(_TEST) and name != f"{_TEST}accuracy"):
@@ -108,7 +112,7 @@ def _measured(history: History) -> Iterator[str]:
 
 
 def _last(history: History, name: str) -> float | None:
-    """Return the last value of a column, None if a run has none."""
+    """Return the last value of a column; None if the run does not have the column."""
     return float(history.column(name)[1][-1]) if name in history.columns else None
 
 
@@ -126,12 +130,12 @@ def is_target(key: str) -> bool:
 
 
 def reached(history: History, key: str) -> int | None:
-    """Return the first round that reached the target of a key, or None."""
+    """Return the first round in which a run reached the target accuracy T of ``rounds_to_T``; None if it never did."""
     return history.rounds_to_target(float(key.removeprefix(_TARGET)))
 
 
 def measure(key: str) -> Measure:
-    """Return the display of a measure.
+    """Return how a measure is displayed: its heading, factor and digits.
 
     >>> measure("rounds_to_0.8").heading
     'rounds to 80 %'
@@ -157,7 +161,7 @@ def show(row: Row, key: str) -> str:
 
 
 def shown(cell: Estimate, how: Measure, seeds: int) -> str:
-    """Format an estimate, with the number of seeds that have a value if some have none."""
+    """Format an estimate; if some seeds have no value, add the number of seeds that have one."""
     if cell.mean is None:
         return MISSING
     text = number(cell.mean, how)
@@ -182,7 +186,7 @@ def keys(rows: Sequence[Row]) -> list[str]:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Return sentences that explain the numbers; none if every label has one seed and its runs took steps."""
+    """Return sentences that explain the numbers; empty if every label has one seed and no run is ``stuck``."""
     sentences, counts = list[str](), sorted({row.seeds for row in rows})
     if counts and counts != [1]:
         seeds = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
@@ -191,7 +195,10 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
-    """Return a sentence about the runs that broke down, if there are any.
+    """Return a sentence about the runs that are stuck, as a list; the list is empty if no run is.
+
+    Args:
+        stuck: A mapping from each label to its number of runs whose clients' replies could not be used.
 
     >>> of_stuck({"fedavg": 0, "wild": 2})
     ['† No reply could be used in 2 runs of wild, at all or from some round on.']
@@ -203,8 +210,8 @@ def of_stuck(stuck: Mapping[str, int]) -> list[str]:
 def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:
     """Return the table for a terminal of 80 columns.
 
-    Up to ``ABREAST`` labels are columns, with a row per measure. More labels are rows, with the measures by which
-    methods are compared.
+    With up to ``ABREAST`` labels, each label is a column and each measure a row. With more labels, each label is a row,
+    and only the measures by which methods are compared are columns.
     """
     from rich.text import Text
 
@@ -275,9 +282,9 @@ def markdown_row(cells: Iterable[str]) -> str:
 
 
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the table as plain values: ``label``, ``seeds``, and ``mean``, ``sd`` and ``n`` of each measure.
+    """Return the rows as tables for JSON: ``label``, ``seeds``, and ``mean``, ``sd`` and ``n`` of each measure.
 
-    ``stuck`` is the number of runs that broke down, if there are any.
+    If some runs of a label are stuck, ``stuck`` is their number.
     """
     return [
         {"label": row.label, "seeds": row.seeds}

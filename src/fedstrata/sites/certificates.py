@@ -1,4 +1,4 @@
-"""The certificates of a federation: checks of a party's certificate, and new ones for the same keys."""
+"""The certificates of a federation: check those of a party (the server, a site or the administrator), or renew them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 ROOT_DAYS = 3650
-"""Days that a federation's root is valid: longer than the certificates that it signs, so that they can be renewed."""
+"""Days that a federation's root certificate is valid: longer than the certificates that it signs, so that they can be
+renewed."""
 
 WARNED = timedelta(days=30)
-"""Time before the end of a certificate from which its party is warned."""
+"""A party is warned if its certificate expires in less than this time."""
 
 ROOT = "rootCA.pem"
 
@@ -26,8 +27,11 @@ ROOT = "rootCA.pem"
 def key_pair(kit: Path) -> tuple[Path, Path]:
     """Return the paths of a party's certificate and private key.
 
+    Args:
+        kit: The party's folder.
+
     Raises:
-        FedstrataError: The party has none.
+        FedstrataError: The folder does not contain a certificate.
     """
     for name in ("server", "client"):
         path = kit / "startup" / f"{name}.crt"
@@ -37,11 +41,11 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
 
 
 def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]:
-    """Yield the problems of a party's certificates: whether it cannot take part with the problem, and a text.
+    """Yield the problems of a party's certificates, each as a pair: True if it keeps the party out, and a text.
 
     Args:
         kit: The party's folder.
-        now: The time; by default the present.
+        now: The time at which the certificates must be valid. Default: the current time.
     """
     now = now or datetime.now(UTC)
     path, key = key_pair(kit)
@@ -69,10 +73,10 @@ def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]
 
 
 def read(path: Path) -> Certificate:
-    """Read a certificate.
+    """Read a certificate in PEM format.
 
     Raises:
-        DataError: It cannot be read.
+        DataError: The file cannot be read, or is not a certificate.
     """
     from cryptography import x509
 
@@ -83,19 +87,19 @@ def read(path: Path) -> Certificate:
 
 
 def renew(authority: Path, path: Path, days: int) -> datetime:
-    """Make a new certificate for the same party and key, in place of the old one.
+    """Replace a certificate with a new one for the same party and key.
 
     Args:
-        authority: The folder of the root's private key.
-        path: The old certificate; its private key is not needed.
-        days: The days that the new one is valid.
+        authority: The folder with the root certificate and its private key.
+        path: The old certificate; the party's private key is not needed.
+        days: The days that the new certificate is valid.
 
     Returns:
-        The end of its validity.
+        The time at which the new certificate expires, which is never after the root expires.
 
     Raises:
-        DataError: One of them cannot be read.
-        FedstrataError: The certificate is of another federation.
+        DataError: The folder or the old certificate cannot be read.
+        FedstrataError: Another root signed the old certificate.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -113,7 +117,7 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
         raise FedstrataError(f"{path} was not made by the root in {authority}: another federation's") from None
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), root.not_valid_after_utc)
-    begin = min(now, end) - timedelta(hours=1)  # clocks differ
+    begin = min(now, end) - timedelta(hours=1)  # another machine's clock may be behind
     new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), x509.random_serial_number(), begin, end)
     for extension in old.extensions:
         new = new.add_extension(extension.value, extension.critical)

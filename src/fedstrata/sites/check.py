@@ -20,23 +20,23 @@ from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.settings import SiteSettings
 
 PART = Path("local") / "part.json"
-"""The file in a site's folder with its client's number, the number of clients, and whether it needs test samples."""
+"""The file in a site's folder with its client's id, the number of clients, and whether the site needs test samples."""
 
 SPEC = Path("local") / "spec.toml"
-"""The file in a site's folder with the experiment."""
+"""The file in a site's folder with the spec of the experiment."""
 
 CLOCKS = 60.0
-"""Seconds that two clocks may differ."""
+"""Seconds by which this machine's clock may differ from the server's before a warning."""
 
 SECONDS = 10.0
-"""Seconds for the server to answer."""
+"""Seconds within which the server must answer."""
 
 
 class Finding(NamedTuple):
     """The result of a check.
 
     Args:
-        state: ``ok``, ``warning``, or ``problem``, with which the party cannot take part.
+        state: ``ok``, ``warning``, or ``problem``. A party with a problem cannot take part.
         text: The result in words.
     """
 
@@ -52,12 +52,12 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
 
     Args:
         kit: The party's folder.
-        server: Whether to call the server.
-        data: Whether to read the data. With ``data``, a job that the policy refuses is a problem. Without, it is a
+        server: Whether to connect to the server.
+        data: Whether to read the site's data. If so, a job that the policy refuses is a problem. If not, it is only a
             warning, because the party may start for another job.
 
     Raises:
-        FedstrataError: It is not a party's folder.
+        FedstrataError: ``kit`` is not a party's folder.
     """
     key_pair(kit)
     site = (kit / "startup" / "fed_client.json").exists()
@@ -90,7 +90,7 @@ def _settings(kit: Path) -> str:
 
 
 def _policy(kit: Path) -> str:
-    """Read the policy, which otherwise happens only when a job begins."""
+    """Check now that the policy can be read; a site itself reads it only when a job begins."""
     if not (kit / POLICY).exists():
         return f"policy: there is no {POLICY}: the defaults hold, by which no job is approved"
     Policy.read(kit)
@@ -115,7 +115,7 @@ def _job(kit: Path) -> str:
 
 
 def _data(kit: Path) -> str:
-    """Compute the answer to the first question of a run."""
+    """Check that the site's data fit the spec, by computing the statistics that the server asks for before a run."""
     from fedstrata.sites.data_schema import UnusableDataError, survey_of
     from fedstrata.sites.wire import Survey
 

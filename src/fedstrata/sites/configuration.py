@@ -1,4 +1,4 @@
-"""The configuration of jobs as NVFlare reads it, and errors as JSON."""
+"""The configuration files of a job, as NVFlare reads them, and errors as JSON."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
 
     Args:
         folder: The folder of the job.
-        plans: The experiments that its server runs.
-        specs: The spec of each plan as TOML. They are separate files, so that a site can review them, and NVFlare does
-            not replace braces in them.
+        plans: The experiments that the job's server runs.
+        specs: The spec of each plan as TOML. Each spec gets its own file: a site can then review it, and NVFlare does
+            not treat braces in it as placeholders.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     common: dict[str, Any] = {"format_version": 2, "task_data_filters": [], "task_result_filters": []}
     controller, executor, server, client = CLASSES
     arguments: dict[str, Any] = {"collab_obj_ids": [], "props": {}}
-    # NVFlare creates components first; ours prepares the thread pools of the controller.
+    # NVFlare creates components before workflows, and our component prepares the thread pools of the controller.
     components = [{"id": "server_", "path": server, "args": {"plans": [*map(asdict, plans)]}}]
     workflow = {"id": "controller", "path": controller, "args": {"server_obj_id": "server_", **arguments}}
     write_json(config / "config_fed_server.json", {**common, "components": components, "workflows": [workflow]})
@@ -54,30 +54,31 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     runner = {"path": executor, "args": {"client_obj_id": "site_", **arguments}}
     executors = [{"tasks": ["*"], "executor": runner}]
     write_json(config / "config_fed_client.json", {**common, "components": components, "executors": executors})
-    # Other sites with a certificate do not receive the job.
+    # The job is sent only to the sites that its plans name, even if other sites of the federation are connected.
     named = sorted({site for plan in plans for site in plan.sites})
     places = ["server", *named] if named else ["@ALL"]
-    # NVFlare begins a job when so many sites are connected; otherwise the run decides whether fewer suffice.
+    # NVFlare begins a job when ``least`` sites are connected. Unless ``fewer`` is "wait", one site is enough, because
+    # the run itself decides whether it goes on with few sites.
     least = min(plan.least if plan.fewer == "wait" else 1 for plan in plans)
     meta = {"name": _name_of(plans, specs), "resource_spec": {}, "min_clients": least, "deploy_map": {"app": places}}
     write_json(folder / "meta.json", meta)
 
 
 def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
-    """Return the name of a job, which depends on its specs and plans, so that a running job can be recognised."""
+    """Return the name of a job: a hash of its specs and plans, by which 'submit' recognises a job that runs already."""
     content = json.dumps([[asdict(plan), spec] for plan, spec in zip(plans, specs, strict=True)], sort_keys=True)
     return f"fedstrata-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def described(error: Exception) -> dict[str, Any]:
-    """Return an error as JSON; ``raised`` restores it."""
+    """Return an error as a table for JSON, from which ``raised`` restores the error."""
     arguments = error.__reduce__()[1] if isinstance(error, FedstrataError) else ()
     packed = [each if isinstance(each, str) else {} if each is ... else {"shown": repr(each)} for each in arguments]
     return {"kind": type(error).__name__, "arguments": packed, "message": str(error)}
 
 
 def raised(path: Path) -> FedstrataError:
-    """Return the error that a server wrote to a file."""
+    """Return the error that a server wrote to a file, of the same class if it is an error of fedstrata."""
     table = json.loads(path.read_text(encoding="utf-8"))
     kind = getattr(errors, str(table["kind"]), None)
     if isinstance(kind, type) and issubclass(kind, FedstrataError):
@@ -86,7 +87,7 @@ def raised(path: Path) -> FedstrataError:
 
 
 class _Shown(str):
-    """The text of a value, for the message of an error."""
+    """A text whose ``repr`` is the text itself, in place of a value that JSON cannot hold."""
 
     __slots__ = ()
 
@@ -95,7 +96,7 @@ class _Shown(str):
 
 
 def _unpacked(packed: str | Mapping[str, str]) -> object:
-    """Return an argument of an error. An empty table means ``...``, with which an error marks a missing value."""
+    """Return an argument of an error. An empty table stands for ``...``, with which errors mark a missing value."""
     if isinstance(packed, str):
         return packed
     return _Shown(packed["shown"]) if packed else ...

@@ -1,4 +1,4 @@
-"""Sites' own data: checked against the spec's ``[data]``, summarised, and made the data set of one client."""
+"""Sites' own data: check them against the spec's ``[data]``, compute their statistics, and make a client's data set."""
 
 from __future__ import annotations
 
@@ -45,35 +45,37 @@ STATISTICS = "statistics"
 """The file in the server's run folder with the statistics of all sites' training samples at the start of the run."""
 
 FEWEST = 2
-"""Least training samples of a site; the mean of a single sample would be the sample."""
+"""Fewest training samples of a site, because the mean of a single sample would reveal the sample."""
 
 MOST_CLIENTS = 1_000_000
-"""Most clients of a job, because a site's memory grows with their number."""
+"""Most clients of a job, because the memory that a site needs grows with their count."""
 
 MORE = "'fedstrata check' at the site, and its log, say more"
-"""A hint to the private part of an error about a site's data."""
+"""Added to the public part of an error about a site's data: says where the private part can be read."""
 
 _PREPARING = Lock()
-"""Initial parameters are drawn from PyTorch's generator, which the sites of one process share, so they take turns."""
+"""Held while a site draws initial parameters, because all sites of one process share PyTorch's random generator."""
 
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 
 
 class UnusableDataError(DataError):
-    """A site's data do not fit the spec. The text may leave the site: it is only the public part of the error."""
+    """A site's data do not fit the spec. The text is only the public part of the error, so it may leave the site."""
 
 
 def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = False) -> ClientContext:
-    """Return the context of one site's clients: over the spec's data by its partition, or the site's own file.
+    """Return the context of one site's clients.
+
+    Their data are the site's own file, or else the data that the spec names, divided by the spec's partition.
 
     Args:
-        begin: The run.
-        data: The site's own file.
-        keys: The keys for masked labels.
-        tells: Whether the server may see metrics on the site's own samples, beside sums over all sites.
+        begin: The server's first message, which describes the run.
+        data: The site's own data file; None if it has none.
+        keys: The keys with which clients mask their labels.
+        tells: Whether the server may see this site's metrics separately, in addition to the sums over all sites.
 
     Raises:
-        SpecError: The spec is wrong, a data file is missing, or the site has one although the spec has its own data.
+        SpecError: The spec is wrong, a data file is missing, or the site has a file although the spec names the data.
         UnusableDataError: The file is missing or damaged, or does not fit the spec.
     """
     spec = Experiment.from_table(parse_toml(begin.spec))
@@ -89,15 +91,19 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
             prepared = assemble(spec, data_set, whole, sizes_known=False, brought=brought, fitting=begin.statistics)
     if len(prepared.assignment) != begin.total:
         raise SpecError("partition.clients", f"there are {begin.total} clients", len(prepared.assignment))
-    # The spec's own data are not secret.
+    # Data that the spec names are not secret, so metrics on them may be sent.
     return dataclasses.replace(make_context(prepared, keys), tells_values=tells or begin.statistics is None)
 
 
 def require_home(clients: list[int], total: int) -> None:
-    """Refuse impossible numbers of clients, before memory is allocated for them.
+    """Refuse impossible ids and counts of clients, before memory is allocated for them.
+
+    Args:
+        clients: The ids of the clients at this site.
+        total: The number of clients of the job.
 
     Raises:
-        RuleError: A number is out of bounds.
+        RuleError: An id or a count is out of bounds.
     """
     if type(total) is not int or not 1 <= total <= MOST_CLIENTS:
         raise RuleError("bounds", f"{total!r:.40} clients; accepted: 1 to {MOST_CLIENTS}")
@@ -112,9 +118,9 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     """Return the statistics of a site's training samples, if the data fit the spec.
 
     Args:
-        survey: The question.
-        data: The site's own file.
-        least: Fewest samples behind a number by the site's policy; the spec may require more.
+        survey: The server's question.
+        data: The site's own data file.
+        least: The policy's minimum of samples behind any number that leaves the site; the spec may require more.
 
     Raises:
         SpecError: The spec is wrong, or the data file is missing.
@@ -139,17 +145,19 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
 
 
 def description_of(spec: Experiment) -> str:
-    """Return a hash of a spec's description of the data. A site's answer whether data fit depends on nothing else."""
+    """Return a hash of all that the spec says of the data and that decides whether a site's data fit."""
     free = {"name", "normalize", "shift", "scale"}
     description = json.dumps([spec.data.model_dump(mode="json", exclude=free), spec.partition.min_size], sort_keys=True)
     return hashlib.sha256(description.encode()).hexdigest()
 
 
 def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
-    """Return the site's file, if the spec describes the data completely; a site's rows must not complete it.
+    """Return the site's file, if the spec describes the data completely.
+
+    A description that the site's rows would complete, such as the list of classes, is refused.
 
     Raises:
-        SpecError: There is no file, or the description is incomplete.
+        SpecError: The site has no file, or the description is incomplete.
     """
     if path is None:
         raise SpecError("data", "the run is about the sites' own data, and this site's settings name no file")
@@ -160,7 +168,10 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
 
 
 def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Dataset, Assignment, Assignment | None]:
-    """Return a site's own data, their assignment to clients, and that of the test samples for measuring models."""
+    """Return a site's data set, the assignment of its training samples to clients, and that of its test samples.
+
+    The last is None if the file has no test samples, or if the spec takes test samples from the training samples.
+    """
     data_set = read_own(spec.data, path, client=client, seed=spec.seed)
     least = max(spec.partition.min_size, FEWEST)
     if data_set.train_size < least:
@@ -173,7 +184,13 @@ def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Da
 
 
 def _unfit(path: Path, public: str, private: str = "") -> DataError:
-    """Return an error about a site's file, with the part that may leave the site, and by default the same at it."""
+    """Return an error about a site's file.
+
+    Args:
+        path: The file.
+        public: The text that may leave the site.
+        private: The text for the site itself. Default: ``public``.
+    """
     return DataError(f"{path}: {private or public}").publicly(public)
 
 
@@ -183,7 +200,8 @@ def _public_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # An error without a public part may contain data; the key of a setting is part of the spec.
+        # An error without a public part may contain data, so only a general text leaves the site. The key of a setting
+        # may be named, because the server knows the spec.
         known = isinstance(error, (DataError, SpecError))
         LOG.error("%s", error, exc_info=None if known else error)
         key = error.key if isinstance(error, SpecError) else ""
@@ -193,19 +211,19 @@ def _public_errors() -> Iterator[None]:
 
 
 def _assigned_to(client: int, size: int, clients: int) -> Assignment:
-    """Assign all samples to one client."""
+    """Return the assignment of all ``size`` samples to one client; the other clients have none."""
     ends = np.zeros(clients + 1, dtype=np.int64)
     ends[client + 1 :] = size
     return Assignment(np.arange(size, dtype=np.int64), ends)
 
 
 def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepared:
-    """Prepare the experiment at the server if sites have their own data: with test samples, or without any data.
+    """Prepare the experiment at the server if sites have their own data; the server has at most test samples.
 
     Args:
         spec: The experiment.
         test: The server's file of test samples; None if sites measure the model on their own samples.
-        clients: N.
+        clients: The number of clients.
 
     Raises:
         SpecError: A setting does not fit, or the description of the data is incomplete.
@@ -226,13 +244,13 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
 
 
 def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume: bool) -> Prepared:
-    """Return the experiment with the statistics of the sites' data, which a resumed run keeps.
+    """Return the experiment with the statistics of the sites' data; ask the sites for them if the run is new.
 
     Args:
         prepared: The experiment, from ``prepare_server``.
         engine: The engine of the sites.
         folder: The server's run folder, where the statistics are kept.
-        resume: Whether the run is resumed, with the statistics from its beginning.
+        resume: Whether the run is resumed. It then keeps the statistics from its beginning.
 
     Raises:
         SiteLostError: All sites are unreachable.
@@ -260,11 +278,11 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
 
     Args:
         spec: The experiment.
-        empty: A data set without samples, as the spec describes them.
+        empty: A data set without samples, made from the spec's description of the data.
         tests: Whether the server has test samples.
 
     Raises:
-        SpecError: They would.
+        SpecError: The answers would disclose it.
     """
     evaluation, conceals = spec.evaluation, spec.method.conceals
     sizes = "sizes" in conceals
@@ -281,7 +299,7 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
 
 
 def _empty(data: Data) -> Dataset:
-    """Return a data set without samples, as the spec describes it.
+    """Return a data set without samples, made from the spec's description of the data.
 
     Raises:
         SpecError: The description is incomplete.
@@ -302,13 +320,13 @@ def _empty(data: Data) -> Dataset:
 
 
 def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Dataset:
-    """Read the file of a site, or that of the server, whose samples are all test samples.
+    """Read the data file of a site or of the server; all samples of the server's file are test samples.
 
     Args:
-        data: The description of the data.
-        path: The file: a table by ``[data.schema]``, or ``.npz`` with ``x_train`` and ``y_train``, and optionally
-            ``x_test`` and ``y_test``; labels are 0 … C−1.
-        client: The client of the site; None for the server.
+        data: The spec's description of the data.
+        path: The file: a table with the columns of ``[data.schema]``, or ``.npz`` with ``x_train`` and ``y_train``, and
+            optionally ``x_test`` and ``y_test``; labels are 0 … C−1. The server's ``.npz`` has only the test arrays.
+        client: The id of the site's client; None for the server.
         seed: The seed of the experiment.
 
     Raises:
@@ -348,7 +366,14 @@ def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Datase
 
 
 def _rows(data: Data, schema: Schema, table: Table, held: NDArray[np.bool_]) -> Dataset:
-    """Make a data set of rows, whose features are computed later."""
+    """Make a data set from the rows of a table; its features are computed later, with all sites' statistics.
+
+    Args:
+        data: The spec's description of the data.
+        schema: The completed schema of the table.
+        table: The rows, (N, …).
+        held: True for rows that are test samples, (N,).
+    """
     classes = schema.classes or ()
     cells = torch.from_numpy(parsed(table, schema))
     labels = ids(table, schema.label, schema).tolist() if len(table) else []
@@ -360,7 +385,7 @@ def _rows(data: Data, schema: Schema, table: Table, held: NDArray[np.bool_]) -> 
 
 
 def _samples(path: Path, arrays: Mapping[str, Any], split: str) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels of one split."""
+    """Return the checked inputs and labels of one split (``train`` or ``test``) of an ``.npz`` file."""
     x, y = checked_inputs(arrays[f"x_{split}"], f"x_{split}"), arrays[f"y_{split}"]
     if y.dtype.kind not in "iu" or y.shape != (len(x),):
         expected = "expected one whole number for each"
@@ -370,6 +395,6 @@ def _samples(path: Path, arrays: Mapping[str, Any], split: str) -> tuple[Tensor,
 
 
 def _arrays(data: Data, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Dataset:
-    """Make a data set of arrays, which is not normalised yet."""
+    """Make a data set from arrays; it is normalised later, with all sites' statistics."""
     names = tuple(str(label) for label in range(data.classes or 0))
     return data.declared(Dataset("own", *train, *test, names))

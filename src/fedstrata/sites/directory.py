@@ -1,4 +1,4 @@
-"""The server's list of sites: the clients of each site, and whether it takes part."""
+"""The server's list of the sites: which clients each site has, and whether it takes part in the run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class SiteDirectory:
     """The sites of a run, the clients of each, and whether it takes part.
 
     Args:
-        site_of_client: The site of every client.
-        is_reachable: Tells whether it is worth asking a site. Raises an error if the job is over.
+        site_of_client: The name of each client's site; the index is the client's id.
+        is_reachable: Returns whether a site is likely to answer now. Raises an error if the job is over.
         least: Fewest sites that must answer, before the first round and in every round.
         fewer: What to do when fewer sites answer.
     """
@@ -37,12 +37,12 @@ class SiteDirectory:
         self.least, self.fewer = least, fewer
         self.sites = sorted(set(site_of_client))
         self.excluded: dict[str, str] = {}
-        """Sites that could not begin, each with the reason."""
+        """A mapping from each site that could not begin to the reason."""
         self._warned: dict[str, str] = {}
         self._lost: set[str] = set()
         """Sites that did not answer the last message in time."""
         self._refusing: dict[str, str] = {}
-        """Sites whose policy refuses everything for as long as this job lives, each with the reason."""
+        """A mapping from each site whose policy refuses everything until this job ends to the reason."""
 
     def clients_of(self, site: str) -> list[ClientId]:
         """Return the clients of a site, in ascending order."""
@@ -68,7 +68,7 @@ class SiteDirectory:
 
         Args:
             site: The site.
-            error: The reason for which its answer cannot be used; None if it answered.
+            error: The reason why its answer cannot be used; None if the site answered.
         """
         if error is None:
             self._lost.discard(site)
@@ -79,7 +79,7 @@ class SiteDirectory:
             self._refusing[site] = f"site {site}: {error}"
 
     def status(self, site: str) -> tuple[str, str]:
-        """Return how a site takes part (``in``, ``refused``, ``gone`` or ``late``), and the reason if it does not."""
+        """Return a site's state (``in``, ``refused``, ``gone`` or ``late``), and the reason if it is not ``in``."""
         if site in self.excluded:
             return "refused", self.excluded[site]
         if not self.is_reachable(site):
@@ -89,14 +89,14 @@ class SiteDirectory:
         return ("late", "its last answer did not come in time") if site in self._lost else ("in", "")
 
     def require_begun(self, count: int) -> None:
-        """Check that enough sites could begin.
+        """Check that enough sites could begin the run.
 
         Args:
-            count: The number of sites that did.
+            count: The number of sites that could begin.
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: None could begin, or fewer than required and ``fewer`` is ``abort``.
+            FedstrataError: No site could begin; or fewer sites than required could, and ``fewer`` is ``abort``.
         """
         if not count:
             reasons = "; ".join(self.excluded.values())
@@ -106,7 +106,7 @@ class SiteDirectory:
         self._refuse_fewer(count)
 
     def gather(self) -> None:
-        """Before an exchange, wait for enough sites, or do what ``fewer`` says.
+        """Before an exchange, make sure that enough sites can be reached: wait or raise, as ``fewer`` says.
 
         Raises:
             FedstrataError: Too few sites can be reached, and ``fewer`` is ``abort``.
@@ -116,31 +116,32 @@ class SiteDirectory:
         self._refuse_fewer(len(self.present()))
 
     def require_enough(self, outcomes: Iterable[object]) -> None:
-        """After an exchange, end the run if too few sites answer: rounds without clients would take no time.
+        """After an exchange, end the run if too few sites answered.
 
-        The run can be resumed when the sites are back.
+        Otherwise the run would rush through its remaining rounds without clients. It can be resumed when the sites are
+        back.
 
         Args:
-            outcomes: The errors to report if all sites are unreachable.
+            outcomes: The answers and errors of the exchange, for the message if all sites are unreachable.
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: Too few can be reached, and ``fewer`` is ``abort``; or so many refuse to answer that waiting
-                cannot help.
+            FedstrataError: Too few sites can be reached, and ``fewer`` is ``abort``; or so many refuse to answer that
+                waiting cannot help.
         """
         self.require_willing(self.excluded)
         out = self._lost | self.excluded.keys()
         if self.fewer == "wait" and len(self.present()) < self.least:
-            return  # the next exchange waits
+            return  # gather waits for sites before the next exchange
         if out >= set(self.sites):
             raise SiteLostError(f"no site can be reached; {'; '.join(map(str, outcomes))}")
         self._refuse_fewer(len(self.sites) - len(out))
 
     def require_willing(self, excluded: Collection[str]) -> None:
-        """End the run if so many sites refuse everything that waiting cannot help.
+        """End the run if waiting cannot help, because too many sites refuse all requests until the job ends.
 
         Args:
-            excluded: The excluded sites that will not come back.
+            excluded: The excluded sites that will not take part again.
 
         Raises:
             FedstrataError: Fewer sites than required are left, and ``fewer`` is not ``go-on``.
@@ -162,7 +163,7 @@ class SiteDirectory:
         self.wait(lambda: any(map(self.is_reachable, sites)))
 
     def wait(self, ready: Callable[[], bool], seconds: float = float("inf")) -> None:
-        """Wait until a condition holds, for at most so many seconds, and log which sites are missing."""
+        """Wait until ``ready`` returns True, for at most ``seconds``; log once which sites are missing."""
         end, warned = time.monotonic() + seconds, False
         while not ready() and time.monotonic() < end:
             if not warned:

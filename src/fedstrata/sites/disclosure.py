@@ -1,4 +1,4 @@
-"""Everything that a job may ask its clients, in plain English and as a table."""
+"""Everything that a job may ask its clients, so that a site can decide on it: in plain English and as a table."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ class Declaration:
     """What a job asks.
 
     Args:
-        job: The hash of its spec, by which a site may approve it.
+        job: The hash of the job's spec; a site approves a job by this hash.
         method: The method's name.
-        rounds: The last round.
-        allowed: The requests that a client may get; None if the method, or a choice of it, does not declare them.
-        survey: What a site that brings its own data tells before all rounds; empty for nothing.
-        own_data: Whether sites bring their own data, of which each sends a fingerprint.
-        conceals: What the method keeps private.
-        extremes: Whether the survey tells the least and the greatest value of something, which are single samples'.
-        privacy: The spec's own minimum of samples per answer.
+        rounds: The number of rounds.
+        allowed: The requests that a client may get. None if the method, or one of its settings, does not declare them.
+        survey: A description of the statistics that a site with its own data sends before the first round; empty if it
+            sends none.
+        own_data: Whether sites bring their own data. If so, each site also sends a fingerprint of its file.
+        conceals: The facts about clients that the method keeps private.
+        extremes: Whether the statistics contain minimum and maximum values, each of which reveals a single sample.
+        privacy: The minimum of samples per answer that the spec sets.
     """
 
     job: str
@@ -55,12 +56,12 @@ class Declaration:
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """What answers disclose in the clear."""
+        """The facts about clients that the server can read in the answers, because they are not masked."""
         facts: frozenset[Fact] = frozenset({"sizes"} if self.survey else ())
         return facts.union(*(allowed.rule.discloses for allowed in self.allowed or ()))
 
     def table(self) -> dict[str, Any]:
-        """Return the declaration as JSON holds it."""
+        """Return the declaration as a table for JSON."""
         return {
             "job": self.job,
             "method": self.method,
@@ -97,7 +98,7 @@ class Declaration:
 
 
 def hash_of(spec: Experiment) -> str:
-    """Return the name of a job, and of its run: a hash of what its spec says, however it is written."""
+    """Return the hash that names a job and its run. It depends on the settings, not on how the spec is written."""
     return hashlib.sha256(spec.to_toml().encode()).hexdigest()[:16]
 
 
@@ -113,12 +114,13 @@ def _often(allowed: Allowed) -> str:
 def declaration_of(
     spec: Experiment, *, agreed: Agreed | None = None, clients: int | None = None, own_data: bool | None = None
 ) -> Declaration:
-    """Return what a spec asks.
+    """Return everything that a job with this spec may ask.
 
     Args:
         spec: The experiment.
-        agreed: What server and clients agreed on, if more is known than the spec contains.
-        clients: N, if ``agreed`` is not given and the spec does not contain it.
+        agreed: The values that server and clients agreed on (such as the number of classes), if they are known.
+            Default: those that the spec contains.
+        clients: The number of clients, if ``agreed`` is not given and the spec does not contain it.
         own_data: Whether the clients are sites that bring their own data. Default: whether the spec describes such
             data.
     """
@@ -137,7 +139,7 @@ def declaration_of(
 
 
 def _survey(spec: Experiment) -> str:
-    """Return in words the statistics of a site's own data that the spec needs; empty for none."""
+    """Describe the statistics of a site's own data that the spec needs; empty if it needs none."""
     data = spec.data
     columns = (data.schema.columns or {}) if data.schema is not None else {}
     rules = {column.impute for column in columns.values()} - {None, "constant"}

@@ -1,4 +1,4 @@
-"""The engine of clients at sites: requests go to all sites at the same time."""
+"""The engine for clients at sites: sends the requests of an exchange to all sites at the same time."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Answers, Ask, Begin, Begun, Commit, Done, Failed, Hop, Hopped, Save, Survey, Surveyed
 
 BEGIN_AGAIN = 10.0
-"""Seconds until a site that could not begin is asked again, if the run waits for sites."""
+"""Seconds after which a site that could not begin is asked again, if the run waits for sites."""
 
 
 class NVFlareEngine(Engine):
-    """Clients at sites, which keep their data and their states.
+    """Clients at sites; the sites keep the clients' data and states.
+
+    In a relay, one model travels from client to client, and each client trains it; one such step is a hop.
 
     Args:
         config: What server and clients agreed on; ``sizes`` may be unknown.
-        messenger: How sites are asked.
-        sums: The barrier to which sites send their parts of a group's sums.
+        messenger: Sends messages to the sites.
+        sums: Adds up tensors over the sites, for clients that compute together as a group.
         spec: The experiment as TOML.
-        run: The name of the run at the sites.
-        direct: Whether the model of a relay goes from site to site; otherwise it goes through the server.
-        log_heads: A file for the heads of the sites' ledgers, round by round; optional.
+        run: The name under which the sites keep this run.
+        direct: Whether the model of a relay goes from site to site. If not, it returns to the server after each hop.
+        log_heads: A file to which the heads (last checksums) of the sites' ledgers are written after each round;
+            optional.
     """
 
     keeps_states = True
@@ -58,11 +61,11 @@ class NVFlareEngine(Engine):
         self.statistics: Statistics | None = None
         """The statistics of all sites' training samples, if sites bring their own data; see ``survey``."""
         self.fingerprints: dict[str, str] = {}
-        """The fingerprint that each site gave of its file; see ``fedstrata.sites.manifest``."""
+        """A mapping from each site to the fingerprint of its data file; see ``fedstrata.sites.manifest``."""
         self._pending_events: list[EngineEvent] = []
         self._unsaved: set[str] = set()
         self._asked: dict[str, list[ClientId]] = {}
-        """The clients of the last exchange, by site."""
+        """A mapping from each site of the last exchange to its clients that were asked."""
         self._relays = 0
 
     def survey(self, unfitted: Unfitted, *, tests: bool) -> Statistics:
@@ -71,12 +74,12 @@ class NVFlareEngine(Engine):
         A site whose data do not fit the spec takes no part, and an event gives the reason.
 
         Args:
-            unfitted: The data as the spec describes them, without samples.
-            tests: Whether sites must have samples to measure models on.
+            unfitted: A data set without samples, made from the spec's description of the data.
+            tests: Whether each site must have samples on which models are measured.
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: The data of all sites do not fit.
+            FedstrataError: No site has data that fit the spec.
         """
         sites = list(dict.fromkeys(self.directory.site_of_client))
         total = self.config.clients
@@ -93,9 +96,12 @@ class NVFlareEngine(Engine):
         """Ask sites before the first round, and exclude those that cannot take part.
 
         Args:
-            bodies: The message to each site.
-            kind: The kind of the answers.
-            check: Raises a ``FedstrataError`` if an answer cannot be used.
+            bodies: A mapping from each site to the message for it.
+            kind: The expected class of the answers.
+            check: Is called with a site and its answer; raises a ``FedstrataError`` if the answer cannot be used.
+
+        Returns:
+            A mapping from each site that can take part to its answer.
 
         Raises:
             FedstrataError: Too few sites are left, and ``fewer`` is not ``wait``.
@@ -116,7 +122,7 @@ class NVFlareEngine(Engine):
             wanted = {site: body for site, body in bodies.items() if site not in outcomes}
             if len(outcomes) >= self.directory.least or self.directory.fewer != "wait":
                 break
-            self.directory.require_willing(())  # a site that was excluded may have its data mended meanwhile
+            self.directory.require_willing(())  # not those excluded so far: a site may correct its data meanwhile
             self.directory.wait(lambda: False, BEGIN_AGAIN)
         for site in wanted:
             self._note("absent", site, self.directory.excluded[site])
@@ -124,14 +130,14 @@ class NVFlareEngine(Engine):
         return outcomes
 
     def _note(self, kind: str, site: str, reason: str, clients: list[ClientId] | None = None) -> None:
-        """Add an event about clients of a site, by default about all of them."""
+        """Add an event about clients of a site. Default: all clients of the site."""
         self._pending_events.append((kind, self.directory.clients_of(site) if clients is None else clients, reason))
 
     def restore(self, round: int) -> None:
         """Let every site set up its clients, with their states after ``round``; 0 for a new run.
 
-        A site that cannot do so takes no part, and an event gives the reason. Neither does a site whose data changed
-        since the run began.
+        A site that cannot do so, or whose data changed since the run began, takes no part, and an event gives the
+        reason.
 
         Raises:
             SiteLostError: All sites are unreachable.
@@ -157,7 +163,7 @@ class NVFlareEngine(Engine):
                 self._note("state lost", site, reason, lost)
 
     def save(self, round: int) -> None:
-        """Let every site write its clients' states to its disk; an event names each site that stops doing so."""
+        """Let every site write its clients' states to its disk; an event reports each site that no longer can."""
         bodies = {site: Save(round) for site in self.directory.participants()}
         for site, outcome in self.messenger.ask_all(bodies, Done).items():
             if not isinstance(outcome, FedstrataError):
@@ -173,7 +179,7 @@ class NVFlareEngine(Engine):
             yield self._pending_events.pop(0)
 
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """Send one message to every site, with the requests to its clients."""
+        """Send one message to every site with requests to its clients, and return the reply of each client."""
         self._asked = {}
         for client in sorted(requests):
             self._asked.setdefault(self.directory.site_of_client[client], []).append(client)
@@ -185,7 +191,7 @@ class NVFlareEngine(Engine):
         refuse_random(self.config)
         excluded = self.directory.excluded
         if missing := [site for site in bodies if site in excluded]:
-            # The sum will lack a part in any case, so the other clients need not compute theirs.
+            # The sum cannot be completed without the missing clients, so the others need not compute their terms.
             lost = {client: Failure(excluded[site]) for site in missing for client in self._asked[site]}
             others = Failure("another of the group is absent", bystander=True)
             return {client: lost.get(client, others) for client in requests}
@@ -204,7 +210,7 @@ class NVFlareEngine(Engine):
             self.sums.close(group)
 
     def _bodies(self, requests: Requests, group: str, places: Mapping[ClientId, int]) -> dict[str, Message]:
-        """Return the message to each site, in which a request that several clients share is there once."""
+        """Return the message to each site. A request that several of its clients share is contained only once."""
         exchange, bodies = self.messenger.next_exchange(), dict[str, Message]()
         for site, clients in self._asked.items():
             shared = {key: place for place, key in enumerate(dict.fromkeys(requests.which[each] for each in clients))}
@@ -244,14 +250,14 @@ class NVFlareEngine(Engine):
         return outcome.weights, reply
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay from site to site, or hop by hop if the model goes through the server."""
+        """Begin a relay. With ``direct``, the model goes from site to site, otherwise through the server."""
         if not self.direct:
             return super().relay(kind, weights)
         self._relays += 1
         return SiteRelay(self.messenger, self._relays, weights)
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Tell the sites, with the next message, which answers count."""
+        """Let the next message to each site say which of its clients' answers count."""
         counted = set(accepted)
         for site, clients in self._asked.items():
             ack = Commit(self.messenger.exchange, [client for client in clients if client in counted])
@@ -259,7 +265,7 @@ class NVFlareEngine(Engine):
         self._asked = {}
 
     def _write_log_heads(self) -> None:
-        """Write the heads of the sites' ledgers, so that a ledger that is shortened later can be detected."""
+        """Write the new heads of the sites' ledgers to the file, so that a ledger that is cut later can be detected."""
         heads, written = self.messenger.log_heads, self._log_heads_written
         changed = {site: head for site, head in heads.items() if written.get(site) != head}
         if self._log_heads_file is not None and changed:

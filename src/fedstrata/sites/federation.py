@@ -1,4 +1,4 @@
-"""The sites of a federation: ``sites.toml``."""
+"""The description of a federation, its server and its sites, which is read from ``sites.toml``."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class SiteEntry(Setting):
     """A site.
 
     Args:
-        data: The path of its data file at the site; the site's own settings can name it instead.
-        keys: The folder of the sites' shared keys at the site, for masked labels.
+        data: The path of its data file, on the site's machine. The site's own settings can name the file instead.
+        keys: The folder on the site's machine with the keys that all sites share to mask labels.
         allow: Top-level packages from which a spec may name ``module:Class`` at the site.
-        catalog: Data sets and files at the site that a spec may name, for a trial without own data.
-        tells: Whether the server may see metrics on its own samples, beside sums over all sites.
+        catalog: Data sets and files on the site's machine that a spec may name, for a trial without own data.
+        tells: Whether the server may see this site's metrics separately, in addition to the sums over all sites.
     """
 
     data: str | None = None
@@ -46,10 +46,10 @@ class ServerEntry(Setting):
     """The server.
 
     Args:
-        host: The host name by which sites reach it.
-        port: The port that must be open, for sites and administrators.
-        data: Its file of test samples, if sites have their own data. Without it each site measures the model on a part
-            of its own data (``evaluation.client_test``).
+        host: The server's host name, to which sites connect.
+        port: The port to which sites and administrators connect; it must be open.
+        data: The server's file of test samples, if sites have their own data. Without it, each site measures the model
+            on a part of its own data (``evaluation.client_test``).
         allow: Top-level packages from which a spec may name ``module:Class`` at the server.
         catalog: Data sets and files at the server that a spec may name.
     """
@@ -66,18 +66,20 @@ class Sites(Setting):
 
     Args:
         federation: The name of the federation, in the certificates.
-        patience: Seconds that a site has for an answer.
+        patience: Seconds within which a site must answer.
         least: Fewest sites that must answer, before the first round and in every round.
         fewer: What to do when fewer sites answer: ``wait`` until enough answer again, ``abort`` the run, or ``go-on``
             with fewer.
-        relay: Whether the model of a relay goes from site to site, encrypted from end to end (``direct``), or back to
-            the server after every hop (``server``).
+        relay: The way of a model that clients train in turn: ``direct`` from site to site, encrypted from end to end,
+            or back to the ``server`` after every client.
         days: Days that the certificates are valid.
         server: The server.
-        own_data: Whether each site is a client with its own data, as the spec's ``[data]`` describes them. Otherwise
-            the sites have the spec's data by its partition, as in a trial.
-        policy: The initial policies in the sites' kits, if not the cautious defaults; each site may change its own.
-        site: The sites by name (letters, digits and hyphens). With own data, their order is that of the clients.
+        own_data: Whether each site is one client with its own data, which the spec's ``[data]`` describes. If not, the
+            data that the spec names are divided over the sites by the spec's partition, for a trial.
+        policy: Settings of the sites' initial policies that differ from the cautious defaults. Each site may change its
+            own policy later.
+        site: A mapping from the name of each site (letters, digits and hyphens) to its entry. With own data, the first
+            site is client 0, and so on.
     """
 
     federation: str = "fedstrata"
@@ -113,7 +115,7 @@ class Sites(Setting):
 
     @classmethod
     def read(cls, path: Path) -> Sites:
-        """Read a federation from a TOML file.
+        """Read the description of a federation from a TOML file.
 
         Raises:
             SpecError: The file is missing or not TOML, or a setting is wrong; the message names the line.
@@ -124,8 +126,9 @@ class Sites(Setting):
         """Return the initial settings of a site.
 
         Args:
-            name: The site.
-            base_dir: The base of relative paths in a trial on this machine; None for the site's own machine.
+            name: The name of the site.
+            base_dir: The folder to which relative paths refer in a trial on this machine. None keeps them as they are,
+                for the site's own machine.
         """
         entry = self.site[name]
         given: dict[str, Any] = {key: path_of(getattr(entry, key), base_dir) for key in ("data", "keys")}
@@ -133,7 +136,7 @@ class Sites(Setting):
         return SiteSettings(patience=self.patience, secure=True, **given)
 
     def site_of_client(self, spec: Experiment) -> tuple[str, ...]:
-        """Return the site of every client.
+        """Return the name of each client's site, in the order of the clients.
 
         Raises:
             SpecError: There are fewer clients than sites.
@@ -148,7 +151,7 @@ class Sites(Setting):
 
 
 def path_of(given: str | None, base_dir: Path | None) -> Path | None:
-    """Return a path of a federation's file; see ``Sites.settings_of``."""
+    """Return a path that ``sites.toml`` gives, made absolute with ``base_dir``; see ``Sites.settings_of``."""
     if given is None:
         return None
     path = Path(given).expanduser()
@@ -156,7 +159,7 @@ def path_of(given: str | None, base_dir: Path | None) -> Path | None:
 
 
 def policy_of(spec: Experiment, sites: Sites) -> Policy:
-    """Return the initial policy of sites: only this job and its method, and the cautious defaults."""
+    """Return the initial policy of sites: it allows only this job and its method, with otherwise cautious defaults."""
     defaults: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
     defaults |= {"rounds": spec.training.rounds, "relay": sites.relay}
     given = {key: getattr(sites.policy, key) for key in sites.policy.model_fields_set}

@@ -1,4 +1,4 @@
-"""Who may connect to a server: a list of our own, beside the certificates, which cannot be taken back."""
+"""The gate of a server: only sites on the server's list may connect, because NVFlare cannot revoke certificates."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from fedstrata.sites.settings import USER
 LOG = logging.getLogger(__name__)
 
 _LOOKED_AT = (EventType.CLIENT_REGISTER_RECEIVED, EventType.CLIENT_HEARTBEAT_RECEIVED, EventType.SUBMIT_JOB)
-"""When the list is looked at. After a restart sites that went on register no more: their heartbeats let them in."""
+"""The events at which the list is read. After a restart of the server, running sites do not register again, so
+heartbeats are checked too."""
 
 
 class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
-    """Lets NVFlare look at the server's list, at registration, at each heartbeat and when a job comes.
+    """Lets NVFlare check names against the server's list: at registration, at each heartbeat and when a job arrives.
 
-    NVFlare asks whether a name is disabled, and then whether a certificate proves it. So the name is asked of our list
-    where NVFlare asks: what a party says of itself elsewhere proves nothing.
+    NVFlare asks whether a name is disabled, and then verifies the name with the party's certificate. Our list answers
+    this question of NVFlare's, because a name that a party gives at any other place is not verified.
 
     Args:
-        records: Where NVFlare's records are in the server's folder.
+        records: The folder of NVFlare's records, which is in the server's folder.
     """
 
     def __init__(self, records: str) -> None:
@@ -36,17 +37,17 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         bound_growth()  # this process runs longer than any job
         self._members = Members(Path(records).parent)
         self._said_of: set[str] = set()
-        self._lock = threading.Lock()  # heartbeats come in many threads, and a client is logged out once
+        self._lock = threading.Lock()  # heartbeats arrive in many threads, and a client must be logged out only once
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
-        """Put our list where NVFlare asks, before it asks, and log out who is no longer on it."""
+        """Make NVFlare ask our list, and log out the clients that are no longer on it."""
         if event_type not in _LOOKED_AT:
             return
         with self._lock:
             refuse_clients(fl_ctx, self.refuses, partial(self._refuses, names=self._members.names()))
 
     def refuses(self, name: str) -> bool:
-        """Whether somebody of this name may not connect."""
+        """Return True if a party of this name may not connect."""
         return self._refuses(name, self._members.names())
 
     def _refuses(self, name: str, names: list[str] | None) -> bool:

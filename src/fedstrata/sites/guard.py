@@ -1,4 +1,4 @@
-"""Refuses requests at a site before a handler runs: those that the job does not declare, or the policy forbids."""
+"""Refuses requests that a job does not declare or a site's policy forbids, before a client of the site handles them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from fedstrata.sites.settings import SiteSettings
 from fedstrata.spec.experiment import Experiment, parse_toml
 
 BUNDLED = ("digits",)
-"""Data sets that come with scikit-learn: a spec that names one reads no file of the site."""
+"""Data sets that come with scikit-learn. A spec may always name them, because they are not files of the site."""
 
 
 def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool) -> Declaration:
-    """Return what a job asks, if it reads only files that the site allows.
+    """Return everything that a job may ask, if the job reads only files that the site allows.
 
-    The site's policy may still refuse the job. Nothing that the spec names is read to decide this.
+    The site's policy may still refuse the job. The files that the spec names are not opened here.
 
     Args:
         text: The spec as TOML.
-        settings: The site's settings. A data file of its own is used instead of the spec's data.
-        clients: N.
-        own_data: Whether the job is about the sites' own data; otherwise about the data that the spec names.
+        settings: The site's settings. If they name a data file, that file is used instead of the data that the spec
+            names.
+        clients: The number of clients.
+        own_data: Whether the job is about the sites' own data. If not, it is about the data that the spec names.
 
     Raises:
         RuleError: The spec names data or files that are not in the site's catalog.
@@ -56,6 +57,11 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
         table: The spec.
         catalog: The party's catalog.
         data: Whether the party reads the data that the spec names.
+
+    Args:
+        table: The spec as parsed TOML.
+        catalog: The data sets and files that the site allows.
+        data: Whether to check the name of the data set too.
 
     Raises:
         RuleError: The spec names such data or such a file.
@@ -81,21 +87,21 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 
 @contextmanager
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
-    """Let the block read a site's data, one job at a time, and limit how much other jobs may try.
+    """Let the ``with`` block read a site's data, one job at a time, and limit how many guesses about them jobs can try.
 
-    Each outcome tells something of the data. A description counts, whether the data fit it or not. A request at which
-    something failed counts until the same request succeeds, for example after the site mended its file. A job that the
-    site approved is never refused here, but its trials count.
+    Whether the data fit a job's description reveals something of the data. So each different description counts,
+    whether the data fit it or not. A request that fails counts until the same request succeeds, for example after the
+    site corrected its file. A job that the site approved is never refused here, but its trials count.
 
     Args:
         folder: The site's folder.
-        policy: The site's policy.
+        policy: The site's policy, which sets the limit.
         job: The hash of the job's spec.
-        description: What the data must be.
+        description: A hash of the spec's description of the data.
         request: The request, as bytes.
 
     Raises:
-        RuleError: Other jobs tried as much as the policy allows.
+        RuleError: Other jobs have used all trials that the policy allows.
     """
     path, key = folder / ".told" / "told.json", hashlib.sha256(request).hexdigest()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +110,7 @@ def data_trial(folder: Path, policy: Policy, job: str, description: str, request
         trials |= json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
         def count(kind: str, entry: str) -> None:
-            if entry not in trials[kind] and len(trials[kind]) < policy.surveys:  # more would change nothing
+            if entry not in trials[kind] and len(trials[kind]) < policy.surveys:  # at the limit, more have no effect
                 trials[kind].append(entry)
             replace_file(path, json.dumps(trials).encode(), mode=0o600)
 
@@ -122,15 +128,15 @@ def data_trial(folder: Path, policy: Policy, job: str, description: str, request
 
 
 SAVE_SECONDS = 1.0
-"""The time between two times that a quota is saved during a job."""
+"""Seconds between two writes of a quota's counts during a job."""
 
 COUNTS = ("starts", "exchanges", "bytes")
 
 
 class Quota:
-    """Counts what a job has used of a site over all its starts, in a file.
+    """Counts a job's starts, exchanges and bytes at a site, over all its starts, and keeps the counts in a file.
 
-    The same job may run in two processes: each adds its own counts to the file.
+    The same job may run in two processes. Each adds its own counts to the file.
 
     Args:
         folder: The site's folder.
@@ -142,10 +148,10 @@ class Quota:
         self._survey = self._path.with_suffix(".survey")
         self.starts = self.exchanges = self.bytes = 0
         self.home: list[int] = []
-        """N, then the numbers of the clients at this site; empty until a job tells them."""
+        """The total number of clients, then the ids of the clients at this site; empty until the job names them."""
         self._in_file, self._saved = dict.fromkeys(COUNTS, 0), 0.0
         self.lock = threading.Lock()
-        """Held while counts change: several threads send answers."""
+        """Held while counts change, because several threads send answers."""
         self._read()
 
     def start(self, policy: Policy | None) -> None:
@@ -166,13 +172,13 @@ class Quota:
             pass
 
     def save_now_and_then(self) -> None:
-        """Save at most once per second, so that a site that is killed loses the counts of a second at most."""
+        """Save at most once per second; a site that is killed thus loses about one second of counts."""
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Read the file before the block and replace it after the block in one step."""
+        """Read the file before the ``with`` block, and write it in one step after the block."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self.lock, self.alone():
             self._read()
@@ -190,7 +196,14 @@ class Quota:
         self.home = table.get("home") or self.home
 
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
-        """Keep the clients that a job says live here; other numbers would hold out other samples.
+        """Record which clients a job says are at this site, and refuse a later change.
+
+        With other ids, other samples would be held out as test samples, and the differences could reveal samples.
+
+        Args:
+            clients: The ids of the clients at this site.
+            total: The total number of clients.
+            rule: The name of the rule in the error.
 
         Raises:
             RuleError: The job named other clients before.
@@ -204,7 +217,7 @@ class Quota:
 
     @property
     def survey(self) -> bytes | None:
-        """The answer to the survey; None before it was given."""
+        """The encoded answer to this job's ``Survey`` (which asks for statistics of the data); None if not sent yet."""
         return self._survey.read_bytes() if self._survey.exists() else None
 
     @survey.setter
@@ -216,15 +229,16 @@ class Quota:
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
     def alone(self) -> BaseFileLock:
-        """Return a lock that keeps the site's other processes from these files."""
+        """Return a lock that gives this process exclusive access to these files."""
         return FileLock(self._survey.with_name(LOCK))
 
 
 REPEATS = 3
-"""How often a broken group may be asked the same again; its parts of sums may have left the site each time."""
+"""How often a group that failed may be asked the same again. The number is limited, because terms of sums may leave the
+site each time."""
 
 Position = tuple[int, int]
-"""A round, 0 before the first, and the place of a phase in ``PHASES``."""
+"""A point of a run: the round (0 before the first round), and the index of the phase in ``PHASES``."""
 
 
 @dataclass(frozen=True)
@@ -233,12 +247,12 @@ class Match:
 
     Args:
         client: The client that is asked.
-        request: The request as it came.
-        number: The place of ``allowed`` in the job's declaration.
+        request: The request as it arrived.
+        number: The index of ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.
         position: The position of the run once the request is answered.
-        digests: The digests of the forms in which the request may come again; empty unless a group answers.
-        again: Whether this client was asked the same in a group before.
+        digests: If a group answers: the hashes of all forms in which the same request may be repeated. Otherwise empty.
+        again: Whether the request repeats the client's last request to a group.
     """
 
     client: ClientId
@@ -255,23 +269,23 @@ class Guard:
 
     Args:
         declaration: What the job declares.
-        policy: The site's policy; None for none.
-        quota: What the job has used of the site so far.
-        round: The last finished round; 0 if the run begins.
+        policy: The site's policy; None if the site has none.
+        quota: The counts of what the job has used at the site so far.
+        round: The last finished round; 0 for a new run.
     """
 
     def __init__(self, declaration: Declaration, policy: Policy | None, quota: Quota, round: int = 0) -> None:
         self.declaration, self.policy, self.quota = declaration, policy, quota
         self.position: Position = (round, len(PHASES) - 1 if round else 0)
         self.times_in_run: dict[str, int] = {}
-        """How often each client answered the requests that are counted over the run; for a checkpoint."""
+        """How often each client answered each request that is limited per run. It is stored in checkpoints."""
         self._relay_over = -1
-        # Of the phase that has begun:
+        # These four are reset when a phase begins:
         self._times: dict[tuple[ClientId, int], int] = {}
         self._orders: dict[tuple[ClientId, type[Order]], Order] = {}
         self._last_digests: dict[tuple[ClientId, int], tuple[bytes, ...]] = {}
         self._repeats: dict[tuple[ClientId, int], int] = {}
-        # Many clients get the same request: its digests are computed once.
+        # The last request and its digests, because many clients get the same request.
         self._digests: tuple[Request | None, tuple[bytes, ...]] = (None, ())
 
     @property
@@ -285,11 +299,11 @@ class Guard:
         Args:
             client: The client that is asked.
             request: The request.
-            relay: Whether the request comes with a travelling model.
-            together: Whether a group is to answer.
+            relay: Whether the request comes with a model that goes from client to client.
+            together: Whether the client must answer as a member of a group.
 
         Returns:
-            The entry of the declaration that allows the request; None if the job declares nothing.
+            The request and the entry of the declaration that allows it; None if the job has no declaration.
 
         Raises:
             RuleError: The client may not answer.
@@ -331,7 +345,7 @@ class Guard:
             order.asked(ordered)
 
     def answered(self, match: Match | None, reply: Any) -> None:
-        """Count a reply. Only replies count over a run, because a client may hold a reply back."""
+        """Count a reply. For limits per run only replies count, not requests, because a client may not answer."""
         if match is None:
             return
         rule = match.allowed.rule
@@ -342,10 +356,10 @@ class Guard:
             self._orders[match.client, rule.order].answered(match.request, reply)
 
     def begin_exchange(self) -> None:
-        """Count an exchange or a hop.
+        """Count an exchange, or a task of a relay.
 
         Raises:
-            RuleError: There were too many.
+            RuleError: The policy does not allow any more.
         """
         with self.quota.lock:
             if self.policy is not None and self.quota.exchanges >= self.policy.exchanges:
@@ -356,8 +370,11 @@ class Guard:
     def leave(self, size: int) -> None:
         """Count bytes that are about to leave the site.
 
+        Args:
+            size: The number of bytes.
+
         Raises:
-            RuleError: There would be too many.
+            RuleError: The job's answers would exceed the limit of the policy.
         """
         with self.quota.lock:
             total = self.quota.bytes + size
@@ -367,7 +384,7 @@ class Guard:
             self.quota.bytes = total
 
     def save(self, round: int) -> None:
-        """Refuse to store the states of a round that the job does not have.
+        """Save the quota when clients' states are stored; refuse a round that the job does not have.
 
         Raises:
             RuleError: The job does not have the round.
@@ -380,12 +397,12 @@ class Guard:
         """Refuse a hop that would show the server a model that must go from site to site.
 
         Args:
-            relay_id: The relay.
+            relay_id: The id of the relay.
             back: Whether the model returns to the server.
-            brought: Whether the server brings a model that another site made.
+            brought: Whether the server sends a model that another site trained.
 
         Raises:
-            RuleError: The hop would.
+            RuleError: The hop would show the model to the server, or the relay is over.
         """
         if relay_id == self._relay_over:
             raise RuleError("relay", f"relay {relay_id} is over: the server has its model")
@@ -394,12 +411,12 @@ class Guard:
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:
-        """End a relay whose model the server has fetched, if the server may not see the model on its way."""
+        """Refuse all later hops of a relay whose model the server has fetched, if the policy's ``relay`` is direct."""
         if self.policy is not None and self.policy.relay == "direct":
             self._relay_over = relay_id
 
     def _entry(self, request: Request, relay: bool, together: bool) -> tuple[int, Allowed, Position]:
-        """Return the entry that allows a request, its place in the declaration and the position of the run after it."""
+        """Return the entry that allows a request, with its index before it and the run's next position after it."""
         problem: RuleError | None = None
         for number, allowed in enumerate(self.declaration.allowed or ()):
             if not allowed.includes(request):
@@ -415,7 +432,11 @@ class Guard:
         raise RuleError("kind", f"job {self.declaration.job} does not declare that it asks {name}")
 
     def _position_of(self, allowed: Allowed, request: Request, relay: bool, together: bool) -> Position:
-        """Return the position of the run when a request is answered; refuse what the entry does not allow."""
+        """Return the point (see ``Position``) at which the run is once a request is answered.
+
+        Raises:
+            RuleError: The entry does not allow the request.
+        """
         label, rule, rounds = allowed.label, allowed.rule, self.declaration.rounds
         if relay != rule.relay:
             way = "as a task of a relay" if rule.relay else "without a travelling model"
@@ -443,9 +464,10 @@ class Guard:
         return position
 
     def _refuse_early(self, match: Match) -> None:
-        """Refuse a request until its client answered the request of enrolment that gives labels a meaning.
+        """Refuse a request until its client has answered the request that must come first (``after`` of its rule).
 
-        This includes a site that lost what it knew.
+        The first request replaces labels by other ids, which later requests use. A site that lost its checkpoint must
+        answer it again.
         """
         first = match.allowed.rule.after
         numbers = [n for n, allowed in enumerate(self.declaration.allowed or ()) if allowed.request is first]
@@ -470,9 +492,9 @@ class Guard:
             raise RuleError("repeat", f"{allowed.label} once more; accepted: {allowed.times} time(s) {when}")
 
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:
-        """Return the orders of a request and of the request inside it, each with its request.
+        """Return the ``Order`` checks that apply to a request and to the request inside it, each with its request.
 
-        A request that comes again is in order, but the envelope in which it comes is new.
+        A repeated request is not checked again. If it is inside an envelope, the envelope is new and is checked.
         """
         orders: list[tuple[Order, Any]] = []
         allowed: Allowed | None = match.allowed
@@ -503,5 +525,5 @@ def _name(client: ClientId, number: int) -> str:
 
 
 def _round_of(request: Any, phase: Phase, now: int) -> int:
-    """Return the round of a request; for a request without a round, the round that has begun."""
+    """Return the round of a request. A request without one belongs to round ``now``, or 0 if it is of enrolment."""
     return int(getattr(request, "round", 0 if phase == "enrolment" else now))

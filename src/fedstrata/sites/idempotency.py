@@ -1,4 +1,4 @@
-"""A site's answers, each computed once, and its heartbeats."""
+"""A site's answers, each computed only once even if the question is repeated, and the site's heartbeats."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ HEARTBEAT = 1.0
 """Seconds between two heartbeats of a site."""
 
 AT_WORK = -1
-"""The size of an answer that is not ready yet."""
+"""Stands for the size of an answer as long as the site computes it."""
 
 
 class LateError(WireError):
-    """A question arrived after a later one, so that its answer is not wanted any more."""
+    """A question arrived after a later question, so the server does not need its answer any more."""
 
 
 class RequestCache:
-    """Answers every question once; a repeated question, whose answer was lost, gets the same bytes."""
+    """Computes the answer to every question once; a question that is repeated gets the same bytes."""
 
     def __init__(self) -> None:
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._newest, self._answer = 0, Future[bytes]()
         self.pulse = (0, 0)
-        """The number of the last question that was begun, and the size of its answer, or ``AT_WORK``."""
+        """The number of the last question that was begun, and the size of its answer in bytes, or ``AT_WORK``."""
 
     def answer(self, number: int, work: Callable[[], bytes]) -> bytes:
-        """Return the result of ``work``, or of its first call for this question.
+        """Return the answer to a question: call ``work``, or return what its first call for this question returned.
 
         Args:
-            number: The number of the question, ascending; 0 for a question that is never repeated.
+            number: The number of the question. Numbers ascend; 0 stands for a question that is never repeated.
             work: Computes the answer.
 
         Raises:
@@ -60,12 +60,12 @@ class RequestCache:
 
 
 def heartbeat(cache: RequestCache, send: Callable[[int, int], object], over: type[BaseException]) -> threading.Thread:
-    """Send a heartbeat every second from a thread.
+    """Start a daemon thread that sends a heartbeat every second, and return the thread.
 
     Args:
-        cache: The questions of the site.
-        send: Sends a heartbeat, with the cache's ``pulse``, without waiting for an answer.
-        over: The exception of ``send`` when the job is over.
+        cache: The cache whose ``pulse`` is sent.
+        send: Sends a heartbeat with the two numbers of ``pulse``, without waiting for an answer.
+        over: The exception that ``send`` raises when the job is over.
     """
     ended = threading.Event()
 
@@ -76,7 +76,7 @@ def heartbeat(cache: RequestCache, send: Callable[[int, int], object], over: typ
             except over:
                 return
             except Exception as error:
-                # The server may be away for a while.
+                # The server may be unreachable for a while.
                 LOG.debug("no heartbeat: %s", error)
 
     thread = threading.Thread(target=work, name="heartbeat", daemon=True)

@@ -1,4 +1,4 @@
-"""The components that run in NVFlare's processes, by its Collab API: the server of a job, and a site."""
+"""The two components that NVFlare loads through its Collab API: the server of a job, and a site."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 FETCH = 10.0
-"""Seconds in which a site must begin to send the model of a relay; otherwise it is asked again."""
+"""Seconds within which another site must begin to send a relay's model, before it is asked again."""
 
 
 class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
-    """The server of a job: runs one experiment after another.
+    """The server of a job, which runs one experiment after another.
 
     Args:
-        plans: The experiments, as tables of ``JobSpec``, because a job's configuration is JSON.
+        plans: The experiments: the fields of one ``JobSpec`` each, as a table, because a job's configuration is JSON.
     """
 
     def __init__(self, plans: list[dict[str, Any]]) -> None:
@@ -69,13 +69,18 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     @collab.publish  # type: ignore[untyped-decorator]
     def heartbeat(self, number: int, size: int) -> None:
-        """Receive a heartbeat: a site lives, and works on this question."""
+        """Receive a site's heartbeat.
+
+        Args:
+            number: The number of the last question that the site began.
+            size: The size of its answer in bytes; ``AT_WORK`` while the site works on it.
+        """
         if self._transport is not None and not self._transport.struck(collab.caller):
             self._transport.hear(collab.caller, number, size)
 
     @collab.publish  # type: ignore[untyped-decorator]
     def add_up(self, data: bytes) -> bytes:
-        """Receive the parts of a sum of a site's clients; return when those of the other sites are there."""
+        """Receive the terms of a site's clients in a sum; return the total when those of all sites have arrived."""
         if self._sums is None or self._transport is None:
             raise FedstrataError("no run has begun")
         if self._transport.struck(collab.caller):
@@ -84,7 +89,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     @collab.main  # type: ignore[untyped-decorator]
     def main(self) -> None:
-        """Run all plans. An error of one is written to its folder, and the next one runs."""
+        """Run all plans. If a plan raises a ``FedstrataError``, write it to the run folder and run the next plan."""
         end = JobEnd(collab.fl_ctx.get_run_abort_signal())
         calls = {site.name: _caller(site, end) for site in collab.clients}
         root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
@@ -111,7 +116,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
                         raise
                 finally:
                     if plan.sites and folder.is_dir():
-                        # The administrator fetches the folder of the job.
+                        # The administrator fetches the job's result folder, so it gets a copy of the run folder.
                         without = shutil.ignore_patterns("checkpoint")
                         shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
         finally:
@@ -126,7 +131,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             spec = spec.model_copy(update={"tracking": Tracking()})
         resume = (folder / SPEC).exists()
         if resume and is_over(folder, spec.training.rounds):
-            return  # only the result was not fetched; that needs no sites
+            return  # the run is complete, and only its result was not fetched; this does not need the sites
         site_of_client = plan.site_of_client(sorted(transport.sites))
         prepared = prepare_server(spec, settings.data, len(site_of_client)) if plan.own_data else prepare(spec)
         self._sums = Sums(plan.patience)
@@ -157,7 +162,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
-    """Return the run folder. Except in a simulation, it depends on the spec only, so that jobs do not share results."""
+    """Return the run folder. Except in a simulation, its name is a hash of the spec, so jobs do not share results."""
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
 
 
@@ -167,12 +172,15 @@ def _caller(site: Any, end: JobEnd) -> Call:
 
 
 def _settings(root: Path) -> SiteSettings:
-    """Read a party's settings. In a deployment, nothing is imported from the folder where NVFlare unpacks jobs."""
+    """Read a party's settings, and adapt ``sys.path``.
+
+    In a deployment, Python must not import code from the folder in which NVFlare unpacks jobs, so it is removed.
+    """
     settings = SiteSettings.read(root)
     if not settings.simulated:
         sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != root.resolve()]
     elif "" not in sys.path:
-        sys.path.insert(0, "")  # a simulation finds the user's modules in the working directory
+        sys.path.insert(0, "")  # so that a simulation finds the user's modules in the working directory
     return settings
 
 
@@ -186,14 +194,14 @@ class Site:
 
     @collab.init  # type: ignore[untyped-decorator]
     def init(self) -> None:
-        """Read the site's settings. If they are wrong, the other sites go on without it, and the server is told."""
+        """Read the site's settings. If they are wrong, the site refuses all questions; the others go on without it."""
         root, cache = Path(collab.workspace.get_root_dir()), RequestCache()
         self._progress = SiteProgress(root / STATUS)
         try:
             self._site_server = self._made(root)
             cache = self._site_server.request_cache
         except Exception as error:
-            # With an exception, NVFlare would end the job at all sites.
+            # If the exception left this method, NVFlare would end the job at all sites.
             LOG.exception("this site takes no part")
             self._progress.answer(0, f"{error}")
             self._problem = f"its settings cannot be used ({type(error).__name__}); the log of the site says more"
@@ -217,7 +225,7 @@ class Site:
             def fetch(data: bytes, left: float) -> object:
                 return others[target](timeout=min(FETCH, left), secure=settings.secure).call(data)
 
-            # NVFlare waits while data arrive. If it were asked again meanwhile, a large model would be sent twice.
+            # NVFlare waits while data arrive. A second call during that time would send a large model twice.
             return retry(fetch, data, settings.patience, beside=False)
 
         return SiteServer(

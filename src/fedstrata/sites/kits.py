@@ -1,4 +1,4 @@
-"""Changes of NVFlare's start-up kits: only the owner can read them, they log less, and they can be moved."""
+"""Changes to NVFlare's start-up kits (the folders of the parties): private to their owner, movable, with short logs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ RECORDS = "records"
 """The folder in a server's kit with NVFlare's records of jobs."""
 
 _SAMPLES = ("local/privacy.json.sample", "startup/system_info.ipynb", "startup/readme.txt", "readme.txt")
-"""Files of NVFlare that are removed. Its privacy filters would not see the content of our messages."""
+"""Files of NVFlare that are removed. One configures NVFlare's privacy filters, which cannot read our messages."""
 
 
 def finish(kit: Path) -> None:
-    """Adapt a kit of NVFlare, and let only its owner read it.
+    """Adapt the scripts of a kit, remove files that are not used, and let only the owner read the kit.
 
     Args:
         kit: A party's folder.
@@ -42,7 +42,7 @@ def close(folder: Path) -> None:
 
 
 def set_paths(kit: Path) -> None:
-    """Write the absolute paths of a kit to its resources, as NVFlare needs them."""
+    """Write the kit's current absolute path into its configuration, because NVFlare needs absolute paths."""
     path = kit / RESOURCES
     text = path.read_text(encoding="utf-8")
     resources = json.loads(text)
@@ -52,7 +52,7 @@ def set_paths(kit: Path) -> None:
 
 
 def _set_paths(node: Any, kit: Path) -> None:
-    """Set the paths of records to those of this kit, recursively."""
+    """Set all paths to NVFlare's records in nested dicts and lists to those inside this kit."""
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in children:
         if isinstance(value, str) and f"/{RECORDS}/" in value:
@@ -74,7 +74,7 @@ class Printable(logging.Filter):
 
 
 def configure_logging(kit: Path, *, verbose: bool) -> None:
-    """Write the configuration of logs: all of fedstrata, and of NVFlare only errors unless ``verbose``."""
+    """Write the logging configuration: log everything of fedstrata, and only errors of NVFlare unless ``verbose``."""
     config = json.loads((kit / LOGGING).with_suffix(".json.default").read_text(encoding="utf-8"))
     handlers = ["consoleHandler", "logFileHandler"]
     config["filters"] = {"printable": {"()": f"{__name__}.{Printable.__name__}"}}

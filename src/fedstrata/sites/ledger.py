@@ -1,8 +1,9 @@
-"""A site's ledger of its answers: the questions, the number of samples behind each answer, and refusals.
+"""A site's ledger, which records each answer: the question, the number of samples behind the answer, and refusals.
 
-The ledger is a ``jsonl.Log``, so that a changed, removed or moved line is detected. Its head (the number of entries and
-the last checksum) is kept in a second file, and is sent to the server with every answer. The server writes it to the
-run folder, so that a missing end of the ledger is detected too. Values, labels and texts of errors are never written.
+The ledger is a ``jsonl.Log`` (each line has a checksum that includes the line before), so that a changed, removed or
+moved line is detected. The head of the ledger is the number of entries with the last checksum. It is kept in a second
+file, and is sent to the server with every answer. The server writes the heads to the run folder, so that missing lines
+at the end of the ledger are detected too. Values, labels and texts of errors are never written.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _HEAD = re.compile(r"(\d{1,15}):([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class Head:
-    """The end of a ledger.
+    """The head of a ledger: its length and its last checksum.
 
     Args:
         entries: The number of entries.
-        digest: The checksum of the last entry; empty without entries.
+        digest: The checksum of the last entry; empty if there are no entries.
     """
 
     entries: int = 0
@@ -56,7 +57,7 @@ class Head:
 
     @classmethod
     def parsed(cls, text: object) -> Head | None:
-        """Parse the text of a head; None if it is not one."""
+        """Parse the text of a head; return None if the text is not a head."""
         match = _HEAD.fullmatch(text) if isinstance(text, str) else None
         return cls(int(match[1]), match[2]) if match else None
 
@@ -68,15 +69,15 @@ class Entry:
     Args:
         run: The hash of the spec.
         kind: The kind of the question.
-        client: The client; None for the site itself.
-        phase: The phase of the run.
-        round: The round; None without one.
+        client: The id of the client; None for an answer of the site itself.
+        phase: The phase of the run; empty if it is not known.
+        round: The round; None if the question does not belong to one.
         samples: The number of samples behind the answer.
-        bytes: The size of the answer.
-        epsilon: ε of local differential privacy that the answer cost.
-        refused: The rule that refused the answer.
-        failed: The class of the error instead of an answer.
-        to: The receiver, if it was not the server.
+        bytes: The size of the answer in bytes.
+        epsilon: The privacy budget ε that the answer spent; None without local differential privacy.
+        refused: The rule by which the answer was refused; empty if it was not.
+        failed: The class name of the error that was raised instead of an answer; empty if there was an answer.
+        to: The site that received the answer; empty for the server.
     """
 
     run: str
@@ -108,7 +109,7 @@ class Ledger:
         self._mutex, self._log, self._head = threading.Lock(), Log(self.path, 0o600), Head()
 
     def append(self, entries: Iterable[Entry]) -> Head:
-        """Write entries to the disk, before their answers leave, and return the new head.
+        """Write entries to the disk, and return the new head. Call this before the answers leave the site.
 
         Raises:
             DataError: The last line of the file is not an entry.
@@ -123,7 +124,7 @@ class Ledger:
             return self._head
 
     def _restore(self) -> None:
-        """Continue after the last complete line. An incomplete line is removed, and an entry notes that."""
+        """Prepare to continue after the last complete line; replace an incomplete line with an entry that says so."""
         data = self.path.read_bytes() if self.path.exists() else b""
         whole = data[: data.rfind(b"\n") + 1]
         last = whole[whole.rfind(b"\n", 0, -1) + 1 : -1]
@@ -162,9 +163,9 @@ class Checked:
     """The result of a check of a ledger.
 
     Args:
-        entries: The entries up to the first one that was changed.
-        problems: Missing or changed entries.
-        notes: Traces of crashes.
+        entries: The entries before the first one that was changed.
+        problems: Descriptions of missing or changed entries.
+        notes: Descriptions of what crashes left behind, which is not a problem.
     """
 
     entries: list[dict[str, Any]]
@@ -233,8 +234,8 @@ def heads_of(path: Path, site: str) -> list[Head]:
     """Read the heads that a server received from a site.
 
     Args:
-        path: A run folder of the server, or as an administrator fetched it, or its file of heads.
-        site: The site.
+        path: A run folder (the server's, or the copy that an administrator fetched), or its file of heads.
+        site: The name of the site.
 
     Raises:
         DataError: There are no heads of this site.
@@ -251,7 +252,7 @@ def heads_of(path: Path, site: str) -> list[Head]:
 
 
 def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the sums of a site's answers, with a row for each run and kind of question."""
+    """Return the totals of a site's answers (counts, bytes, ε), with a row for each run and kind of question."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries:
         if "run" not in entry:

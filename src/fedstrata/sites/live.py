@@ -1,4 +1,4 @@
-"""A web page with the progress of a run, only for browsers of this machine."""
+"""A web page that shows the progress of a run, only to browsers on this machine."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
     """Serve the page until the process is interrupted.
 
     Args:
-        folder: See ``fedstrata.sites.status.source_of``.
+        folder: A party's folder or a run folder; see ``fedstrata.sites.status.source_of``.
         port: The port; 0 for a free one.
-        report: Is called with the address of the page.
+        report: Is called with a text that contains the address of the page.
 
     Raises:
-        SpecError: It is not such a folder, or the port cannot be used.
+        SpecError: ``folder`` is not such a folder, or the port cannot be used.
         DataError: A file of the run is damaged.
-        FedstrataError: The server refuses.
+        FedstrataError: The server refuses a request.
     """
     with closing(source_of(folder, report)) as source, serving(source, port) as (address, update):
         report(f"{address} shows the run, on this machine alone; Ctrl-C ends it")
@@ -50,8 +50,8 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
 def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
     """Serve the page during the block, and yield its address and a function that updates it.
 
-    All users of this machine, and all pages in their browsers, can connect. So the page is only shown to a request with
-    its address, which cannot be guessed, and with a name of this machine in it.
+    All users of this machine, and all web pages in their browsers, can connect. So the page is only sent if the address
+    in the request contains a random key, which cannot be guessed, and if the host name is this machine's.
 
     Args:
         source: The source of the progress.
@@ -76,7 +76,7 @@ def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], N
 
 
 class _Page:
-    """The files of the page; one thread updates them, others send them.
+    """The files of the page. One thread updates them, and other threads send them.
 
     Args:
         source: The source of the progress.
@@ -88,7 +88,7 @@ class _Page:
         self._page = template("live.html.j2").render(**assets(SCRIPTS)).encode()
 
     def update(self) -> None:
-        """Read the progress once."""
+        """Read the progress, and update the files of the page."""
         table = self._source.table()
         over = "" if table is None else str(table.get("over") or "")
         if over != self._over:
@@ -105,7 +105,7 @@ class _Page:
             return b""  # no round was complete
 
     def content(self, path: str) -> tuple[str, bytes] | None:
-        """Return the content type and the bytes of a path."""
+        """Return the content type and the bytes of the file at a path; None if the page has no such file."""
         pages = {"": (_HTML, self._page), "status.json": (_JSON, self._status)}
         if self._report:
             pages["report.html"] = _HTML, self._report
@@ -113,7 +113,7 @@ class _Page:
 
 
 def hosts(port: int) -> set[str]:
-    """Return the host names that a browser of this machine may send; the default port 80 may be left out."""
+    """Return the ``Host`` headers that a browser on this machine may send; it may omit the default port 80."""
     names = {LOOPBACK, "localhost"}
     return {f"{name}:{port}" for name in names} | (names if port == 80 else set())
 

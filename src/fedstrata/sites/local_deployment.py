@@ -1,4 +1,4 @@
-"""A trial of a deployment on this machine: server and sites are processes with their own certificates."""
+"""A trial of a deployment on one machine: server and sites are processes with their own certificates."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report
     Args:
         spec: The experiment.
         sites: The federation; the server's host must be ``localhost``.
-        out: See ``provision``.
-        base_dir: The base of relative paths of data files.
+        out: The folder for the kits and the result; it must be empty or not exist.
+        base_dir: The folder to which relative paths of data files refer.
         report: Is called with a line about each event.
 
     Returns:
@@ -37,7 +37,7 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report
 
 
 class Processes:
-    """The processes of a trial; they and their child processes end with it.
+    """The processes of a trial. They and their child processes end with the ``with`` block.
 
     Args:
         out: The folder that ``provision`` wrote.
@@ -55,7 +55,7 @@ class Processes:
             self.kill(name)
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        """Start the server or a site with its start-up kit."""
+        """Start the server or a site by the start script of its kit, and return the process."""
         folder = (self.out / name).absolute()
         environment = os.environ | {"FEDSTRATA_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
         with (folder / "console.txt").open("ab") as console:
@@ -64,5 +64,5 @@ class Processes:
         return self.running[name]
 
     def kill(self, name: str) -> None:
-        """``kill -9`` a party with all processes of its session."""
+        """Kill a party and its child processes with SIGKILL."""
         end(self.running.pop(name), 0)

@@ -1,4 +1,4 @@
-"""The signed manifest of a result: its files, spec, versions, and the fingerprints of the sites' data."""
+"""The signed manifest of a result: hashes of the spec and all files, versions, and fingerprints of the sites' data."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from fedstrata.sites.settings import USER
 LOG = logging.getLogger(__name__)
 
 MANIFEST, SIGNATURE, CERTIFICATE = "manifest.json", "manifest.sig", "manifest.crt"
-"""Files in the run folder that an administrator fetched: the manifest, its signature, and the certificate."""
+"""Files in a run folder that an administrator fetched: the manifest, its signature, and the signer's certificate."""
 
 FINGERPRINTS = "fingerprints.json"
-"""The file in the server's run folder with the fingerprints of the sites' data, by site."""
+"""The file in the server's run folder that maps each site to the fingerprint of its data."""
 
 SECRET = "fingerprint.key"
-"""The key in the folder of a site's states, without which fingerprints cannot be compared with guessed data."""
+"""The file with the key of a site's fingerprints. Others do not have the key, so they cannot test guesses of the data
+against a fingerprint."""
 
 
 def fingerprint(data: Path | None, folder: Path) -> str:
-    """Return a keyed hash of a site's file, which does not reveal its content; empty without a file.
+    """Return a keyed hash (HMAC) of a site's file, which does not reveal the content; empty if ``data`` is None.
 
     Args:
-        data: The file.
-        folder: The folder of the key.
+        data: The site's data file.
+        folder: The folder of the key; the key is created if it does not exist.
     """
     if data is None:
         return ""
@@ -45,7 +46,7 @@ def fingerprint(data: Path | None, folder: Path) -> str:
 
 
 def sign(run: Path, kit: Path) -> Path:
-    """Write the manifest of a run folder, signed with the administrator's key.
+    """Write the manifest of a run folder, sign it with the administrator's key, and return its path.
 
     Args:
         run: The run folder.
@@ -78,10 +79,10 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
 
     Args:
         run: The run folder.
-        kit: The folder of any party, for the federation's root.
+        kit: The folder of any party, which contains the federation's root certificate.
 
     Raises:
-        DataError: The signature is not the administrator's, or a file is missing or was changed.
+        DataError: The administrator did not sign the manifest, or a file is missing or was changed.
     """
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import padding
@@ -118,7 +119,7 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
 
 
 def _files(run: Path) -> list[str]:
-    """Return the files of a run folder, except those of the manifest."""
+    """Return the relative paths of a run folder's files, except the manifest, its signature and the certificate."""
     names = (path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file() and not path.is_symlink())
     return sorted(set(names) - {MANIFEST, SIGNATURE, CERTIFICATE})
 

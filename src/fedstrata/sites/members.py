@@ -1,4 +1,4 @@
-"""The server's list of sites that may connect: a file in its folder, read at each connection."""
+"""The server's list of sites that may connect: a file in the server's folder, which is read at each connection."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ MEMBERS = Path("local") / "members.json"
 
 
 def members(kit: Path) -> list[str]:
-    """Return the sites that may connect to the server of a folder.
+    """Return the sites that may connect to the server with this folder.
 
     Raises:
-        SpecError: The folder has no list.
+        SpecError: The folder does not contain a list.
         DataError: The list cannot be read.
     """
     return _read(kit).sites
 
 
 class _Lists(BaseModel, strict=True):
-    """The sites that may connect, and all sites."""
+    """The file's content: the sites that may connect, and all sites that were ever on the list."""
 
     sites: list[str]
     federation: list[str]
 
 
 def _read(kit: Path) -> _Lists:
-    """Return the lists of a server's folder."""
+    """Read the file in a server's folder; see ``members`` for the errors."""
     path = kit / MEMBERS
     if not path.exists():
         raise SpecError("SERVER", f"no server's folder: it has no {MEMBERS}", str(kit))
@@ -46,9 +46,9 @@ def _read(kit: Path) -> _Lists:
 
 
 class Members:
-    """The list of a running server, which is read each time, because it may be edited.
+    """The list of a running server. The file is read each time, because it may be edited.
 
-    While it cannot be read, the last valid list counts; if there was none, it is empty.
+    While the file cannot be read, the last valid list counts. Without one, no site may connect.
 
     Args:
         kit: The server's folder.
@@ -59,7 +59,7 @@ class Members:
         self._last: list[str] | None = None
 
     def names(self) -> list[str] | None:
-        """Return the sites that may connect; None if there never was a list."""
+        """Return the sites that may connect; None if the server never had a list, as in a simulation."""
         if (self._kit / MEMBERS).exists():
             try:
                 self._last, self._warned = members(self._kit), False
@@ -71,18 +71,18 @@ class Members:
         return self._last
 
     def struck(self, name: str) -> bool:
-        """Return whether there is a list without this name."""
+        """Return True if this site may not connect: a list exists and does not name the site."""
         names = self.names()
         return names is not None and name not in names
 
 
 def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Write the list.
+    """Write the list to the server's folder.
 
     Args:
         kit: The server's folder.
         names: The sites that may connect.
-        others: Other sites of the federation, which may be put on the list again.
+        others: Other sites of the federation, which ``revoke`` can put on the list again.
     """
     sites = set(names)
     write_json(kit / MEMBERS, {"sites": sorted(sites), "federation": sorted(sites.union(others))})
@@ -90,19 +90,19 @@ def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -
 
 
 def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
-    """Strike a site off the list, or put it on again, and return the sites on the list.
+    """Remove a site from the list, or put it on the list again, and return the sites on the list.
 
-    The server and the run continue. New connections of the site are refused at once, and an existing connection ends
-    within a heartbeat of NVFlare's. The run does not ask the site any more, and ignores an answer under way. The site's
-    certificate stays valid, but does not help it.
+    The server and the run continue. New connections of the site are refused at once, and an existing connection ends at
+    NVFlare's next heartbeat. The run does not ask the site any more, and ignores an answer that is still on its way.
+    The site's certificate stays valid, but is not enough to connect.
 
     Args:
         kit: The server's folder.
-        name: The site.
-        undo: Whether to put it on the list.
+        name: The name of the site.
+        undo: Whether to put the site on the list again.
 
     Raises:
-        SpecError: It is not a server's folder, or the site is not on its list; with ``undo``, it never was.
+        SpecError: ``kit`` is not a server's folder, or the site is not on the list (with ``undo``: was never on it).
         DataError: The list cannot be read.
     """
     lists = _read(kit)

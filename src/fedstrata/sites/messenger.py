@@ -1,4 +1,4 @@
-"""The server's messages to sites: to all at the same time, numbered, with acknowledgements of earlier answers."""
+"""The server's messages, which go to all sites at the same time. They are numbered and acknowledge earlier answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedstrata.sites.directory import Fewer, SiteDirectory
 from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
 
 BEGIN_SECONDS = 300.0
-"""Least time that a site has to load its data and set up its clients."""
+"""Seconds that a site has at least to load its data and set up its clients, even if ``patience`` is shorter."""
 
 MOST_AT_ONCE = 64
 """Most sites that are asked at the same time."""
@@ -30,17 +30,17 @@ class Transport(Protocol):
         """Return a site's answer.
 
         Args:
-            site: Its name.
-            data: The message.
-            patience: Seconds to wait.
-            number: The message's number, ascending. A site that is asked the same number again repeats its answer.
+            site: The name of the site.
+            data: The encoded message.
+            patience: Seconds to wait for the answer.
+            number: The number of the message; numbers ascend. A site that gets a number again repeats its answer.
 
         Raises:
             SiteLostError: The site cannot be reached, or does not answer within ``patience`` seconds.
         """
 
     def is_reachable(self, site: str) -> bool:
-        """Return whether it is worth asking a site.
+        """Return whether a site is likely to answer now.
 
         Raises:
             Exception: The job is over.
@@ -51,9 +51,9 @@ class Messenger:
     """The server's side of the wire protocol.
 
     Args:
-        transport: How sites are reached.
-        site_of_client: The site of every client.
-        patience: Seconds that a site has for an answer.
+        transport: The connection to the sites.
+        site_of_client: The name of each client's site; the index is the client's id.
+        patience: Seconds within which a site must answer.
         least: Fewest sites that must answer, before the first round and in every round.
         fewer: What to do when fewer sites answer.
     """
@@ -70,42 +70,42 @@ class Messenger:
         self.directory = directory = SiteDirectory(site_of_client, transport.is_reachable, least, fewer)
         self.exchange = 0
         self.log_heads: dict[str, str] = {}
-        """The newest head of each site's ledger."""
+        """A mapping from each site to the newest head of its ledger; see ``fedstrata.sites.ledger``."""
         self._transport, self._patience = transport, patience
         self._acks: dict[str, list[Message]] = {site: [] for site in directory.sites}
-        # The next run at the same sites continues the numbers of messages.
+        # Numbers begin with the current time, so that they are larger than those of an earlier run at the same sites.
         self._numbers = itertools.count(time.time_ns())
         self._pool = ThreadPoolExecutor(min(len(directory.sites), MOST_AT_ONCE), thread_name_prefix="sites")
 
     def close(self) -> None:
-        """Stop, without waiting for sites that have not answered."""
+        """Stop the threads, without waiting for sites that have not answered."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def next_exchange(self) -> int:
-        """Begin an exchange, and return its number."""
+        """Begin an exchange (questions to clients and their answers), and return its number."""
         self.exchange += 1
         return self.exchange
 
     def acknowledge(self, site: str, ack: Message) -> None:
-        """Send an acknowledgement with the site's next messages, until the site has answered one of them."""
+        """Attach an acknowledgement to all messages to a site until the site has answered one of them."""
         if site not in self.directory.excluded:
             self._acks[site].append(ack)
 
     def ask(self, site: str, body: Message, *kinds: type[Message]) -> Any:
-        """Return a site's answer of one of these kinds, or a ``FedstrataError`` if it cannot be used."""
+        """Return a site's answer, which must be of one of the ``kinds``, or a ``FedstrataError`` if there is none."""
         self.directory.gather()
         return self._send(site, body, kinds, next(self._numbers))
 
     def ask_all(
         self, bodies: Mapping[str, Message], kind: type[Message], ended: Callable[[str, Any], None] | None = None
     ) -> dict[str, Any]:
-        """Return the answers of several sites, once enough sites can be reached.
+        """Wait until enough sites can be reached, ask several sites, and return their answers or errors.
 
         Args:
-            bodies: The message to each site.
-            kind: The kind of the answers.
-            ended: For a group: is called with each site and its answer, or error, as soon as it is there. Sites of a
-                group are not asked again, because the others do not wait for them.
+            bodies: A mapping from each site to the message for it.
+            kind: The expected class of the answers.
+            ended: Only for sites whose clients answer as a group: is called with a site and its answer, or error, as
+                soon as it arrives. Sites of a group are not asked again, because the other sites do not wait for them.
         """
         self.directory.gather()
         outcomes = self.deliver(bodies, kind, ended)
@@ -115,7 +115,7 @@ class Messenger:
     def deliver(
         self, bodies: Mapping[str, Message], kind: type[Message], ended: Callable[[str, Any], None] | None = None
     ) -> dict[str, Any]:
-        """Return the answers of several sites, or the errors; see ``ask_all``."""
+        """Ask several sites without waiting first, and return their answers or errors; see ``ask_all``."""
         directory, outcomes = self.directory, dict[str, Any]()
         numbers = {site: next(self._numbers) for site in bodies}
 
@@ -138,7 +138,7 @@ class Messenger:
             directory.wait_for_any(wanted)
 
     def _complete(self, site: str, outcome: Any) -> Any:
-        """Fetch the answers that did not fit into the first message."""
+        """Return an outcome together with the answers that did not fit into its message, fetched from the site."""
         while isinstance(outcome, wire.Answers) and outcome.left:
             rest = self._send(site, wire.More(self.exchange), (wire.Answers,), next(self._numbers))
             if isinstance(rest, FedstrataError):

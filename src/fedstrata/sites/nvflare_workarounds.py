@@ -1,4 +1,4 @@
-"""Everything that depends on the internals of NVFlare: each workaround names the version and the place in NVFlare.
+"""Everything that depends on the internals of NVFlare. Each workaround names the version and the file of NVFlare.
 
 The rest of ``fedstrata.sites`` uses NVFlare's documented interfaces only (``nvflare.apis``, ``nvflare.collab``, the
 FLARE API, the files of a kit). Check every function here before you allow a new version of NVFlare.
@@ -27,15 +27,16 @@ from typing import Any
 # Memory and threads of long-lived processes
 
 SWEEP = 30
-"""Seconds between two collections of memory."""
+"""Seconds between two runs of the garbage collector."""
 
 AT_ONCE = 24
-"""Threads that a pool begins with. Three sites keep at most half of them busy; a pool may have up to 128."""
+"""The number of threads that each pool starts with. Three sites keep at most half of them busy; NVFlare's pools allow
+up to 128."""
 
 
 @cache
 def bound_growth() -> None:
-    """Keep the threads and the memory of this process constant for as long as it exchanges messages.
+    """Keep the number of threads and the memory of this process constant while it exchanges messages.
 
     The first call in a process starts a thread that never ends; later calls change nothing.
     """
@@ -43,16 +44,16 @@ def bound_growth() -> None:
     _forget_in_one_thread(cleanups)
     _fill_thread_pools()
     gc.collect()
-    gc.freeze()  # objects that exist now stay for good, and are not collected again
+    gc.freeze()  # the collector skips the objects that exist now, because most of them are never freed
     threading.Thread(target=_clean_up, args=(cleanups,), name="clean-up", daemon=True).start()
 
 
 def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
-    """Let one thread forget the received messages; NVFlare starts a ``threading.Timer`` for each of them.
+    """Let one thread delete the records of received messages; NVFlare starts a ``threading.Timer`` for each of them.
 
-    A receiver remembers each message for 65 seconds, in case it is sent again: with three sites and twenty exchanges
-    per second these are 4,000 threads. The timers cannot be turned off. A shorter memory (``streaming_retry_timeout``)
-    would also shorten the time in which a lost message is sent again.
+    A receiver keeps a record of each message for 65 seconds, in case the message is sent again. With three sites and
+    twenty exchanges per second, these are 4,000 threads. The timers cannot be turned off. A shorter time
+    (``streaming_retry_timeout``) would also shorten the time in which a lost message is sent again.
 
     Seen in NVFlare 2.9.0, ``fuel/f3/streaming/byte_receiver.py``, ``RxTask._schedule_remove_task``; since pull request
     4785 (reliable streams).
@@ -73,10 +74,10 @@ def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[],
 
 
 def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
-    """Every second run the clean-ups that are due, and every ``SWEEP`` seconds free the memory of sent messages.
+    """Run the clean-ups that are due every second, and free the memory of sent messages every ``SWEEP`` seconds.
 
-    A stream that was sent holds a buffer of one MiB in a cycle of references, however small the message. Python's
-    collector looks at old objects only when a quarter of all objects are new, which is gigabytes later.
+    For each message that was sent, however small, a buffer of one MiB stays in a cycle of references. Python's garbage
+    collector examines old objects only when a quarter of all objects are new. By then, gigabytes are in use.
 
     Seen in NVFlare 2.9.0, ``fuel/f3/streaming/byte_streamer.py``; since pull request 4785.
     """
@@ -91,15 +92,16 @@ def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) 
 
 
 def release_memory() -> None:
-    """Return to the system the memory that the C library holds although it is free; glibc only."""
+    """Give memory that the C library keeps but does not use back to the operating system; only glibc can do this."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _fill_thread_pools() -> None:
-    """Let NVFlare's pools start their threads at the beginning.
+    """Let NVFlare's thread pools start ``AT_ONCE`` threads at the beginning.
 
-    A pool starts a thread whenever more messages arrive at the same time than ever before, which goes on for hours.
+    A pool starts another thread whenever more messages arrive at the same time than ever before. So the number of
+    threads would keep growing for hours.
 
     Seen in NVFlare 2.9.0: the pools of ``fuel/f3/sfm/conn_manager.py`` (``ConnManager``),
     ``collab/runtime/controller.py``, ``collab/runtime/executor.py``, ``fuel/f3/streaming/stream_utils.py`` and
@@ -122,7 +124,7 @@ def _start_threads_of(owner: type[Any]) -> None:
     """Let every new object of a class start the threads of its pools."""
     construct = owner.__init__
 
-    @wraps(construct)  # NVFlare reads the names of the parameters
+    @wraps(construct)  # NVFlare reads the names of the constructor's parameters
     def construct_with_threads(self: Any, *arguments: Any, **named: Any) -> None:
         construct(self, *arguments, **named)
         _start_threads(*(value for value in vars(self).values() if isinstance(value, ThreadPoolExecutor)))
@@ -131,7 +133,7 @@ def _start_threads_of(owner: type[Any]) -> None:
 
 
 def _start_threads(*pools: ThreadPoolExecutor) -> None:
-    """Start the threads of pools now."""
+    """Start up to ``AT_ONCE`` threads of each pool now."""
     started = threading.Event()
     for pool in pools:
         for _ in range(min(AT_ONCE, pool._max_workers)):
@@ -143,9 +145,9 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
 
 
 class JobEnd:
-    """The signal that aborts a job, which the regular end of our part triggers too.
+    """The signal that aborts calls: triggered if the job is aborted, and also at the regular end of our server.
 
-    Before NVFlare ends a job it waits for all calls, also for a call to a dead site, which lasts for its whole timeout.
+    Before NVFlare ends a job, it waits for all calls. A call to a dead site would last until its timeout.
 
     Seen in NVFlare 2.9.0, ``collab/api/_invocation.py``, where a call waits until ``abort_signal.triggered``.
 
@@ -162,20 +164,20 @@ class JobEnd:
         return bool(self.reached or self._signal.triggered)
 
     def ends_calls_to(self, site: Any) -> None:
-        """Let this signal end the calls to a site."""
+        """Make calls to a site end as soon as this signal is triggered."""
         site.backend.abort_signal = self
 
 
 def survive_kill(run: Path) -> None:
     """Let the other sites go on when the process of this site's job is killed.
 
-    NVFlare would end the whole job. It does not if the return code is 0, which is read from a file in the job's folder,
-    and which a process that ends in another way writes itself.
+    NVFlare would end the whole job, except if the return code of the process is 0. It reads the code from a file in the
+    job's folder. So this writes 0 in advance; a process that is not killed overwrites the file when it ends.
 
     Seen in NVFlare 2.9.0, ``private/fed/utils/fed_utils.py``, ``get_return_code``.
 
     Args:
-        run: The folder of the job at this site.
+        run: The job's folder at this site.
     """
     from nvflare.apis.fl_constant import FLMetaKey
 
@@ -194,8 +196,8 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
 
     Args:
         fl_ctx: The context of an event at the server.
-        refuses: Tells whether a name is refused, whenever NVFlare asks.
-        refused_now: The same, for the clients that are connected now.
+        refuses: Returns whether a name is refused. NVFlare calls it from now on.
+        refused_now: Returns the same for the clients that are connected now; called only here.
     """
     server = fl_ctx.get_engine().server
     server.client_manager.is_client_disabled = refuses
@@ -209,17 +211,17 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
 SIMULATOR = "nvflare.private.fed.app.simulator.simulator"
 
 SIMULATOR_ATTEMPTS = 2
-"""How often the simulator is started if it ends before the first run has begun.
+"""Most times that the simulator is started, if it ends before the first run has begun.
 
-On a busy machine NVFlare may lose a site during the start, and ends before any of our code has run. Seen in NVFlare
-2.9.0, ``private/fed/app/simulator/simulator_runner.py``.
+On a busy machine, NVFlare may lose a site during the start. It then ends before any of our code has run. Seen in
+NVFlare 2.9.0, ``private/fed/app/simulator/simulator_runner.py``.
 """
 
 
 def simulator_command(job: Path, workspace: Path, sites: int) -> list[str]:
     """Return the command that runs a job in the simulator, with one process per site.
 
-    This is the program of ``nvflare simulator``: NVFlare 2.9.0, ``private/fed/app/simulator/simulator.py``.
+    The command is what ``nvflare simulator`` runs in NVFlare 2.9.0: ``private/fed/app/simulator/simulator.py``.
     """
     return [sys.executable, "-m", SIMULATOR, str(job), "-w", str(workspace), "-n", str(sites), "-t", str(sites)]
 
@@ -228,7 +230,7 @@ def simulator_command(job: Path, workspace: Path, sites: int) -> list[str]:
 
 
 def open_session(user: str, admin: Path) -> Any:
-    """Open an administrator's session, without the many lines that the FLARE API logs when the server is away."""
+    """Open an administrator's session, without the many lines that the FLARE API logs if the server is unreachable."""
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
     logging.getLogger("nvflare").setLevel(logging.CRITICAL)
@@ -236,28 +238,28 @@ def open_session(user: str, admin: Path) -> Any:
 
 
 def quiet_call(work: Callable[[], Any]) -> Any:
-    """Return the result of a call of the FLARE API, without what it prints (NVFlare 2.9.0, ``fuel/flare_api``)."""
+    """Call the FLARE API, suppress what it prints, and return the result (NVFlare 2.9.0, ``fuel/flare_api``)."""
     with redirect_stdout(io.StringIO()):
         return work()
 
 
 def is_temporary(error: Exception, known: bool) -> bool:
-    """Return whether waiting may help: the server is away, or has just started and has neither sites nor jobs yet.
+    """Return whether the request may succeed later: the server is unreachable, or its sites and jobs are not ready.
 
-    A server that goes away while it answers raises ``InternalError`` or ``RuntimeError``. A server that was started
-    again does not know our session, and raises ``AuthenticationError``.
+    If a server stops while it answers, the API raises ``InternalError`` or ``RuntimeError``. After a restart, a server
+    does not know our session, and the API raises ``AuthenticationError``.
 
     Seen in NVFlare 2.9.0, ``fuel/flare_api/flare_api.py`` (``Session._do_command``).
 
     Args:
-        error: The exception of the FLARE API.
-        known: Whether the server had accepted our session before.
+        error: The exception that the FLARE API raised.
+        known: Whether the server has accepted our session before.
     """
     from nvflare.apis.fl_exception import FLCommunicationError
     from nvflare.fuel.flare_api import api_spec as api
 
     away = (ConnectionError, TimeoutError, FLCommunicationError, api.SessionClosed, api.NoReply, api.InternalError)
-    # Between two requests a job may have ended, or begun without its sites.
+    # Between two requests, a job may have ended, or may have begun before its sites are ready.
     between = (api.NoClientsAvailable, api.JobNotRunning, api.JobNotDone, api.ClientsStillRunning)
     if isinstance(error, api.AuthenticationError):
         return known
@@ -267,11 +269,11 @@ def is_temporary(error: Exception, known: bool) -> bool:
 # Start-up kits
 
 SCHEDULER = {"max_jobs": 1, "min_schedule_interval": 10, "max_schedule_interval": 30, "max_schedule_count": 100_000}
-"""Settings of the server's job scheduler: one job at a time, because two would write into one run folder. A job that
-waits for sites is tried again soon, and for weeks.
+"""Settings of the server's job scheduler. It runs one job at a time, because two jobs may write into the same folder. A
+job that waits for sites is tried every 10 to 30 seconds, for weeks.
 
-NVFlare computes ``2**n * min_schedule_interval`` for the nth attempt. With a float this overflows after a thousand
-attempts, and the job is never tried again; so the interval is an integer. Seen in NVFlare 2.9.0,
+NVFlare computes ``2**n * min_schedule_interval`` for the nth attempt. With a float, this overflows after a thousand
+attempts, and the job is never tried again. So the interval is an integer. Seen in NVFlare 2.9.0,
 ``app_common/job_schedulers/job_scheduler.py``.
 """
 
@@ -281,22 +283,22 @@ def _kit_text(name: str) -> str:
 
 
 def adapt_script(name: str, text: str) -> str:
-    """Return a script of a kit that runs the right Python, checks the kit first, and can be stopped at any time.
+    """Change a script of a kit so that it uses this Python, checks the kit first, and can be stopped at any time.
 
-    NVFlare's ``stop_fl.sh`` asks a question, and does nothing without a terminal. ``start.sh`` returns before the
-    daemon has written its process number, so that a stop that follows at once finds nothing.
+    NVFlare's ``stop_fl.sh`` asks for confirmation, and does nothing without a terminal. NVFlare's ``start.sh`` returns
+    before the daemon has written its process id, so a stop immediately after it does not find the process.
 
     Seen in NVFlare 2.9.0, ``lighter/templates/master_template.yml``.
 
     Args:
         name: The file name of the script.
-        text: NVFlare's text.
+        text: NVFlare's version of the script.
     """
     first, _, rest = text.partition("\n")
     rest = rest.replace("python3 ", '"$FEDSTRATA_PYTHON" ')
     rest = rest.replace("\nSECONDS=0\n", f"{_kit_text('sub_start.sh')}SECONDS=0\n")
     rest = rest.replace("\n  $DIR/sub_start.sh &", _kit_text("start.sh").rstrip())
-    # sub_start.sh above writes the number earlier, and with --once the number in pid.fl is that of the script.
+    # Our part of sub_start.sh writes daemon_pid.fl earlier. With --once, pid.fl holds the script's own process id.
     rest = rest.replace('\ncheck_daemon\n\necho $BASHPID > "$WORKSPACE/daemon_pid.fl"\n', "")
     rest = rest.replace('directly"\n  rm -f "$WORKSPACE/pid.fl"', 'directly"\n  rm -f')
     if name == "stop_fl.sh":

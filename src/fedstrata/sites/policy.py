@@ -1,4 +1,4 @@
-"""A site's limits on jobs: ``policy.toml`` in its kit."""
+"""A site's limits on jobs, which are read from ``policy.toml`` in the site's kit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fedstrata.sites.settings import read_setting
 from fedstrata.spec.experiment import line_of
 
 FILE = Path("local") / "policy.toml"
-"""The file in a site's folder; it is never part of a job."""
+"""The policy's file in a site's folder; it is never part of a job."""
 
 
 class RuleError(FedstrataError):
-    """A site refuses something by a rule.
+    """A site refuses a job or a request because of a rule.
 
     Args:
         rule: The name of the rule.
@@ -37,7 +37,7 @@ class RuleError(FedstrataError):
 
     @property
     def for_good(self) -> bool:
-        """Whether the rule refuses everything until the job ends: the policy and its counters do not change earlier."""
+        """Whether everything is refused until the job ends, because the policy and its counts do not change before."""
         return self.rule.startswith("policy.")
 
     def __reduce__(self) -> tuple[type[RuleError], tuple[str, str]]:
@@ -48,26 +48,27 @@ class Policy(Setting):
     """A site's limits on jobs.
 
     Args:
-        jobs: The jobs that may run: those whose hash is ``approved``, or any (``within-policy``).
-        approved: Hashes of specs, as ``fedstrata asks`` prints them; ``fedstrata approve`` adds one.
+        jobs: The jobs that may run: only those whose hash is in ``approved``, or every job that the other limits allow
+            (``within-policy``).
+        approved: Hashes of specs, as ``fedstrata asks`` prints them. ``fedstrata approve`` adds a hash.
         methods: Names of the methods that may run. Default: all methods that declare their questions.
         min_samples: Fewest samples behind anything that leaves the site: a part of Stratify's batch, an update, a
             prototype, a count. A spec may require more.
-        below: Treatment of a smaller part of Stratify's batch: ``hold-back`` merges it into a later part, ``refuse``
-            gives no answer. Other questions about fewer samples are not answered.
+        below: What happens to a part of Stratify's batch with fewer samples: ``hold-back`` merges it into a later part,
+            ``refuse`` does not answer. Other questions about fewer samples are never answered.
         rounds: Most rounds of a job.
-        exchanges: Most questions and hops of a job that are answered.
-        megabytes: Most megabytes of all answers of a job.
-        starts: Most times that a job may begin or be resumed. Each time it can return to its last checkpoint, and
-            repeat the questions since then.
-        surveys: Most different statistics of the site's own data, over all jobs, except approved jobs. Two answers can
-            differ by a single sample, because another seed or share holds out other samples. The same limit holds for
-            descriptions (``[data]``) that are tried on the data, and for questions that fail, because an error is
-            information too.
-        masking: Whether labels and their counts may leave the site only masked.
-        ldp: Whether numbers of samples may leave the site only under local differential privacy.
-        relay: ``direct``: the model of a relay goes from site to site, and the server sees it at the end of the relay.
-            ``server``: the server may see it after every hop.
+        exchanges: Most messages with questions or tasks that the site answers for a job.
+        megabytes: Most megabytes of all answers to a job.
+        starts: Most times that a job may begin or be resumed. With each start, a job can return to its last checkpoint
+            and repeat the questions since then.
+        surveys: Most different answers about statistics of the site's own data, over all jobs that are not approved.
+            The limit is needed because a spec with another seed holds out other samples for tests, so two answers can
+            differ by a single sample and reveal it. The same limit holds for descriptions (``[data]``) that are tried
+            on the data, and for questions that fail, because an error reveals something too.
+        masking: Whether labels and their counts must be masked before they leave the site.
+        ldp: Whether sample counts may leave the site only under local differential privacy.
+        relay: The way of a model that clients train in turn. ``direct``: from site to site, so that the server sees
+            only the final model. ``server``: the server may see the model after every client.
     """
 
     jobs: Literal["approved", "within-policy"] = "approved"
@@ -88,10 +89,10 @@ class Policy(Setting):
         """Refuse a job before any data are read for it.
 
         Args:
-            asked: What the job asks.
+            asked: The declaration of everything that the job asks.
 
         Raises:
-            RuleError: The job is refused; the error has the rule, the value and what is accepted.
+            RuleError: The job is refused. The message gives the rule, the job's value and the accepted values.
         """
         if self.jobs == "approved" and asked.job not in self.approved:
             raise RuleError("policy.approved", f"job {asked.job} is not approved; {_remedy(asked.job)}")
@@ -125,9 +126,9 @@ class Policy(Setting):
 
         Args:
             job: The hash of the job.
-            answer: The answer, or a key of it.
-            before: The earlier answers; the same one may be given again.
-            topic: What they are about.
+            answer: The answer, or a key that identifies it.
+            before: The earlier answers to all jobs; each of them may be given again.
+            topic: A description of the answers, for the message.
 
         Raises:
             RuleError: The limit is reached, and the job is not approved.
@@ -155,14 +156,18 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}; {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return the privacy settings with the larger minimum: that of the spec, or of this policy."""
+        """Return the spec's privacy settings, with this policy's minimum of samples if it is larger.
+
+        Args:
+            privacy: The privacy settings of the spec.
+        """
         if self.min_samples <= privacy.min_samples:
             return privacy
         return privacy.model_copy(update={"min_samples": self.min_samples, "below": self.below})
 
     @classmethod
     def read(cls, root: Path) -> Policy:
-        """Read the policy of a site's folder; the defaults if it has no file.
+        """Read the policy from a site's folder; return the defaults if the folder has no policy file.
 
         Raises:
             SpecError: The file is not TOML, a key is unknown or a value is wrong; the message names the line.
@@ -187,17 +192,17 @@ def _remedy(job: str) -> str:
 
 
 def approve(kit: Path, job: str) -> bool:
-    """Let a site accept a job.
+    """Add a job to the approved jobs of a site's policy.
 
     Args:
         kit: The site's folder.
         job: The hash of the job.
 
     Returns:
-        Whether the job was not accepted before.
+        True if the job was not approved before.
 
     Raises:
-        SpecError: The folder is not that of a site, or its policy cannot be read.
+        SpecError: The folder is not a site's folder, or its policy cannot be read.
     """
     if not (kit / FILE.parent).is_dir():
         problem = f"no folder of a site, as 'fedstrata deploy' writes it: there is no {FILE.parent}"
@@ -212,7 +217,7 @@ def approve(kit: Path, job: str) -> bool:
 
 
 def _with_approved(lines: list[str], approved: list[str]) -> str:
-    """Return the text of the file with another list of approved jobs, and without other changes."""
+    """Return the text of the policy file with a new list of approved jobs; all other lines stay unchanged."""
     text = "\n".join(lines)
     begin = line_of(text, "approved")
     new = tomli_w.dumps({"approved": approved}).strip()
@@ -225,7 +230,7 @@ def _with_approved(lines: list[str], approved: list[str]) -> str:
 
 
 def require_hash(text: str) -> str:
-    """Return a hash of a spec.
+    """Return a text if it has the form of a spec's hash.
 
     Raises:
         SpecError: The text is not a hash.

@@ -1,6 +1,7 @@
-"""Process trees: signals reach all processes, and all end when the process that started the first one ends.
+"""Start and end trees of processes: a signal reaches all of them, and all end when our own process ends.
 
-``python -m fedstrata.sites.processes COMMAND`` runs a command until the command or standard input ends.
+``python -m fedstrata.sites.processes COMMAND`` runs a command. It ends when the command ends, or kills the command when
+standard input is closed.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ from typing import Any
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command as the leader of a session that ends with this process, also after a SIGKILL.
+    """Start a command in a new session that ends with this process, even if this process is killed by SIGKILL.
 
-    The system closes the pipes of a killed process, and a guard process waits for that.
+    A guard process between them makes this work: it reads a pipe from this process, which the operating system closes
+    when this process ends, and then kills the session.
 
     Args:
-        command: Program and arguments.
-        options: For ``subprocess.Popen``.
+        command: The program and its arguments.
+        options: Options of ``subprocess.Popen``.
     """
     guarded = [sys.executable, "-m", "fedstrata.sites.processes", *command]
     return subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True, **options)
 
 
 def groups_of(leader: int) -> set[int]:
-    """Return the process groups of a session's leader and its descendants.
+    """Return the ids of the process groups of a session's leader and its descendants.
 
-    NVFlare starts the process of a job, and of a simulated site, in a new group.
+    There are several groups, because NVFlare starts each job and each simulated site in a new group.
     """
     import psutil
 
@@ -47,14 +49,14 @@ def groups_of(leader: int) -> set[int]:
 
 
 def send_signal(leader: int, number: signal.Signals) -> set[int]:
-    """Send a signal to a session's leader and its descendants, and return their groups."""
+    """Send a signal to a session's leader and its descendants, and return the ids of their process groups."""
     groups = groups_of(leader)
     _send(groups, number)
     return groups
 
 
 def end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """End a session's leader and its descendants: by SIGTERM, and after ``grace`` seconds by SIGKILL."""
+    """End a session's leader and its descendants: send SIGTERM, and after ``grace`` seconds SIGKILL."""
     groups = send_signal(process.pid, signal.SIGTERM) if grace else groups_of(process.pid)
     with suppress(subprocess.TimeoutExpired):
         process.wait(grace)
@@ -71,7 +73,7 @@ def _send(groups: set[int], number: signal.Signals) -> None:
 
 
 def _guard(command: Sequence[str]) -> int:
-    # The guard waits for the others, which receive the signal too; they would inherit SIG_IGN.
+    # The guard must outlive the others, which receive SIGTERM too. A handler is set because they would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     Thread(target=_follow, daemon=True).start()
@@ -80,7 +82,7 @@ def _guard(command: Sequence[str]) -> int:
 
 
 def _follow() -> None:
-    """Wait for the end of standard input, then end the session, this process last."""
+    """Wait until standard input is closed, then kill the session, and this process last."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     group = os.getpgid(0)

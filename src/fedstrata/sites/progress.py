@@ -1,4 +1,4 @@
-"""The progress of a run over sites, as its server and each site report it, and its text."""
+"""The progress of a run over sites: the tables that the server and each site write, and their display as text."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fedstrata.base.jsonl import write_json
 LOG = logging.getLogger(__name__)
 
 STATUS = Path("fedstrata") / "status.json"
-"""The file in a party's folder with the progress of its part."""
+"""The file in a party's folder with the progress of a run as this party sees it."""
 
 FEDSTRATA = "fedstrata"
-"""The key of our part in the answer of NVFlare's ``show_stats``."""
+"""The key of our table in the answer of NVFlare's command ``show_stats``."""
 
 STEP = 2.0
 """Seconds between two writes of the progress."""
@@ -28,20 +28,20 @@ DISK_FULL = 1e6
 """Free bytes below which a disk is full."""
 
 CURVES = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss", "clients_returned": "returned"}
-"""Columns that are shown as curves over the rounds, and the names of the curves."""
+"""A mapping from each field of a round's record that is shown as a curve to the name of the curve."""
 
 POINTS = 300
-"""Approximate largest number of points of a curve, which is sent every two seconds."""
+"""The approximate largest number of points of a curve, because all curves are sent every two seconds."""
 
 MEASURED = ("accuracy", "loss", "train_loss")
 COUNTED = ("returned", "dropped", "late", "failed")
-"""Metrics, and counts of clients, that are shown of a round."""
+"""The metrics (``MEASURED``) and the counts of clients (``COUNTED``) of a round that are shown."""
 
 
 def curves_of(records: Iterable[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
-    """Return the rounds and the values of each curve, thinned.
+    """Return the rounds and the values of each curve, with at most about ``POINTS`` points.
 
-    After a crash a record replaces those of the rounds from the same number on.
+    If a crash made a run repeat rounds, a repeated record replaces the earlier records of this and all later rounds.
 
     >>> curves_of([{"round": round, "loss": 1 / round} for round in (1, 2, 3, 2)])
     {'loss': [[1, 2], [1.0, 0.5]]}
@@ -65,11 +65,11 @@ class Progress:
     """The progress of a run, as its server reports it.
 
     Args:
-        rounds: The number of rounds.
-        sites: The sites that should take part.
-        status: Returns the state of a site, and the reason.
-        before: Records of the rounds before the run was resumed.
-        path: The file to write; optional.
+        rounds: The number of rounds of the run.
+        sites: The names of the sites that should take part.
+        status: Returns the state of a site, and the reason for it.
+        before: The records of the rounds before the run was resumed.
+        path: The file to which the progress is written; optional.
         run: The name of the run folder.
     """
 
@@ -91,19 +91,19 @@ class Progress:
         self._states: dict[str, list[str]] = {}
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Add the record of a round; a callback of a run."""
+        """Add the record of a round. A run calls this as a callback."""
         self._records.append(_kept(record))
 
     def table(self) -> dict[str, Any]:
-        """Return the progress as plain values."""
-        records = list(self._records)  # another thread may add to it
+        """Return the progress as a table that JSON can hold."""
+        records = list(self._records)  # a copy, because another thread may add records
         here, last = records[self._before :], records[-1] if records else {"round": 0}
         seconds, left = time.time() - self._begun, None
         if here and not self._over:
             left = seconds / (last["round"] - here[0]["round"] + 1) * (self._rounds - last["round"])
         if not self._over:
             self._update_states()
-        # Not every round has an evaluation.
+        # The last value of each metric, because not every round has an evaluation.
         measured = {key: record[key] for record in records for key in MEASURED if key in record}
         counts = {key: last[f"clients_{key}"] for key in COUNTED if f"clients_{key}" in last}
         return {
@@ -124,7 +124,7 @@ class Progress:
         self._states = {site: list(self._status(site)) for site in self._sites}
 
     def end(self, outcome: str = "complete") -> None:
-        """Note the end of the run; the states of sites do not change any more."""
+        """Record and write the end of the run. Afterwards, the states of the sites do not change any more."""
         with suppress(Exception):  # the transport may be closed already
             self._update_states()
         self._over = outcome
@@ -133,12 +133,12 @@ class Progress:
     def write(self) -> None:
         """Write the progress to the file, if there is one."""
         if self._path is not None:
-            with self._writing:  # so that the newest is written last
+            with self._writing:  # so that two threads cannot write an older table over a newer one
                 _write(self._path, self.table())
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Write the progress every two seconds during the block."""
+        """Write the progress every two seconds during the ``with`` block."""
         if self._path is None:
             yield
             return
@@ -148,7 +148,7 @@ class Progress:
             while True:
                 try:
                     self.write()
-                except Exception as error:  # such as a full disk, which must not stop the run
+                except Exception as error:  # an error such as a full disk must not stop the run
                     LOG.debug("the status is not written: %s", error)
                 if ended.wait(STEP):
                     return
@@ -163,10 +163,10 @@ class Progress:
 
 
 class SiteProgress:
-    """The progress of a site's part, which is written to its folder.
+    """The progress of a site's part of a run, which is written to the site's folder.
 
     Args:
-        path: The file.
+        path: The file to which it is written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -174,12 +174,12 @@ class SiteProgress:
         self.table: dict[str, Any] = {"questions": 0, "bytes_in": 0, "bytes_out": 0, "refused": "", "working": False}
 
     def question(self, size: int) -> None:
-        """Note a question of so many bytes."""
+        """Count a question of ``size`` bytes."""
         self.table |= {"bytes_in": self.table["bytes_in"] + size, "working": True, "asked": time.time()}
         self.table["questions"] += 1
 
     def answer(self, size: int, refused: str = "") -> None:
-        """Note an answer of so many bytes, or a refusal."""
+        """Count an answer of ``size`` bytes, and record the reason if it was refused."""
         self.table |= {"bytes_out": self.table["bytes_out"] + size, "working": False}
         self.table["refused"] = refused or self.table["refused"]
 
@@ -191,7 +191,7 @@ class SiteProgress:
 
 
 def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what progress needs of the record of a round."""
+    """Return the fields of a round's record that are needed to show the progress."""
     keys = ("round", "bytes_up", "bytes_down", *MEASURED, *(f"clients_{key}" for key in COUNTED))
     return {key: record[key] for key in keys if record.get(key) is not None}
 
@@ -202,7 +202,7 @@ def _write(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def headline(table: Mapping[str, Any]) -> str:
-    """Return a line about a run: the round, clients of the last round, sites, bytes, and the remaining time.
+    """Return a line about a run: round, metrics, clients of the last round, sites, bytes, and the remaining time.
 
     >>> headline({"round": 3, "rounds": 10, "accuracy": 0.8125, "loss": 0.5, "returned": 2, "failed": 1,
     ...           "bytes_up": 2_500_000, "bytes_down": 800, "seconds_left": 35.0,
@@ -223,8 +223,8 @@ def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
     """Return lines about a run, with one line per site, or about a site's part.
 
     Args:
-        table: The progress, from the server or the site.
-        now: The time; by default the present.
+        table: The progress, as the server or the site wrote it.
+        now: The current time in seconds since the epoch; by default from the clock.
     """
     now = time.time() if now is None else now
     age = now - table.get("at", now)

@@ -1,4 +1,4 @@
-"""Make the certificates, start-up kits and the job of a federation: one folder for each party."""
+"""Make the certificates, start-up kits and the job of a federation, with one folder (kit) for each party."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from fedstrata.sites.simulator import require_nvflare
 from fedstrata.spec.experiment import Experiment
 
 SERVER, ADMIN, JOB = "server", "admin", "job"
-"""Folders beside those of the sites; the job is in the administrator's folder."""
+"""The folders of the server and of the administrator, next to those of the sites; the folder ``JOB`` is inside
+``ADMIN``."""
 
 GATE = "fedstrata.sites.gate.Gate"
 
@@ -52,12 +53,12 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         spec: The experiment.
         sites: The federation.
         out: A folder that is empty or does not exist.
-        base_dir: For a trial on this machine: the base of relative paths of data files.
+        base_dir: For a trial on this machine: the folder to which relative paths of data files refer.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
-        SpecError: A setting is wrong, or ``out`` is in use.
-        DataError: The server's test samples are missing or not what the spec says.
+        SpecError: A setting is wrong, or ``out`` is not empty.
+        DataError: The server's test samples are missing or do not fit the spec.
         FedstrataError: NVFlare cannot make the certificates.
     """
     require_nvflare()
@@ -68,7 +69,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         raise SpecError("tracking", problem)
     site_of_client = sites.site_of_client(spec)
     test = path_of(sites.server.data, base_dir)
-    # The file may be on the server's machine only.
+    # In a real deployment, the file may exist only on the server's machine.
     if sites.own_data and (test is None or base_dir is not None or test.exists()):
         prepare_server(spec, test, len(site_of_client))
     policy = policy_of(spec, sites)
@@ -108,7 +109,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
 
 
 def _certify(sites: Sites, out: Path) -> None:
-    """Run NVFlare's provisioning, in a separate process, because it changes the state of its process."""
+    """Make the parties' kits with NVFlare. This runs in a separate process, because NVFlare changes global state."""
     clients = [{"name": name, "type": "client", "org": "fedstrata"} for name in sites.site]
     server = {"name": sites.server.host, "type": "server", "org": "fedstrata", "fed_learn_port": sites.server.port}
     admin = {"name": USER, "type": "admin", "org": "fedstrata", "role": "lead"}
@@ -135,14 +136,14 @@ def _certify(sites: Sites, out: Path) -> None:
             raise FedstrataError(f"NVFlare cannot make the start-up kits: {(done.stdout + done.stderr).strip()}")
         for kit, name in [(sites.server.host, SERVER), (USER, ADMIN), *((name, name) for name in sites.site)]:
             shutil.move(kits / kit, out / name)
-        # The root's private key signs new certificates, so it stays here. The keys of the parties are in their folders.
+        # The root's private key is needed to renew certificates, so it is kept. The parties' keys are in their folders.
         state = json.loads((root / "kits" / sites.federation / "state" / "cert.json").read_text(encoding="utf-8"))
         (out / "authority").mkdir()
         write_json(out / "authority" / "cert.json", {key: state[key] for key in ("root_cert", "root_pri_key")})
 
 
 def _write_settings(folder: Path, settings: SiteSettings) -> None:
-    """Write a party's settings: its data, the classes that a job may name, and the administrator's rights."""
+    """Write a party's settings, and NVFlare's: the classes that a job may name, and the administrator's rights."""
     (folder / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")
     local = folder / LOCAL.parent
     text = (local / "resources.json.default").read_text(encoding="utf-8")
@@ -150,8 +151,8 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
     resources["class_allow_list"] = list(CLASSES)
     resources["allow_log_streaming"] = False
     for server in resources.get("servers", []):
-        server["heart_beat_timeout"] = 120  # seconds, so that a site that is stopped for a minute is not lost
-    if "snapshot_persistor" in resources:  # the server's
+        server["heart_beat_timeout"] = 120  # seconds; a site that stops for a minute is not lost
+    if "snapshot_persistor" in resources:  # only the server has it
         resources["components"].append({"id": "gate", "path": GATE, "args": {"records": f"/{RECORDS}/"}})
     for component in resources.get("components", []):
         if component["id"] == "job_scheduler":
@@ -182,7 +183,7 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
 
 
 def _described(spec: Experiment) -> str:
-    """Describe the data file of a site."""
+    """Describe in words the data file that a site must have."""
     schema, data = spec.data.schema, spec.data
     if schema is None:
         return f"a .npz file: `x_train` (samples of shape {list(data.shape or ())}) and `y_train` (0 … {data.classes})"

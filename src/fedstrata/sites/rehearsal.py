@@ -1,4 +1,4 @@
-"""A rehearsal of a deployment in one process, with the sites' files, messages as bytes, and the same result."""
+"""A rehearsal of a deployment in one process: reads the sites' files, encodes all messages, and has the same result."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fedstrata.spec.experiment import Experiment
 from fedstrata.stratify.masking.key_store import KeyRing
 
 STATES = "sites"
-"""The folder of the clients' states in the run folder, with one folder per site."""
+"""The folder in the run folder with the clients' states; it contains one folder per site."""
 
 
 class _Transport(Transport):
-    """Sites in this process, which exchange bytes as in a deployment."""
+    """A connection to sites in this process, which exchange encoded messages as in a deployment."""
 
     def __init__(self, site_servers: dict[str, SiteServer]) -> None:
         self.site_servers = site_servers
@@ -42,19 +42,19 @@ class _Transport(Transport):
 def rehearse_file(
     spec: Experiment, file: Path, out: Path, *, resume: bool = False, callbacks: Sequence[Callback | Watcher] = ()
 ) -> History:
-    """Run a deployment's experiment over the same files, with the same result.
+    """Run the experiment of a deployment in this process, on the same data files and with the same result.
 
     Args:
         spec: The experiment.
-        file: The file with the federation. The data and keys of sites and server, whose paths are relative to this
-            file, are read here.
+        file: The description of the federation (``sites.toml``). It names the files with the data and keys of the
+            server and the sites; relative paths refer to the folder of this file.
         out: The run folder.
         resume: Whether to resume the run in the folder.
         callbacks: Callbacks of the run.
 
     Raises:
-        SpecError: A setting is wrong, or a site's file is not named.
-        FedstrataError: Too few sites have data that the spec describes.
+        SpecError: A setting is wrong, or the data file of a site is not named.
+        FedstrataError: Too few sites have data that fit the spec.
     """
     sites, base_dir = Sites.read(file), file.parent
     site_of_client, sums = sites.site_of_client(spec), Sums(sites.patience)
@@ -69,10 +69,10 @@ def rehearse_file(
         transport.site_servers[name] = SiteServer(name, out / STATES / name, carry, settings, keys=keys, policy=policy)
     test = path_of(sites.server.data, base_dir)
     prepared = prepare_server(spec, test, len(site_of_client)) if sites.own_data else prepare(spec)
-    fewer = "abort" if sites.fewer == "wait" else sites.fewer  # sites of this process do not come back
+    fewer = "abort" if sites.fewer == "wait" else sites.fewer  # a site in this process that failed stays so
     messenger = Messenger(transport, site_of_client, patience=sites.patience, least=sites.least, fewer=fewer)
     direct = sites.relay == "direct"
-    # The folder has no other run, so that any name will do.
+    # The run can have any name, because the folder does not contain another run.
     engine = NVFlareEngine(prepared.config, messenger, sums, spec=spec.to_toml(), run="run", direct=direct)
     if sites.own_data:
         prepared = surveyed(prepared, engine, out, resume=resume)

@@ -1,4 +1,4 @@
-"""Relays over sites: the model goes from site to site, and the server sends the tasks."""
+"""Relays over sites: clients train one model in turn. It goes from site to site, and the server sends the tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ClientRaisedError(FedstrataError):
 
 
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
-    """Return the reply to a request, or the reason for which it is missing."""
+    """Return a client's reply to a request, or a ``Failure`` if it failed or replied with another type."""
     if isinstance(outcome, Failed):
         error = None if outcome.bystander or outcome.refused else ClientRaisedError(outcome.reason)
         return Failure(outcome.reason, error, outcome.bystander, outcome.refused)
@@ -32,13 +32,13 @@ def reply_of(outcome: object, request: Request) -> Reply | Failure:
 
 @dataclass
 class _Hop:
-    """A hop that counts.
+    """A hop that counts: one client's training of the travelling model, which the server accepted.
 
     Args:
         site: The site of the client.
-        client: The client.
-        outcome: Its reply, or a ``Failure`` once the model that it passed on is lost.
-        ticket: Lets the next site in turn, and no other, fetch the model that the hop left.
+        client: The id of the client.
+        outcome: The client's reply, or a ``Failure`` once the model that it trained is lost.
+        ticket: A secret with which the site of the next hop, and no other, can fetch the model after this hop.
     """
 
     site: str
@@ -50,12 +50,12 @@ class _Hop:
 class SiteRelay:
     """A relay in which the model goes from site to site; see ``fedstrata.federation.engine.RelaySession``.
 
-    The server sends the tasks, each with the place of the model. A site keeps its last model until the relay is over.
-    When a site is lost, only the hops since the model was last at another site are lost with it.
+    The server sends the tasks, each with the name of the site that has the model. A site keeps its last model until the
+    relay is over. So if a site is lost, only the hops since the model was last at another site are lost too.
 
     Args:
-        messenger: How sites are reached.
-        number: The number of the relay.
+        messenger: Sends messages to the sites.
+        number: The id of the relay.
         weights: The initial model.
     """
 
@@ -64,12 +64,12 @@ class SiteRelay:
         self._site_of_client = messenger.directory.site_of_client
         self._hops: list[_Hop] = []
         self._trail: list[int] = []
-        """The hops whose model is kept at a site, in order: the last hop of each site."""
+        """The indices of the hops whose model a site still keeps (the last hop of each site), in ascending order."""
         self._sites: set[str] = set()
         self._last: _Hop | None = None
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
-        """Send a task; the site fetches the model from the site that holds it."""
+        """Send a task to a client's site, which fetches the model from the site that has it, and return the reply."""
         self._last = None
         site = self._site_of_client[client]
         self._sites.add(site)
@@ -78,7 +78,7 @@ class SiteRelay:
             ticket = secrets.token_hex(16)
             outcome = self._send(site, client, task, ticket, base, self._weights if base < 0 else None)
             if isinstance(outcome, Unmoved) and base >= 0:
-                # The two sites may not be allowed to talk, or the model arrived damaged: use the server instead.
+                # The sites may be unable to connect, or the model arrived damaged. Send the model through the server.
                 model = self._fetch(base)
                 if isinstance(model, FedstrataError):
                     self._lose(base, str(model))
@@ -94,14 +94,17 @@ class SiteRelay:
         return reply
 
     def _send(self, site: str, client: ClientId, task: Request, ticket: str, base: int, weights: Weights | None) -> Any:
-        """Send a task with the model after hop ``base``, or, without ``weights``, with the site that holds it."""
+        """Send a task and return the site's answer.
+
+        The message contains the model (``weights``), or else the site that has the model after hop ``base``.
+        """
         holder, key = ("", "") if weights is not None else (self._hops[base].site, self._hops[base].ticket)
         exchange, number = self._messenger.next_exchange(), len(self._hops)
         body = Hop(exchange, self._number, number, client, task, holder, base, weights, False, ticket, key)
         return self._messenger.ask(site, body, Hopped, Unmoved)
 
     def keep(self, accepted: bool) -> None:
-        """Let the last hop count, or not."""
+        """Let the last hop count if its reply is accepted; otherwise ignore the hop."""
         if not accepted or self._last is None:
             return
         site, number = self._last.site, len(self._hops)
@@ -110,7 +113,7 @@ class SiteRelay:
         self._trail = [hop for hop in self._trail if self._hops[hop].site != site] + [number]
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Fetch the model, and tell the sites which hops count."""
+        """Return the final model and the outcome of each hop; tell the sites which clients' hops do not count."""
         weights = self._weights
         while self._trail:
             base = self._trail[-1]
@@ -135,7 +138,10 @@ class SiteRelay:
         return weights
 
     def _lose(self, base: int, reason: str) -> None:
-        """Note that the model after a hop is lost, so that no hop counts since it was last at another site."""
+        """Record that the model after hop ``base`` is lost.
+
+        The hops since the model was last at another site do not count any more.
+        """
         self._trail.remove(base)
         since = self._trail[-1] if self._trail else -1
         for hop in self._hops[since + 1 :]:

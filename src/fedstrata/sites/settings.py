@@ -19,14 +19,14 @@ LOCAL = Path("local") / "fedstrata.toml"
 """The file of a party's settings in its folder; it is never part of a job."""
 
 USER = "admin@fedstrata.local"
-"""The administrator, who may only submit jobs and fetch their results."""
+"""The user name of the administrator, who may only submit jobs, watch them and fetch their results."""
 
 PATIENCE = 600.0
-"""Default seconds that a site has for an answer."""
+"""Seconds within which a site must answer, by default."""
 
 
 def run_of(spec: str) -> str:
-    """Return the name of a run, which is a hash of its spec.
+    """Return the name of a run: a hash of its spec's text.
 
     Args:
         spec: The experiment as TOML.
@@ -42,8 +42,8 @@ def read_setting(kind: type[S], path: Path, key: str) -> S:
 
     Args:
         kind: The class of the setting.
-        path: The file.
-        key: The name of the file in errors.
+        path: The TOML file.
+        key: The key by which messages of errors call the file, such as ``--sites``.
 
     Raises:
         SpecError: The file is missing or not TOML, a key is unknown or a value is wrong; the message names the line.
@@ -57,16 +57,18 @@ def read_setting(kind: type[S], path: Path, key: str) -> S:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One experiment for the server of a job.
+    """One experiment of a job, with everything that the job's server needs to run it.
 
     Args:
-        spec: The file with the experiment, in the server's part of the job.
-        folder: The path of the run folder in a simulation; a server uses ``run_of``. A run in the folder is resumed.
-        clients: N.
-        sites: The site of every client in a deployment; otherwise clients are distributed over the connected sites.
-        own_data: Whether sites have their own data; otherwise the data are those of the spec, by its partition.
-        patience: Seconds that a site has for an answer.
-        direct: Whether the model of a relay goes from site to site.
+        spec: The name of the file with the experiment, in the server's part of the job.
+        folder: The path of the run folder in a simulation. In a deployment, the server derives it with ``run_of``. A
+            run that is already in the folder is resumed.
+        clients: The number of clients.
+        sites: The name of each client's site in a deployment. If empty, clients are distributed over the connected
+            sites.
+        own_data: Whether sites have their own data. If not, the spec names the data, and its partition divides them.
+        patience: Seconds within which a site must answer.
+        direct: Whether a model that clients train in turn goes from site to site, not through the server.
         least: Fewest sites that must answer.
         fewer: What to do when fewer sites answer.
     """
@@ -83,11 +85,11 @@ class JobSpec:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> JobSpec:
-        """Read a job from its fields, as a job's configuration has them."""
+        """Make a ``JobSpec`` from the table of its fields in a job's configuration."""
         return cls(**{**table, "sites": tuple(table["sites"])})
 
     def site_of_client(self, connected: Sequence[str]) -> list[str]:
-        """Return the site of every client; consecutive clients share one if there are fewer sites than clients.
+        """Return the name of each client's site; if there are fewer sites than clients, consecutive clients share one.
 
         >>> JobSpec("run-0.toml", "", 5).site_of_client(["a", "b"])
         ['a', 'a', 'a', 'b', 'b']
@@ -98,21 +100,21 @@ class JobSpec:
 
 
 class SiteSettings(Setting):
-    """The settings of a site or the server, in ``local/fedstrata.toml`` of its folder.
+    """The settings of a party (a site or the server), which are read from ``local/fedstrata.toml`` in its folder.
 
     Args:
-        data: Its data file; None if the data are those of the spec.
-        keys: The folder of the keys that the sites share, for masked labels; never at the server.
-        patience: Seconds that it waits for another site.
+        data: The party's data file; None if the spec names the data.
+        keys: The folder with the keys that all sites share to mask labels; never set at the server.
+        patience: Seconds that the site waits for the server or another site.
         secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them; this
             needs certificates.
-        states: The folder of its clients' states. Default: inside its folder.
-        allow: Top-level packages, installed at the site, from which a spec may name ``module:Class``.
-        catalog: Data sets and files that a spec may name here, beside the data sets of scikit-learn.
+        states: The folder of the clients' states. Default: inside the party's folder.
+        allow: Top-level packages, installed on this machine, from which a spec may name ``module:Class``.
+        catalog: Data sets and files of this machine that a spec may name, in addition to scikit-learn's data sets.
         tells: Whether the server may see metrics on this site's own samples (``evaluation.client_test``). It sees sums
             over all sites in any case.
-        simulated: Whether this is a simulation on one machine. Then the job may name folders, clients may make the
-            keys, specs may name any code, and the server sees the full text of errors.
+        simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, missing keys
+            are created, specs may name any code, and the server sees the full text of errors.
     """
 
     data: Path | None = None
@@ -127,16 +129,16 @@ class SiteSettings(Setting):
 
     @property
     def packages(self) -> list[str] | None:
-        """The packages from which a spec may name code; None for any, in a simulation."""
+        """The packages from which a spec may name code; None if it may name any code, as in a simulation."""
         return None if self.simulated else self.allow
 
     def table(self) -> dict[str, Any]:
-        """Return the values that differ from the defaults, for TOML."""
+        """Return the values that differ from the defaults, as a table for TOML."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     @classmethod
     def read(cls, root: Path) -> SiteSettings:
-        """Read the settings of a party's folder; the defaults if it has no file.
+        """Read the settings from a party's folder; return the defaults if it has no settings file.
 
         Raises:
             SpecError: The file is not TOML, a key is unknown or a value is wrong; the message names the line.

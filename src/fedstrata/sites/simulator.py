@@ -1,4 +1,4 @@
-"""Experiments in NVFlare's simulator: server and sites are processes of this machine, without certificates."""
+"""Experiments in NVFlare's simulator: server and sites are processes on this machine, without certificates."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from fedstrata.spec.experiment import Experiment
 Callback = Callable[[Mapping[str, Any]], None]
 
 SITES = "sites.json"
-"""The file in a run folder with the number of sites of its clients."""
+"""The file in a run folder with the number of sites that hold the clients."""
 
 _LOOK = 0.1
 GRACE = 5.0
-"""Seconds that processes have to end."""
+"""Seconds that processes have to end after SIGTERM, before they are killed."""
 
 
 def require_nvflare() -> None:
@@ -57,13 +57,13 @@ def simulate(
     """Run experiments one after another in one session of NVFlare's simulator.
 
     Args:
-        runs: Experiments and their run folders; None for no folder.
-        sites: The number of processes that hold the clients. Default: one per client, at most the number of processors
-            or three. A resumed run keeps its number, because each site has the states of its clients.
+        runs: Experiments and their run folders; None if the run folder need not be kept.
+        sites: The number of sites, which are processes that hold the clients. Default: one site per client, but at most
+            max(3, number of processors). A resumed run keeps its sites, because they have stored their clients' states.
         resume: Whether to resume the runs in the folders.
-        callbacks: Are called with the record of every round.
-        patience: Seconds that a site has for an answer.
-        direct: Whether the model of a relay goes from site to site.
+        callbacks: Functions that are called with the record of every round.
+        patience: Seconds within which a site must answer.
+        direct: Whether a model that clients train in turn goes from site to site, not through the server.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
@@ -89,7 +89,7 @@ def simulate(
         ]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / WEIGHTS).unlink(missing_ok=True)  # below, its presence means that the run is complete
+            (folder / WEIGHTS).unlink(missing_ok=True)  # because _finished takes the file as a sign of a complete run
             write_json(folder / SITES, {"sites": count})
         states = folders[0] / "sites" if runs[0][1] is not None else root / "sites"
         (root / "keys").mkdir(mode=0o700)
@@ -112,10 +112,14 @@ def simulate(
 
 
 def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
-    """Return the number of sites of runs to resume; ``sites`` if none of them has begun.
+    """Return the number of sites that the runs to resume had; return ``sites`` if none of them has begun.
+
+    Args:
+        folders: The run folders.
+        sites: The number of sites that was asked for; None for any.
 
     Raises:
-        SpecError: They had another number of sites, or another engine.
+        SpecError: A run had another number of sites, or another engine.
     """
     for folder in folders:
         if saved := checkpoint.load(folder / "checkpoint"):
@@ -159,7 +163,7 @@ def _write_settings(workspace: Path, settings: SiteSettings) -> None:
 @contextmanager
 def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
     command = simulator_command(root / "job", root / "workspace", sites)
-    # Each site keeps one processor busy; more threads would slow each other down.
+    # One thread per process: each site already keeps one processor busy, and more threads would slow each other down.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (root / "log.txt").open("wb") as log:
         process = start(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -170,7 +174,7 @@ def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class _Watch:
-    """Calls callbacks with every round that the servers write to the run folders."""
+    """Calls callbacks with the record of every round that the server writes to the run folders."""
 
     def __init__(self, folders: Sequence[Path], callbacks: Sequence[Callback]) -> None:
         self._files = [folder / METRICS for folder in folders]

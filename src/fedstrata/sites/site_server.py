@@ -1,4 +1,4 @@
-"""A site: it holds the data and states of its clients, and answers for them."""
+"""A site: holds the data and states of its clients, and answers the server's messages to them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 LARGEST_ANSWER = 256 << 20
-"""Most bytes of answers in one message, unless a single answer is larger."""
+"""Most bytes of answers in one message. A single answer that is larger is sent in a message of its own."""
 
 SERVER = "server"
 """The caller that may ask questions. Other sites may only fetch the model of a relay."""
@@ -54,24 +54,25 @@ HARMLESS = (
     *(FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError),
     *(UnusableDataError, RuleError),
 )
-"""Errors whose text others may read: it is about their messages, the spec, or the column and rule that data break."""
+"""Errors whose text the server and other sites may read. It is only about their own messages, the spec, or the name of
+the column and the rule that data violate."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__)
-"""Questions whose failures are in the ledger too, because they depend on whether the data fit the spec."""
+"""Questions whose failures are written to the ledger too: a failure reveals that the data do not fit the spec."""
 
 
 class SiteServer:
-    """The clients of one site.
+    """A site, which answers messages for its clients.
 
     Args:
         name: The name of the site.
-        folder: The folder of its clients' states.
-        send: Sends bytes to another site, or to the server's barrier, and returns the answer.
-        settings: The site's settings. In a simulation the site also answers methods that do not declare their
-            questions. Otherwise the server sees only the text of errors in its messages and the spec, because others
-            may reveal the site's data and files.
-        keys: The keys that all clients share; by default those of the environment.
-        policy: The site's limits on jobs; None for all that a job declares.
+        folder: The folder of the clients' states.
+        send: Sends bytes to another site, or a term of a sum to the server, and returns the answer.
+        settings: The site's settings. In a simulation, the site also answers methods that do not declare their
+            questions, and the server sees the text of all errors. In a deployment, it sees only the text of
+            ``HARMLESS`` errors, because others may reveal the site's data and files.
+        keys: The keys that all clients share to mask labels. Default: the keys that the environment variables name.
+        policy: The site's limits on jobs. None allows everything that a job declares.
         ledger: The site's ledger of answers and refusals; optional.
     """
 
@@ -89,16 +90,21 @@ class SiteServer:
         self.name, self.folder, self.send, self.settings = name, folder, send, settings
         self._keys, self.policy, self.ledger = keys, policy, ledger
         self._entries: list[tuple[int, Entry]] = []
-        """Entries that are not in the ledger yet, each with the thread that added it."""
+        """Entries that are not written to the ledger yet, each after the id of the thread that added it."""
         self._noting = threading.Lock()
-        """Protects the entries, because another site may fetch a model at any time."""
+        """Held while the entries change, because another site may fetch a model at any time, in another thread."""
         self.request_cache, self.problem = RequestCache(), ""
         self._run: SiteRun | None = None
         self._asking = ""
-        """The job that asked last to begin, or for the statistics of the data."""
+        """The hash of the job that is asking for statistics or to begin a run; empty during other questions."""
 
     def call(self, caller: str, data: object) -> bytes:
-        """Return the answer to a message of the server or another site: ``Refused`` if it is wrong or not allowed."""
+        """Return the encoded answer to a message from the server or another site.
+
+        Args:
+            caller: The name of the sender, which NVFlare has verified.
+            data: The encoded message. If it is wrong or not allowed, the answer is ``Refused``.
+        """
         what = "a message"
         try:
             if caller != SERVER:
@@ -117,7 +123,7 @@ class SiteServer:
                 if what in BEGINNINGS:
                     self.note(what, failed=type(error).__name__)
             try:
-                self._write_ledger()  # an error is an answer too
+                self._write_ledger()  # because an error that is sent reveals something too
             except Exception as unwritten:
                 error, self.problem = unwritten, f"the ledger cannot be written: {unwritten}"
             for_good = isinstance(error, RuleError) and error.for_good
@@ -125,15 +131,19 @@ class SiteServer:
 
     def _answered(self, envelope: wire.Envelope) -> bytes:
         if self._run is not None:
-            # PyTorch has this number for each thread, and sums depend on it.
+            # PyTorch keeps this setting per thread, and the rounding of sums depends on it.
             torch.set_num_threads(self._run.context.config.training.threads)
         self._asking = ""
         with only_from(self.settings.packages):
             return self._encode(self._answer(envelope))
 
     def _encode(self, answer: Message) -> bytes:
-        """Encode an answer, if the policy allows so many bytes, after writing the ledger."""
-        if self._run is not None and not isinstance(answer, wire.Surveyed):  # its bytes were counted for its own job
+        """Write the ledger, and return the encoded answer.
+
+        Raises:
+            RuleError: The policy does not allow so many bytes.
+        """
+        if self._run is not None and not isinstance(answer, wire.Surveyed):  # _surveyed has counted these bytes
             try:
                 self._run.guard.leave(records.size(answer))
             except RuleError as error:
@@ -145,7 +155,12 @@ class SiteServer:
         return records.encode(answer)
 
     def note(self, kind: str, **about: Any) -> None:
-        """Add an entry to the ledger; see ``Entry``."""
+        """Add an entry, which is written to the ledger before the answer leaves.
+
+        Args:
+            kind: The kind of the question.
+            about: Other fields of ``Entry``.
+        """
         if self.ledger is not None:
             run = "" if self._run is None else self._run.guard.declaration.job
             run = self._asking if kind in BEGINNINGS else run
@@ -168,7 +183,7 @@ class SiteServer:
                     self._entries[place] = me, dataclasses.replace(entry, **outcome)
 
     def _write_ledger(self) -> str:
-        """Write the entries to the disk, and return the head of the ledger."""
+        """Write the entries to the disk, and return the head of the ledger; empty without a ledger."""
         if self.ledger is None:
             return ""
         with self._noting:
@@ -180,10 +195,10 @@ class SiteServer:
         """Add a refusal to the log and the ledger.
 
         Args:
-            error: The rule and the reason.
-            what: The question.
-            caller: The caller.
-            client: The client that was asked, if any.
+            error: The error, which contains the rule and the reason.
+            what: The kind of the question.
+            caller: The name of the sender of the question.
+            client: The client that was asked; None if the site itself was asked.
         """
         LOG.warning("site %s: %s of %s: %s", self.name, what, caller, error)
         self.problem = str(error)
@@ -191,7 +206,12 @@ class SiteServer:
         self.note(what, client=client, round=round, refused=error.rule, to="" if caller == SERVER else caller)
 
     def admit(self, spec: str, clients: int, *, own_data: bool) -> Declaration:
-        """Return what a job asks, if this site takes part in it.
+        """Return everything that a job may ask, if this site takes part in the job.
+
+        Args:
+            spec: The spec as TOML.
+            clients: The number of clients.
+            own_data: Whether the job is about the sites' own data.
 
         Raises:
             RuleError: The site refuses the job.
@@ -206,11 +226,11 @@ class SiteServer:
         return asked
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
-        """Return the text of an error for others; see ``settings``.
+        """Return the text of an error that the server may see; see ``settings`` of this class.
 
         Args:
             error: The error.
-            reason: Its description, if a client raised it.
+            reason: The description of the error, if a client raised it.
         """
         if reason is None:
             if self.settings.simulated and isinstance(error, UnusableDataError):
@@ -249,7 +269,10 @@ class SiteServer:
         return answers[type(body)](body)
 
     def _surveyed(self, survey: wire.Survey) -> wire.Surveyed:
-        """Return the statistics of the site's data: under a policy once per job, and then the same bytes again."""
+        """Return the statistics of the site's data.
+
+        If the site has a policy, they are computed only once per job; later questions of the job get the same answer.
+        """
         require_home(survey.clients, survey.total)
         asked = self.admit(survey.spec, survey.total, own_data=True)
         guard, known, least = None, None, FEWEST
@@ -275,9 +298,9 @@ class SiteServer:
                 raise RuleError("repeat", f"{problem}; accepted: another job, which the site approves")
         size = records.size(surveyed)
         if guard is not None and self.policy is not None:
-            with guard.quota.alone():  # jobs are separate processes, and may ask at the same time
+            with guard.quota.alone():  # because jobs run in separate processes, and may ask at the same time
                 if known is None and surveyed.statistics.samples:
-                    # Differences of statistics reveal single samples.
+                    # The difference between two statistics can reveal a single sample, so different ones are limited.
                     others = [read(answer, wire.Surveyed).statistics for answer in guard.quota.surveys()]
                     before = {records.encode(statistics) for statistics in others if statistics.samples}
                     topic = "other statistics of this site's data"
@@ -292,7 +315,7 @@ class SiteServer:
         return fingerprint(self.settings.data, self.folder)
 
     def _part_of_relay(self, caller: str, fetch: wire.Fetch) -> Weights:
-        """Return the model after a hop to the caller that has its ticket."""
+        """Return the model after a hop of a relay, if the caller has the ticket of the hop."""
         run = self._running()
         result = run.leg.result_of(fetch.relay_id, fetch.hop)
         if result is None:
@@ -312,16 +335,16 @@ class SiteServer:
         return self._run
 
     def _reading(self, job: str, question: wire.Survey | wire.Begin) -> AbstractContextManager[None]:
-        """Return a context for reading the site's own data, within the limits of the policy."""
+        """Return a context manager in which the site's own data may be read, within the limits of the policy."""
         if self.policy is None:
             return nullcontext()
-        if isinstance(question, wire.Begin):  # a resumed run asks the same of the data
+        if isinstance(question, wire.Begin):  # resuming a run does not count as a new question about the data
             question = dataclasses.replace(question, run="", round=0)
         description = description_of(Experiment.from_table(parse_toml(question.spec)))
         return data_trial(self.folder, self.policy, job, description, records.encode(question))
 
     def context(self, begin: wire.Begin, job: str) -> ClientContext:
-        """Return the context that the clients of this site share."""
+        """Return the context (data, model and settings) that the clients of this site share in a run."""
         with self._reading(job, begin) if begin.statistics is not None else nullcontext():
             keys = self._keys or KeyRing.of_site()
             context = context_of(begin, self.settings.data, keys, tells=self.settings.tells)
@@ -335,10 +358,10 @@ class SiteRun:
 
     Args:
         site_server: The site.
-        folder: The folder of the run.
-        context: The context of its clients.
-        clients: Its clients.
-        guard: Checks what is asked.
+        folder: The folder of the run's checkpoints at this site.
+        context: The context of the site's clients.
+        clients: The ids of the site's clients.
+        guard: Checks all requests against the job's declaration and the policy.
     """
 
     def __init__(
@@ -358,7 +381,8 @@ class SiteRun:
         """Begin a run with the clients' states after ``begin.round``, or after the last stored round before it.
 
         Returns:
-            The run, the round of the states, and the clients that were at other sites then, without states here.
+            The run, the round of the states, and the clients whose states are missing because they were at other sites
+            in that round.
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} names no run")
@@ -387,14 +411,17 @@ class SiteRun:
         return run, saved.round, sorted(run.clients - stored)
 
     def save(self, save: wire.Save) -> wire.Done:
-        """Write the clients' states and the list of clients, because a client may have no state."""
+        """Write a checkpoint with the clients' states.
+
+        It also has the list of all clients at this site, because a client without a state would be missing otherwise.
+        """
         self.guard.save(save.round)
         state = {"lived": sorted(self.clients), "asked": self.guard.times_in_run}
         checkpoint.save(self.folder, save.round, state, self.store)
         return wire.Done()
 
     def learn(self, ack: object) -> None:
-        """Process an acknowledgement of an earlier answer, which may be repeated."""
+        """Process an acknowledgement of an earlier answer. The server may send it several times."""
         if isinstance(ack, wire.Commit):
             if ack.exchange == self._exchange:
                 self.engine.commit(ack.clients)
@@ -431,7 +458,7 @@ class SiteRun:
         return self._next_answers()
 
     def _send_part(self, part: bytes) -> object:
-        """Send the part of a group's sum, which counts as an answer."""
+        """Send this site's encoded terms of a group's sum to the server; they count as an answer."""
         try:
             self.guard.leave(len(part))
         except RuleError as error:
@@ -443,7 +470,10 @@ class SiteRun:
     def _allowed(
         self, requests: Mapping[ClientId, Request], *, together: bool
     ) -> tuple[dict[ClientId, Request], dict[ClientId, Any]]:
-        """Return the questions that may be answered, and the refusals of the others; of a group, all or none."""
+        """Return the requests that may be answered, and the refusals of the others.
+
+        If the clients answer as a group (``together``), one refusal refuses all requests.
+        """
         allowed: dict[ClientId, Request] = {}
         refused: dict[ClientId, Any] = {}
         self._matches = {}
@@ -460,7 +490,7 @@ class SiteRun:
         return allowed, refused
 
     def _refusal(self, client: ClientId, request: Request, error: RuleError) -> wire.Failed:
-        """Add a refusal to the ledger, and return it as a message."""
+        """Add a refusal to the log and the ledger, and return it as a message."""
         self.site_server.refused(error, type(request).__name__, SERVER, client)
         return wire.Failed(f"site {self.site_server.name}: {error}", bystander=False, refused=True)
 
@@ -484,13 +514,13 @@ class SiteRun:
         return answer
 
     def more(self, more: wire.More) -> wire.Answers:
-        """Return the answers of the last exchange that did not fit into the messages before."""
+        """Return answers of the last exchange that did not fit into earlier messages."""
         if more.exchange != self._exchange:
             raise WireError(f"the answers of exchange {more.exchange} are gone")
         return self._next_answers()
 
     def _next_answers(self) -> wire.Answers:
-        """Return as many answers as one message may hold, at least one."""
+        """Return as many of the remaining answers as one message may hold, at least one."""
         size = count = 0
         for outcome in self._unsent:
             size += records.size(outcome)
@@ -501,7 +531,7 @@ class SiteRun:
         return wire.Answers(answers, len(self._unsent))
 
     def hop(self, hop: wire.Hop) -> wire.Hopped | wire.Unmoved:
-        """Answer a task of a relay."""
+        """Let a client train the travelling model of a relay, and return its reply."""
         self._next(hop.exchange)
         task = self._request(hop.client, hop.task)
         if hop.back and hop.weights is None:
@@ -530,7 +560,11 @@ class SiteRun:
         return wire.Hopped(self._recorded(hop.client, task, reply, samples), None)
 
     def _weights(self, hop: wire.Hop) -> Weights:
-        """Return the model of a relay: sent with the task, kept here, or fetched from the site that has it."""
+        """Return the model of a relay: from the message, from this site's last hop, or from the site that has it.
+
+        Raises:
+            FedstrataError: The model is not available, or is damaged.
+        """
         if hop.weights is None and hop.holder == self.site_server.name:
             result = self.leg.result_of(hop.relay_id, hop.base)
             if result is None:
@@ -546,10 +580,10 @@ class SiteRun:
         return weights
 
     def _as_message(self, outcome: Any) -> Any:
-        """Return an outcome as a message."""
+        """Return the message for an outcome: a reply, or ``Failed`` for a failure."""
         if not isinstance(outcome, Failure):
             try:
-                # A reply that the server cannot read would make the other clients' answers unreadable too.
+                # Checked here, because one reply that the server cannot decode would spoil the whole message.
                 records.require_types(outcome)
             except (WireError, AttributeError, KeyError) as error:
                 return wire.Failed(str(error), False, True)
@@ -572,13 +606,13 @@ class SiteRun:
 
 @dataclass(frozen=True)
 class HopResult:
-    """The result of a hop.
+    """The result of a hop: one client's training of a relay's model.
 
     Args:
-        hop: The number of the hop.
-        ticket: The ticket that allows to fetch the model.
-        weights: The model.
-        client: The client.
+        hop: The index of the hop in its relay.
+        ticket: The secret with which the next site can fetch the model.
+        weights: The model after the hop.
+        client: The id of the client.
         samples: The number of samples behind the result.
         state: The new state of the client.
     """
@@ -592,7 +626,7 @@ class HopResult:
 
 
 class RelayLeg:
-    """A site's part of a relay; new states of clients are stored when the relay ends."""
+    """A site's part of a relay. The new states of its clients are stored only when the relay ends."""
 
     def __init__(self, number: int, context: ClientContext, store: StateStore) -> None:
         self.number, self._context, self._store = number, context, store
@@ -601,7 +635,7 @@ class RelayLeg:
         self._kept: HopResult | None = None
 
     def work(self, hop: wire.Hop, task: Request, weights: Weights) -> tuple[Reply | Failure, int]:
-        """Let a client train the model, and return its reply and the number of samples behind it."""
+        """Let a client train the model, and return its reply (or a failure) and the number of samples behind it."""
         self._new = None
         state = self._states.get(hop.client)
         client = Client(hop.client, self._context, self._store.get(hop.client) if state is None else state)
@@ -615,14 +649,14 @@ class RelayLeg:
         return reply, client.n_contributing
 
     def keep(self, ack: wire.HopCommit) -> None:
-        """Let the last result count."""
+        """Let the last result count, if it is the one that the server acknowledges."""
         new = self._new
         if ack.relay_id == self.number and new is not None and new.hop == ack.hop:
             self._states[new.client] = new.state
             self._kept, self._new = new, None
 
     def end(self, ack: wire.RelayEnd) -> None:
-        """Store the states of the clients whose results count, and drop the model."""
+        """Store the states of the clients whose results count, and delete the model."""
         if ack.relay_id != self.number:
             return
         for client, state in self._states.items():
@@ -631,7 +665,7 @@ class RelayLeg:
         self._states, self._new, self._kept = {}, None, None
 
     def result_of(self, relay_id: int, hop: int) -> HopResult | None:
-        """Return the result of a hop if it is the last one, or the last one that counts."""
+        """Return the result of a hop if it is the last hop here, or the last that counts; None for any other hop."""
         for result in (self._new, self._kept):
             if relay_id == self.number and result is not None and result.hop == hop:
                 return result

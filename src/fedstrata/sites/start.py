@@ -1,6 +1,6 @@
 """Prepare the start of a party; a kit's start script runs ``python -m fedstrata.sites.start KIT [--verbose]``.
 
-``start.sh`` first runs it with ``--check`` in the foreground, and then with ``--checked`` in the background.
+``start.sh`` runs this module twice: with ``--check`` in the foreground, and then with ``--checked`` in the background.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedstrata.sites.kits import close, configure_logging, set_paths
 
 
 def checked_kit(kit: Path) -> int:
-    """Print the problems of a kit, and return the exit code: 0 if it may start."""
+    """Print the problems and warnings of a kit, and return the exit code: 0 if the party may start."""
     findings = [each for each in check(kit, server=False, data=False) if each.state != "ok"]
     for each in findings:
         print_lines(f"fedstrata: {each}")
@@ -22,15 +22,15 @@ def checked_kit(kit: Path) -> int:
 
 
 def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
-    """Print the problems of a kit, and prepare it if it may start.
+    """Check a kit, and write its paths, logging and permissions if the party may start.
 
     Args:
         kit: A party's folder.
-        verbose: Whether NVFlare logs everything.
-        checked: Whether the kit was checked just now.
+        verbose: Whether NVFlare logs everything, not only errors.
+        checked: Whether the kit has just been checked, so that the check is skipped.
 
     Returns:
-        The exit code: 0 if it may start.
+        The exit code: 0 if the party may start.
     """
     if not checked and checked_kit(kit):
         return 1

@@ -31,14 +31,14 @@ NOTHING = "no run is at work"
 
 @dataclass
 class Source:
-    """A place where the progress of a run is read.
+    """A place from which the progress of a run is read.
 
     Args:
         table: Returns the progress of the run, or of a site's own part; None if there is no run. If the server does not
             answer, the table has only the key ``away`` with the reason. If a job was submitted and its run has not
             reported yet, the table has only the key ``waiting`` with the status of the job.
-        result: Returns the run folder when the run is over.
-        close: Closes connections.
+        result: Returns the run folder once the run is over, otherwise None.
+        close: Closes the connections.
     """
 
     table: Callable[[], dict[str, Any] | None]
@@ -50,13 +50,13 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
     """Return the source of a folder.
 
     Args:
-        folder: The administrator's folder, which asks the server; the folder of the server or of a site, which write
-            their progress; or a run folder.
+        folder: One of these: the administrator's folder (the server is asked for the progress); the folder of the
+            server or of a site (their processes write the progress to it); or a run folder.
         report: Is called with a line about each event.
 
     Raises:
-        SpecError: It is not such a folder.
-        ExtraMissingError: NVFlare is not installed, which an administrator needs.
+        SpecError: ``folder`` is none of these.
+        ExtraMissingError: It is the administrator's folder, and NVFlare is not installed.
     """
     if (folder / JOB / "meta.json").is_file():
         require_nvflare()
@@ -73,14 +73,15 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
     """Print the progress of a run, or of a party's own part of it.
 
     Args:
-        folder: See ``source_of``.
-        watch: Whether to repeat this until the run is over; a terminal shows it in place.
-        as_json: Whether to print tables for programs.
+        folder: A party's folder or a run folder; see ``source_of``.
+        watch: Whether to repeat this every two seconds until the run is over. A terminal is updated in place.
+        as_json: Whether to print the progress as JSON.
 
     Raises:
-        SpecError: It is not such a folder.
+        SpecError: ``folder`` is not such a folder.
         DataError: A file of the run is damaged.
-        FedstrataError: The server refuses, or cannot be reached; ``watch`` waits for it.
+        FedstrataError: The server refuses the request, or cannot be reached. With ``watch``, an unreachable server is
+            asked again instead.
     """
     from rich.console import Console
     from rich.live import Live
@@ -102,7 +103,7 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
 
 
 def lines(table: dict[str, Any] | None) -> list[str]:
-    """Return the progress in lines of text."""
+    """Return the progress (a table from ``Source``) as lines of text."""
     if table and "away" in table:
         return [f"the server cannot be reached: {table['away']}"]
     if table and "waiting" in table:
@@ -111,7 +112,7 @@ def lines(table: dict[str, Any] | None) -> list[str]:
 
 
 def picture(table: dict[str, Any] | None) -> Any:
-    """Return the progress for a terminal; sites that do not take part are coloured."""
+    """Return the progress as a ``rich`` renderable, in which the state of each site has a colour."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -128,7 +129,7 @@ def picture(table: dict[str, Any] | None) -> Any:
 
 
 def _rounds(path: Path) -> int:
-    """Read the number of rounds of a run. The rest of the spec may name code, which must not be imported here."""
+    """Read a run's number of rounds from its spec, without loading the rest, which may name code to import."""
     try:
         rounds = tomllib.loads(path.read_text(encoding="utf-8"))["training"]["rounds"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -139,7 +140,7 @@ def _rounds(path: Path) -> int:
 
 
 def of_run(folder: Path) -> dict[str, Any]:
-    """Return the progress of the run of a run folder.
+    """Return the progress of a run, computed from the files of its run folder.
 
     Raises:
         DataError: A file is damaged.
@@ -172,7 +173,7 @@ def _result_of_kit(kit: Path) -> Path | None:
 
 
 class _Administrator:
-    """The administrator's folder: asks the server, and fetches the run folder when the run is over."""
+    """The source for an administrator's folder: asks the server, and fetches the run folder when the run is over."""
 
     def __init__(self, kit: Path, report: Report) -> None:
         refuse_expired(kit, report)
@@ -180,15 +181,15 @@ class _Administrator:
         self._place = tempfile.TemporaryDirectory(prefix="fedstrata-status-")
         self._last: dict[str, Any] = {}
         self._job = ""
-        """The job that ended, while no other one runs."""
+        """The id of the last job, if it has ended and no other job runs; otherwise empty."""
         self._over: dict[str, Any] = {}
         self.fetched: Path | None = None
-        """The run folder, once the run is over."""
+        """The copy of the run folder, once the run is complete."""
 
     def table(self) -> dict[str, Any] | None:
         """Return the progress; see ``Source``."""
         table = self._watch.progress()
-        if table is None and self._watch.away:  # after a restart of the server a new session may work
+        if table is None and self._watch.away:  # if the server was restarted, a second request opens a new session
             table = self._watch.progress()
         if table is not None:
             self._last, self._job = table, ""
@@ -200,17 +201,17 @@ class _Administrator:
                 self._end(job, job_status)
             elif not self._watch.away:
                 self._job, status = job, "" if job else job_status
-        if self._job:  # the result stays known when the server is shut down
+        if self._job:  # the outcome is still returned when the server is shut down
             return self._over
         if self._watch.away:
             return {"away": self._watch.away}
         if status == "RUNNING" and self._last and self._last["round"] == self._last["rounds"]:
-            return self._last  # NVFlare may still wait for a missing site
+            return self._last  # all rounds are done, but NVFlare may still wait for a missing site
         broke_off = status.startswith("FINISHED")
         return {"waiting": f"its job {'broke off as' if broke_off else 'is'} {status}"} if status else None
 
     def _end(self, job: str, status: str) -> None:
-        """Fetch the result of a job once; do nothing while the server is away."""
+        """Fetch the result of a job that has ended, and record the outcome; do nothing if the server is unreachable."""
         sites, folder = self._last.get("sites", {}), Path(self._place.name) / job
         over: dict[str, Any] = {}
         self._job, self.fetched = "", None
@@ -226,6 +227,6 @@ class _Administrator:
         self._last = {}
 
     def close(self) -> None:
-        """End the session, and remove what was fetched."""
+        """End the session, and delete the fetched run folder."""
         self._watch.close()
         self._place.cleanup()

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 PIDS = ("daemon_pid.fl", "pid.fl")
-"""Files in a kit with the numbers of the process that restarts NVFlare, and of NVFlare."""
+"""Files in a kit with the process ids of the script that restarts NVFlare, and of NVFlare itself."""
 
 GRACE = 10.0
-"""Seconds that processes have to end after SIGTERM."""
+"""Seconds that processes have to end after SIGTERM, before they are killed."""
 
 ROUNDED = 60.0
-"""Largest error in seconds of the start time of a process."""
+"""The largest error, in seconds, with which the start time of a process is known."""
 
 
 def stop(kit: Path) -> int:
@@ -24,7 +24,7 @@ def stop(kit: Path) -> int:
         kit: The party's folder.
 
     Returns:
-        The exit code: 0, or 1 if the party does not run.
+        The exit code: 0, or 1 if the party was not running.
     """
     import psutil
 
@@ -55,7 +55,7 @@ def stop(kit: Path) -> int:
 
 
 def _running(path: Path) -> Any:
-    """Return the process whose number is in a file; None if it has ended."""
+    """Return the process whose id is in a file; None if it has ended or the file does not exist."""
     import psutil
 
     try:
@@ -66,12 +66,12 @@ def _running(path: Path) -> Any:
 
 
 def _began_after(process: Any, path: Path) -> bool:
-    """Return whether a process began after a file with its number was written, so that the number was reused."""
+    """Return whether a process began after the file with its id was written, so that the id was reused."""
     return bool(process.create_time() > path.stat().st_mtime + ROUNDED)
 
 
 def _is_of(process: Any, kit: Path) -> bool:
-    """Return whether the command line of a process names this kit's folder or script, by any path."""
+    """Return whether a process was started from this kit: its command line contains a path to the kit or its script."""
     import psutil
 
     with suppress(psutil.Error):

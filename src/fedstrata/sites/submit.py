@@ -28,10 +28,10 @@ from fedstrata.sites.settings import USER
 from fedstrata.sites.simulator import require_nvflare
 
 COMPLETED, ABORTED = "FINISHED:COMPLETED", "FINISHED:ABORTED"
-"""NVFlare's status of a job that is not submitted again; a job with any other FINISHED status is."""
+"""NVFlare's statuses of jobs that are not submitted again. A job with any other FINISHED status may be."""
 POLL = 2.0
 TELL = 10.0
-"""Seconds between two reports about rounds."""
+"""Least seconds between two reports about rounds."""
 QUIET = 10.0
 """Seconds until a site that did not answer the administrator is asked again."""
 REJOIN = 20.0
@@ -39,9 +39,9 @@ REJOIN = 20.0
 ENDS = 180.0
 """Seconds that the end of a job may take after its last round, because NVFlare waits for sites."""
 MISSED = 5
-"""Polls in a row in which a connected site does not work on the job, before the job is submitted again."""
+"""The job is submitted again if a connected site does not work on it in this number of polls."""
 AGAIN = 3
-"""Most times that the job is submitted again for the same site, or because it breaks off without progress."""
+"""Most times in a row that the job is submitted again for the same site, or after failures without new rounds."""
 
 Report = Callable[[str], None]
 
@@ -51,20 +51,20 @@ def submit(
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 
-    The job is submitted again after the server was down, and when a connected site does not take part because it joined
+    The job is submitted again if the server was restarted, or if a connected site does not take part because it joined
     late or was restarted. The server then resumes the run from its last checkpoint.
 
     Args:
         admin: The administrator's folder, as ``provision`` wrote it.
         out: The run folder to write.
-        sites: The number of sites to wait for before the first submission; 0 for all.
-        wait: Most seconds to wait for them.
-        lost: Seconds without the server after which an error is raised.
+        sites: The number of sites to wait for before the first submission; 0 for all sites.
+        wait: Most seconds to wait for the sites.
+        lost: An error is raised if the server is unreachable for longer than these seconds.
         report: Is called with a line about each event.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
-        SpecError: ``admin`` is not such a folder, or ``out`` exists.
+        SpecError: ``admin`` is not an administrator's folder, or ``out`` exists.
         FedstrataError: The server cannot be reached, or refuses the job, or the run ended early.
     """
     require_nvflare()
@@ -87,7 +87,7 @@ def refuse_expired(admin: Path, report: Report) -> None:
     """Check the administrator's certificate, and report if it expires soon.
 
     Raises:
-        FedstrataError: It has expired, or is not of this federation.
+        FedstrataError: The certificate has expired, or another federation signed it.
     """
     has_certificate = (admin / "startup" / "client.crt").exists()
     for fatal, text in faults(admin) if has_certificate else ():
@@ -97,11 +97,13 @@ def refuse_expired(admin: Path, report: Report) -> None:
 
 
 class Watch:
-    """The administrator's connection to the server and its job; it waits while the server is away.
+    """The administrator's connection to the server, through which a job is submitted, watched and fetched.
+
+    It waits while the server is unreachable.
 
     Args:
         admin: The administrator's folder.
-        lost: Seconds without the server after which an error is raised.
+        lost: An error is raised if the server is unreachable for longer than these seconds.
         report: Is called with a line about each event.
     """
 
@@ -113,13 +115,13 @@ class Watch:
         self._name = str(meta["name"])
         self._named = {site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")}
         self._resubmissions: Counter[str] = Counter()
-        """Submissions without progress since, by cause: a site, or the server."""
+        """A mapping from each cause (a site, or the server) to the number of resubmissions since the last progress."""
         self._idle_polls: Counter[str] = Counter()
         self._working_polls: Counter[str] = Counter()
         self._away_since: float | None = None
         self._over, self._last_progress = False, -math.inf
         self._last_reports: dict[str, str] = {}
-        """The last report about each matter, which is not repeated."""
+        """A mapping from each matter to the last report about it, so that it is not repeated."""
         self._ask_again: dict[str, float] = {}
         self.away = ""
         """The error of the last request to the server; empty if it answered."""
@@ -128,7 +130,7 @@ class Watch:
         self._states: dict[str, str] = {}
 
     def wait_for_sites(self, count: int, wait: float) -> None:
-        """Wait until so many sites are connected; 0 for all that the job names."""
+        """Wait, for at most ``wait`` seconds, until ``count`` sites are connected; 0 for all that the job names."""
         end = time.monotonic() + wait
         while time.monotonic() < end:
             if (names := self._connected()) is not None:
@@ -138,20 +140,20 @@ class Watch:
             time.sleep(POLL)
 
     def _tell(self, matter: str, text: str) -> None:
-        """Report something, unless it was the last report about the matter."""
+        """Report a text, unless the last report about the same matter had the same text."""
         if self._last_reports.get(matter) != text:
             self.report(text)
         self._last_reports[matter] = text
 
     def _connected(self) -> set[str] | None:
-        """Return the sites that are connected to the server; None if it is away."""
+        """Return the sites that are connected to the server; None if the server is unreachable."""
         sites = self._call(lambda session: session.get_connected_client_list())
         return None if sites is None else {site.name for site in sites}
 
     def finished(self) -> bool:
-        """Poll once: submit the job if it is not running, and return whether it has a result."""
+        """Poll once: submit the job if it is not submitted, and return True if it has ended with a result."""
         if self._job is None:
-            if self._given_up:  # after a restart of the server, sites come back one after another
+            if self._given_up:  # after a restart of the server, sites connect again one after another
                 self.wait_for_sites(0, REJOIN)
             if submitted := self._call(self._submit):
                 self._job, text = submitted
@@ -169,7 +171,7 @@ class Watch:
                 complete = self._has_result()
                 if complete or self.away:
                     return complete
-            # A server that was restarted marks the jobs that it finds as ABANDONED.
+            # After a restart, the server marks the jobs that were running as ABANDONED.
             if status == ABORTED or (status != "FINISHED:ABANDONED" and self._resubmissions["server"] >= AGAIN):
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
             self._give_up_job("server", f"the job ended as {status}")
@@ -180,7 +182,7 @@ class Watch:
         return False
 
     def progress(self) -> dict[str, Any] | None:
-        """Return the progress of the running job, as its server reports it; None if there is none yet."""
+        """Return the progress of the running job, as its server reports it; None if it has not reported any yet."""
         jobs = [] if self._job is None else [self._job]
         if not jobs:
             listed = self._call(lambda session: session.list_jobs()) or []
@@ -193,9 +195,10 @@ class Watch:
         return None
 
     def ended(self) -> tuple[str, str]:
-        """Return the number and the status of the job that was submitted last.
+        """Return the id and the status of the job that was submitted last.
 
-        The number is empty if the job has not ended, or broke off. Both are empty if no job was submitted.
+        The id is empty if the job still runs, or if it failed and can be submitted again. Both are empty if no job was
+        submitted.
         """
         listed = self._call(lambda session: session.list_jobs()) or []
         same = [job for job in listed if job["job_name"] == self._name]
@@ -208,13 +211,14 @@ class Watch:
         return "", status
 
     def _report_progress(self) -> dict[str, str] | None:
-        """Report new rounds and changed states of sites, and return the states; empty if they are not known.
+        """Report new rounds and changed states of sites, and return a mapping from each site to its state.
 
-        Return None if the run is over: its job ends when NVFlare has given up waiting for a missing site.
+        The mapping is empty if the states are not known. The result is None if the run is over; its job may still run,
+        while NVFlare waits for a missing site.
         """
         table = self.progress()
         now = time.monotonic()
-        if table is None:  # a restarted server does not know the job, and its status stays RUNNING
+        if table is None:  # after a restart, the server cannot report on the job, but its status stays RUNNING
             return None if self._over and now - self._last_progress < ENDS else {}
         self._last_progress, self._over = now, bool(table.get("over")) or table["round"] == table["rounds"]
         if table.get("over"):
@@ -225,16 +229,16 @@ class Watch:
             self._states[site] = state
         if table["round"] > self._furthest:
             self._furthest = table["round"]
-            self._resubmissions.pop("server", None)  # it made progress
+            self._resubmissions.pop("server", None)  # because the job made progress
         if table["round"] != self._round and (now - self._last_report > TELL or table["round"] == table["rounds"]):
             self._round, self._last_report = table["round"], now
             self.report(headline(table))
         return {site: state for site, (state, _) in table["sites"].items()}
 
     def _submit(self, session: Any) -> tuple[str, str]:
-        """Submit the job, unless it runs already; return its number and a report.
+        """Submit the job, unless it already runs; return its id and a report.
 
-        It may run already if the server went away before it confirmed the submission.
+        It already runs if the connection was lost before the server confirmed the submission.
         """
         for job in session.list_jobs():
             number, status = str(job["job_id"]), str(job["status"])
@@ -244,14 +248,14 @@ class Watch:
         return number, f"submitted as {number}"
 
     def _look_for_idle_sites(self, states: Mapping[str, str]) -> None:
-        """Submit the job again for a site that is connected and does not work on it.
+        """Give up the job, so that it is submitted again, if a connected site does not work on it for several polls.
 
         Args:
-            states: The state of each site, as the job's server reports it; empty if it is not known yet.
+            states: A mapping from each site to its state, as the job's server reports it; empty if not known yet.
         """
         working = {site for site, state in states.items() if state == "in"}
-        # A request to several sites has no answer if one of them is stopped, so each site is asked separately.
-        # The server logs a line for each request to a site that is not connected.
+        # Each site is asked separately, because a request to several sites is not answered if one of them is stopped.
+        # Only connected sites are asked, because the server logs a line for each request to another site.
         away = states.keys() - working
         connected = (away and self._connected()) or set()
         now = time.monotonic()
@@ -288,7 +292,7 @@ class Watch:
         self._last_reports.clear()
 
     def _has_result(self) -> bool:
-        """Return whether the job has a complete result, although NVFlare reports a failure."""
+        """Return whether the job has a complete result. NVFlare may report a failure nevertheless."""
         with tempfile.TemporaryDirectory(prefix="fedstrata-submit-") as place:
             try:
                 return self.fetch(Path(place) / "run") and (Path(place) / "run" / WEIGHTS).exists()
@@ -296,7 +300,7 @@ class Watch:
                 return False
 
     def fetch(self, out: Path, job: str = "") -> bool:
-        """Fetch the run folder of a job, by default of the current one; return False while the server is away."""
+        """Fetch the run folder of a job, by default the current job; return False if the server is unreachable."""
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
             fetched = self._call(lambda session: [session.download_job_result(job or self._job, place)])
@@ -322,7 +326,11 @@ class Watch:
             self._session = None
 
     def _call(self, work: Callable[[Any], Any]) -> Any:
-        """Return the result of ``work`` with a session; None while the server is away or not ready."""
+        """Call ``work`` with a session, and return its result; None if the server is unreachable or not ready.
+
+        Raises:
+            FedstrataError: The server refuses the request, or was unreachable for too long.
+        """
         try:
             if self._session is None:
                 self._session = quiet_call(partial(open_session, USER, self.admin))
@@ -346,7 +354,7 @@ class Watch:
 
 
 def _stats(session: Any, *, job: str) -> dict[str, Any]:
-    """Return the statistics of a job's server; empty while the job begins or ends."""
+    """Return what a job's server answers to NVFlare's ``show_stats``; empty while the job begins or ends."""
     from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
 
     stats: dict[str, Any] = {}
@@ -356,7 +364,7 @@ def _stats(session: Any, *, job: str) -> dict[str, Any]:
 
 
 def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
-    """Return the jobs that sites (None for all) work on; empty if a site does not answer."""
+    """Return the jobs on which some sites (None for all) work; empty if a site does not answer."""
     from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoConnection, NoReply
 
     try:
@@ -364,5 +372,5 @@ def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
     except (InvalidTarget, NoConnection, NoReply):
         if sites is None:
             raise
-        return []  # the site is away or stopped, not the server
+        return []  # not the server but the site is unreachable or stopped
     return entries

@@ -1,4 +1,7 @@
-"""Sums over the clients of a group at several sites: each site sends the parts of its clients in one call."""
+"""Sums over clients at several sites that compute together as a group, as for batch normalisation over all of them.
+
+For each sum, a site sends the terms of all its clients in one call, and receives the total.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ from fedstrata.sites.idempotency import RequestCache
 from fedstrata.sites.wire import Part, Refused, SiteRefusedError, Total, read
 
 SHARE = 0.4
-"""The share of a site's patience that the members of a group wait for each other at one sum."""
+"""The fraction of a site's patience for which the members of a group wait for each other at one sum."""
 
 
 class Sums:
-    """The server's side: a barrier for each group.
+    """The server's side of the sums: waits until the terms of all sites of a group have arrived, and adds them up.
 
-    Sums are taken in the order of the members, not of arrival, so they have the same bits as in ``LocalGroup``.
+    Terms are added in the order of the members, not of arrival, so the totals have the same bits as in ``LocalGroup``.
 
-    The barrier has less patience than the calls of the sites. Otherwise one site that hangs would make the answers of
-    all other sites late.
+    The server waits for a shorter time than a site has for its whole answer. Otherwise, one site that hangs would make
+    the answers of all other sites late.
 
     Args:
         patience: Seconds that a site has for its whole answer.
@@ -37,7 +40,12 @@ class Sums:
         self._caches: dict[tuple[str, str], RequestCache] = {}
 
     def open(self, group: str, places: dict[str, set[int]]) -> None:
-        """Begin a group; ``places`` are the places of its members, by site."""
+        """Begin a group.
+
+        Args:
+            group: The name of the group.
+            places: A mapping from each site to the indices of its clients among the members.
+        """
         with self._lock:
             self._groups[group] = LocalGroup(sum(map(len, places.values())), self.patience), places
 
@@ -82,13 +90,13 @@ class Sums:
 
 
 class SiteGroup(LocalGroup):
-    """The clients of one site, in threads, as a part of a larger group.
+    """The site's side of the sums: its clients, which run in threads, are a part of a larger group.
 
     Args:
         group: The name of the group.
-        places: The places of these clients among the members.
-        send: Sends a ``Part`` to the server and returns its answer.
-        patience: Seconds that a client waits for the others of its site.
+        places: The indices of these clients among the members of the group.
+        send: Sends an encoded ``Part`` to the server, and returns the answer.
+        patience: Seconds within which the site must answer. A client waits for the others for ``SHARE`` of them.
     """
 
     def __init__(self, group: str, places: Sequence[int], send: Callable[[bytes], object], patience: float) -> None:

@@ -1,4 +1,4 @@
-"""Calls of the server to its sites: heartbeats distinguish dead from busy sites, and stalled calls are repeated."""
+"""The server's calls to its sites. Heartbeats tell a busy site from a dead one, and stalled calls are repeated."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ SILENCE = 8.0
 """Seconds without a heartbeat after which a site counts as dead, until its next heartbeat."""
 
 STALL = 5.0
-"""Seconds after which a question that a live site has not received, or its answer, counts as lost."""
+"""Seconds after which a question or an answer counts as lost, if it has not arrived although the site is alive."""
 
 RATE = 1e6
-"""Bytes per second of the slowest connection, so that large messages do not count as lost too early."""
+"""The assumed bytes per second of the slowest connection, so that large messages do not count as lost too early."""
 
 LOOK = 0.25
-"""Seconds between two checks of a call, and between a failed call and the next."""
+"""Seconds between two checks whether a call has ended, and between a failed call and the next call."""
 
 FAILURES = 3
-"""Calls that must fail before the last error is raised."""
+"""The number of calls that must fail before the last error is raised."""
 
 STRUCK = "it was struck off the server's list of who may connect"
 
 Call = Callable[[bytes, float], object]
-"""Sends bytes to one site and returns its answer within so many seconds."""
+"""Sends bytes to one site, and returns its answer; the second argument is the timeout in seconds."""
 
 
 def begun(call: Call, data: bytes, patience: float) -> Future[object]:
-    """Begin a call in a daemon thread.
+    """Begin a call in a daemon thread, and return the future of its answer.
 
-    A call to a dead site lasts for its whole patience. The threads of an executor would delay the end of the process.
+    A call to a dead site lasts for its whole timeout. An executor is not used, because it would wait for such calls
+    before the process can end.
     """
     future = Future[object]()
 
@@ -55,13 +56,16 @@ def begun(call: Call, data: bytes, patience: float) -> Future[object]:
 
 
 def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> object:
-    """Return the answer to a question that may be repeated, with growing pauses, because an answer may take long.
+    """Ask a question until it is answered, and return the answer.
+
+    The question is repeated with growing pauses, because an answer may take long.
 
     Args:
         call: Asks the question.
-        data: The question.
-        patience: Seconds.
-        beside: Whether a slow call is repeated while it lasts; otherwise only failed calls are repeated.
+        data: The encoded question.
+        patience: Seconds within which there must be an answer.
+        beside: Whether to repeat the question while an earlier call still waits. If not, it is repeated only after a
+            call has failed.
 
     Raises:
         SiteLostError: There was no answer in time.
@@ -91,7 +95,7 @@ class _Heart:
     """The last heartbeat of a site.
 
     Args:
-        now: The time from which its first heartbeat is expected.
+        now: The current time, from which the first heartbeat is expected within ``SILENCE`` seconds.
     """
 
     def __init__(self, now: float) -> None:
@@ -104,7 +108,12 @@ class _Heart:
         self.last_beat, self.number, self.size = now, number, size
 
     def on_its_way(self, number: int, size: int) -> int:
-        """Return the bytes that may be under way: those of the question until it is received, then of the answer."""
+        """Return how many bytes may be in transit: the size of the question until the site has it, then of the answer.
+
+        Args:
+            number: The number of the question.
+            size: The size of the question in bytes.
+        """
         if self.size == AT_WORK:
             return 0
         return self.size if self.number == number else size
@@ -114,11 +123,11 @@ class CollabTransport:
     """The server's calls to its sites; see ``fedstrata.sites.messenger.Transport``.
 
     Args:
-        calls: A call to each site, by name.
-        over: The exception of a call when the job is over.
-        signal: Its ``triggered`` tells that the job is over, as that of ``JobEnd``.
-        clock: Returns seconds.
-        struck: Tells whether a site was struck off the list of sites that may connect.
+        calls: A mapping from the name of each site to the function that calls it.
+        over: The exception that a call raises when the job is over.
+        signal: An object like ``JobEnd``, whose ``triggered`` is True when the job is over.
+        clock: Returns the time in seconds.
+        struck: Returns whether a site was removed from the list of sites that may connect.
     """
 
     def __init__(
@@ -138,9 +147,9 @@ class CollabTransport:
         """Record a heartbeat, if it is valid.
 
         Args:
-            site: The site.
-            number: The last question that it began.
-            size: Bytes of its answer; ``AT_WORK`` while it works.
+            site: The name of the site.
+            number: The number of the last question that the site began.
+            size: The size of the answer in bytes; ``AT_WORK`` while the site works on it.
         """
         sound = type(number) is int and type(size) is int and AT_WORK <= size <= DEFAULT_LIMIT
         if sound and (heart := self._hearts.get(site)):
@@ -148,19 +157,18 @@ class CollabTransport:
                 heart.record(self._clock(), number, size)
 
     def is_reachable(self, site: str) -> bool:
-        """Return whether a site sent a heartbeat lately."""
+        """Return whether a site may connect and sent a heartbeat in the last ``SILENCE`` seconds."""
         if self._signal.triggered:
             raise self._over("the job is over")
         return site in self.sites and not self.struck(site) and self._silence(site) <= SILENCE
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-        """Return the site's answer; calls are repeated if necessary.
+        """Return a site's answer. A call is repeated if the question or the answer is lost, after ``STALL`` seconds.
 
-        A dead site is given up within seconds, and a busy site has ``patience`` seconds. A lost question or answer
-        costs about ``STALL`` seconds.
+        A dead site is given up within seconds, but a busy site has ``patience`` seconds.
 
         Raises:
-            SiteLostError: The site is dead, late, or struck off the list. An answer under way is then ignored.
+            SiteLostError: The site is dead, late, or removed from the list. An answer that arrives later is ignored.
         """
         if site not in self.sites:
             raise SiteLostError("it has not joined")
@@ -206,6 +214,6 @@ class CollabTransport:
             raise SiteLostError(STRUCK)
 
     def _refuse_silent(self, site: str, size: int) -> None:
-        # Heartbeats wait for data on the same connection.
+        # A heartbeat may be late, because it waits behind large messages on the same connection.
         if (silence := self._silence(site)) > SILENCE + size / RATE:
             raise SiteLostError(f"nothing was heard of it for {silence:.0f} s")

@@ -1,4 +1,4 @@
-"""The messages between server and sites: an envelope has acknowledgements of earlier answers, and one question."""
+"""The messages between server and sites. The server sends envelopes, each with one question and acknowledgements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SiteRefusedError(FedstrataError):
 
     Args:
         reason: The reason.
-        for_good: See ``Refused``.
+        for_good: Whether the site refuses everything until the job ends; see ``Refused``.
     """
 
     def __init__(self, reason: str, for_good: bool = False) -> None:
@@ -36,9 +36,9 @@ class Survey(Message):
 
     Args:
         spec: The experiment as TOML; its ``[data]`` describes the data.
-        clients: The number of the client at this site.
-        total: N.
-        tests: Whether the site must have samples to measure models on.
+        clients: The id of the client at this site, as a list with one element.
+        total: The number of clients.
+        tests: Whether the site must have samples on which models are measured.
     """
 
     spec: str
@@ -52,8 +52,8 @@ class Surveyed(Message):
     """The statistics of a site whose data fit the spec.
 
     Args:
-        statistics: The statistics of its training samples.
-        fingerprint: A keyed hash of its file, which does not reveal the content.
+        statistics: The statistics of the site's training samples.
+        fingerprint: A keyed hash of the site's data file, which does not reveal the content.
     """
 
     statistics: Statistics
@@ -67,10 +67,10 @@ class Begin(Message):
     Args:
         run: The name of the run, under which a site keeps its clients' states.
         spec: The experiment as TOML.
-        statistics: The statistics of all sites' own training samples; None if the data are those of the spec.
-        clients: The clients at this site.
-        total: N.
-        round: The last round that counts; the site restores its clients' states after it. 0 for a new run.
+        statistics: The statistics of all sites' own training samples; None if the spec names the data.
+        clients: The ids of the clients at this site.
+        total: The number of clients.
+        round: The last round that counts; the site restores its clients' states after this round. 0 for a new run.
     """
 
     run: str
@@ -83,11 +83,11 @@ class Begin(Message):
 
 @record("Begun")
 class Begun(Message):
-    """A site is ready.
+    """The answer of a site that is ready for the run.
 
     Args:
-        round: The round of its clients' states: the one asked for, or an earlier one if the site lost it.
-        lost: Clients that were not at this site in that round, so that it does not have their states.
+        round: The round of the clients' states: the requested round, or an earlier one if the site lost that.
+        lost: The ids of clients that were not at this site in that round, so that it does not have their states.
         fingerprint: The fingerprint of the site's own data file; see ``Surveyed``.
     """
 
@@ -98,11 +98,11 @@ class Begun(Message):
 
 @record("Commit")
 class Commit(Message):
-    """An acknowledgement of the answers that count. Changes of other clients' states are dropped.
+    """An acknowledgement that says which answers of an exchange count. The site drops other clients' new states.
 
     Args:
         exchange: The number of the exchange.
-        clients: The clients whose answers count.
+        clients: The ids of the clients whose answers count.
     """
 
     exchange: int
@@ -111,11 +111,13 @@ class Commit(Message):
 
 @record("HopCommit")
 class HopCommit(Message):
-    """An acknowledgement of a hop that counts, unless its model is lost later.
+    """An acknowledgement of a hop, which counts unless its model is lost later.
+
+    In a relay, one model travels from client to client, and each client trains it; one such step is a hop.
 
     Args:
-        relay_id: The number of the relay.
-        hop: The hop.
+        relay_id: The id of the relay.
+        hop: The index of the hop in the relay.
     """
 
     relay_id: int
@@ -127,8 +129,8 @@ class RelayEnd(Message):
     """The end of a relay.
 
     Args:
-        relay_id: The number of the relay.
-        void: Clients whose hops do not count.
+        relay_id: The id of the relay.
+        void: The ids of the clients whose hops do not count.
     """
 
     relay_id: int
@@ -140,12 +142,12 @@ class Ask(Message):
     """Questions to clients of one site.
 
     Args:
-        exchange: The number of the exchange; ascending.
-        clients: The clients.
-        requests: The different requests; many clients often share one.
-        which: For each client, the place of its request.
-        group: The name of the group in which the clients answer together; empty if each answers for itself.
-        places: The places of these clients among the members of the group.
+        exchange: The number of the exchange; numbers ascend.
+        clients: The ids of the clients.
+        requests: The different requests; often many clients share the same one.
+        which: For each client, the index of its request in ``requests``.
+        group: The name of the group in which the clients answer together; empty if each answers separately.
+        places: The indices of these clients among the members of the group.
     """
 
     exchange: int
@@ -158,12 +160,12 @@ class Ask(Message):
 
 @record("Failed")
 class Failed(Message):
-    """The reason for which a client has no answer.
+    """The reason why a client did not answer.
 
     Args:
         reason: The reason.
-        bystander: See ``fedstrata.federation.engine.Failure``.
-        refused: See there.
+        bystander: Whether the client only failed because another one did; see ``fedstrata.federation.engine.Failure``.
+        refused: Whether the site or the client refused to answer.
     """
 
     reason: str
@@ -173,12 +175,12 @@ class Failed(Message):
 
 @record("Answers")
 class Answers(Message):
-    """Replies, or ``Failed``, in the order of the clients that were asked.
+    """The clients' answers, in the order of the clients in the question.
 
     Args:
-        outcomes: The replies of the next clients.
-        left: The number of answers that did not fit; ``More`` asks for them.
-        ledger: The head of the site's ledger with these answers; empty without a ledger.
+        outcomes: A reply or ``Failed`` for each of the next clients.
+        left: The number of answers that did not fit into this message; ``More`` asks for them.
+        ledger: The head of the site's ledger after these answers; empty if the site does not have a ledger.
     """
 
     outcomes: list[Any]
@@ -199,20 +201,20 @@ class More(Message):
 
 @record("Hop")
 class Hop(Message):
-    """A task of one client on the travelling model.
+    """A task for one client of a relay: train the travelling model.
 
     Args:
-        exchange: As for ``Ask``.
-        relay_id: The number of the relay; ascending.
-        hop: The number of the hop in this relay.
-        client: The client.
-        task: The task.
+        exchange: The number of the exchange; numbers ascend.
+        relay_id: The id of the relay; ids ascend.
+        hop: The index of the hop in this relay.
+        client: The id of the client.
+        task: The request to the client.
         holder: The site that has the model; empty if the model is in this message.
-        base: The hop after which the holder has the model.
+        base: The index of the hop after which the holder has the model.
         weights: The model, if it is in this message.
-        back: Whether the model goes back to the server with the reply, and is not kept.
-        ticket: The ticket for the model after this hop, which the server gives only to the next site.
-        key: The ticket of the hop ``base``, for its holder.
+        back: Whether the model returns to the server with the reply, and is not kept at the site.
+        ticket: A secret for fetching the model after this hop; the server later gives it only to the next site.
+        key: The ticket of the hop ``base``, with which this site fetches the model from the holder.
     """
 
     exchange: int
@@ -233,9 +235,9 @@ class Hopped(Message):
     """The answer to a hop.
 
     Args:
-        reply: The reply, or ``Failed``.
-        weights: The model, if it goes back.
-        ledger: See ``Answers``.
+        reply: The client's reply, or ``Failed``.
+        weights: The model, if it returns to the server.
+        ledger: The head of the site's ledger; see ``Answers``.
     """
 
     reply: Any
@@ -245,7 +247,7 @@ class Hopped(Message):
 
 @record("Unmoved")
 class Unmoved(Message):
-    """The answer to a hop whose model could not be fetched.
+    """The answer to a hop if the site could not fetch the model.
 
     Args:
         reason: The reason.
@@ -256,12 +258,12 @@ class Unmoved(Message):
 
 @record("Fetch")
 class Fetch(Message):
-    """A request for the model after a hop at this site.
+    """A request for the model after a hop that took place at the asked site.
 
     Args:
-        relay_id: The number of the relay.
-        hop: The hop.
-        ticket: The ticket of the hop.
+        relay_id: The id of the relay.
+        hop: The index of the hop in the relay.
+        ticket: The ticket of the hop; see ``Hop``.
     """
 
     relay_id: int
@@ -282,7 +284,7 @@ class Save(Message):
 
 @record("Done")
 class Done(Message):
-    """An answer without content."""
+    """The answer that a request was carried out; it has no content."""
 
 
 @record("Refused")
@@ -291,7 +293,7 @@ class Refused(Message):
 
     Args:
         reason: The reason.
-        for_good: Whether the site's policy refuses everything for as long as this job lives.
+        for_good: Whether the site refuses everything until this job ends, because of its policy.
     """
 
     reason: str
@@ -304,9 +306,9 @@ class Part(Message):
 
     Args:
         group: The name of the group.
-        places: The places of the clients among the members.
+        places: The indices of the clients among the members of the group.
         tensors: The term of each client.
-        step: The number of the sum, so that a repeated part gets the same total; 0 for none.
+        step: The number of the sum, so that a message that is repeated gets the same total; 0 if it is never repeated.
     """
 
     group: str
@@ -327,10 +329,11 @@ class Envelope(Message):
     """A message of the server to a site.
 
     Args:
-        acks: Acknowledgements of earlier answers (``Commit``, ``HopCommit``, ``RelayEnd``), repeated until the site has
-            answered.
-        body: The message itself.
-        number: The number of the message, ascending. A site repeats its answer to the same number. 0 for none.
+        acks: Acknowledgements of earlier answers (``Commit``, ``HopCommit``, ``RelayEnd``). Each is sent again until
+            the site has answered a message that contains it.
+        body: The question, such as ``Ask``.
+        number: The number of the message; numbers ascend. A site that gets a number again repeats its answer. 0 for a
+            message that is never repeated.
     """
 
     acks: list[Any]
@@ -343,10 +346,10 @@ def read(data: object, *kinds: type[Message]) -> Any:
 
     Args:
         data: The bytes.
-        kinds: The expected kinds.
+        kinds: The expected classes of messages.
 
     Raises:
-        WireError: The data are damaged, or of another kind.
+        WireError: The data are damaged, or the message is of another class.
         SiteRefusedError: The message is ``Refused``.
     """
     if not isinstance(data, bytes):

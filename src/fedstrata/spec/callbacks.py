@@ -1,7 +1,7 @@
 """Callbacks, which observe a run and may stop it.
 
-A callback is a setting, so that a spec can name it. It stores its state in the run's ``memory``, which is part of the
-checkpoints, so that a run that is killed and resumed continues as if it had not been killed.
+A callback is a setting, so that a spec can name it. It stores its state in the run's ``memory``, which is written to
+the checkpoints. So a run that is killed and resumed continues as if it had not been killed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BEST = "best.safetensors"
 class Callback(Setting):
     """Base class of callbacks. A subclass overrides the functions that it needs.
 
-    The fields are the callback's settings. State that must survive a kill belongs in ``simulation.memory``. Other
-    attributes may be set as well, preferably in ``on_start``.
+    The fields of a subclass are its settings. State that must survive a kill belongs in ``simulation.memory``. Other
+    attributes may be set too, preferably in ``on_start``.
 
     >>> class StopEarly(Callback):
     ...     rounds: int = 10
@@ -52,7 +52,7 @@ class Callback(Setting):
         """Run before the first round, and before the first round after a resume."""
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Run after every round, with its record."""
+        """Run after every round; ``record`` contains the round's metrics and counts."""
 
     def on_end(self, simulation: Simulation, history: History) -> None:
         """Run after the last round, before the final model is stored."""
@@ -79,14 +79,14 @@ class _Best(Callback):
     mode: Literal["max", "min"] | None = None
 
     def check(self, evaluation: Evaluation) -> None:
-        """Refuse a metric that is not measured."""
+        """Raise ``SpecError`` if the metric is not measured."""
         known = list(dict.fromkeys(["accuracy", "loss", *evaluation.labels]))
         if self.metric not in known:
             problem = f"is not measured (evaluation.metrics); there are: {', '.join(known)}"
             raise SpecError("callbacks.metric", problem + nearest(self.metric, known), self.metric)
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric of a record: on the validation samples, or on the test set if there are none."""
+        """Return the metric's value in a record, if any: on validation samples or, without them, on the test set."""
         metrics: Mapping[str, Any] = record.get("validation") or {}
         if simulation.spec.evaluation.validation is None:
             metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}
@@ -115,14 +115,14 @@ class EarlyStopping(_Best):
     min_delta: NonNegativeFloat = 0.0
 
     def check(self, evaluation: Evaluation) -> None:
-        """Require validation samples."""
+        """Raise ``SpecError`` if the metric is not measured, or if there are no validation samples."""
         super().check(evaluation)
         if evaluation.validation is None:
             problem = "early-stopping looks at validation samples and never at the test set: give evaluation.validation"
             raise SpecError("callbacks", f"{problem}, such as 0.1")
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Count evaluations without an improvement."""
+        """Store the model if the metric has improved; otherwise count the evaluation, and stop after ``patience``."""
         if record.get("validation") is None:
             return
         best = simulation.memory.get(self.name)
@@ -174,7 +174,7 @@ AnyCallback = Annotated[Callback, FromRegistry(CALLBACKS)]
 
 @contextmanager
 def named(callback: object, history: History) -> Iterator[None]:
-    """Add the callback's name and the history so far (as ``history``) to an exception in the block."""
+    """Add the callback's name to an exception in the ``with`` block, and the history so far as its ``history``."""
     try:
         yield
     except Exception as error:

@@ -29,13 +29,13 @@ from fedstrata.spec.callbacks import AnyCallback
 from fedstrata.spec.tracking import Tracking
 
 COMPARE = "compare"
-"""The section of a spec file with the differences between the methods that ``fedstrata compare`` runs."""
+"""The section of a spec file that ``fedstrata compare`` uses; its tables ``[compare.LABEL]`` say how methods differ."""
 
 EXCLUSIVE = {"local_epochs": "local_steps", "local_steps": "local_epochs", "indices": "file", "file": "indices"}
-"""Pairs of keys that exclude each other: an override of one key removes the other."""
+"""A mapping from each key to the key that it excludes: if one of them is overridden, the other is removed."""
 
 LARGEST_SEED = 2**128 - 1
-"""Random numbers are derived from 128 bits of the seed."""
+"""The largest seed, because random numbers are derived from only 128 bits of it."""
 
 
 class Experiment(Setting):
@@ -74,7 +74,7 @@ class Experiment(Setting):
     tracking: Annotated[Tracking, from_word(Tracking)] = Tracking()
 
     def to_spec(self) -> dict[str, Any]:
-        """Return nested tables, without newer sections that have no effect."""
+        """Return nested tables. Sections that were added in later versions are left out if they have no effect."""
         without_effect = {
             "communication": self.communication.plain,
             "privacy": self.privacy == Privacy(),
@@ -85,7 +85,7 @@ class Experiment(Setting):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Experiment:
-        """Return the experiment of nested tables, as TOML gives them.
+        """Build the experiment from nested tables, such as parsed TOML; the table ``compare`` is ignored.
 
         Raises:
             SpecError: A key is unknown or a value is wrong.
@@ -94,7 +94,7 @@ class Experiment(Setting):
 
     @classmethod
     def from_toml(cls, path: Path | str, overrides: Sequence[str] = ()) -> Experiment:
-        """Return the experiment of a file, with ``section.key=value`` overrides.
+        """Build the experiment from a file and from overrides of the form ``section.key=value``.
 
         Raises:
             SpecError: The file is missing or not TOML, a key is unknown or a value is wrong; the message names the
@@ -129,7 +129,7 @@ class Experiment(Setting):
         return build(Experiment, {**dict(self), **changed})
 
     def to_toml(self) -> str:
-        """Return the spec as TOML; reading it gives an equal experiment.
+        """Return the spec as TOML, from which an equal experiment can be read.
 
         Raises:
             SpecError: A value is nested too deeply.
@@ -141,19 +141,23 @@ class Experiment(Setting):
 
 
 def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the tables of a spec file, with overrides; without a file, those of the overrides.
+    """Return the tables of a spec file after overrides; without a file, only the overrides count.
 
-    A partition's file is first searched in the folder of the spec, because a run folder contains both.
+    The file of a partition is first searched in the folder of the spec, because a run folder contains both.
+
+    Args:
+        path: The spec file; None for no file.
+        overrides: Texts of the form ``section.key=value``.
 
     Raises:
-        SpecError: The file is missing or not TOML, or an override has no ``=``.
+        SpecError: The file is missing or not TOML, or an override does not contain ``=``.
     """
     table = {} if path is None else read_toml(Path(path), "spec")
     compared = table.get(COMPARE)
     for sections in (table, *(compared.values() if isinstance(compared, dict) else ())):
         partition = sections.get("partition") if isinstance(sections, dict) else None
         if isinstance(partition, dict) and isinstance(file := partition.get("file"), str):
-            with suppress(OSError):  # the name is too long
+            with suppress(OSError):  # is_file raises it if the name is too long
                 if (local := Path(path or "").parent / file).is_file():
                     partition["file"] = str(local)
     for override in overrides:
@@ -162,7 +166,11 @@ def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[s
 
 
 def read_toml(path: Path, key: str) -> dict[str, Any]:
-    """Return the tables of a TOML file; errors name ``key``.
+    """Return the tables of a TOML file.
+
+    Args:
+        path: The file.
+        key: The key that errors name, such as ``spec``.
 
     Raises:
         SpecError: The file is missing, cannot be read or is not TOML.
@@ -185,14 +193,14 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         raise
-    except ValueError:  # Python's limit on the digits of a number; its message is about Python code
+    except ValueError:  # Python limits the digits of a whole number; its own message would not help a user
         raise ValueError("a whole number has thousands of digits") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
-    """Return the error with the file and line of its key, if the file contains the key."""
+    """Return the error with the path of the file and the line of its key, if the file contains the key."""
     line = line_of(Path(path).read_text(encoding="utf-8"), error.key)
     where = f" ({path}, line {line})" if line else ""
     return SpecError(error.key, error.problem + where, error.value)
@@ -202,7 +210,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     """Set one ``section.key=value`` in nested tables.
 
     Raises:
-        SpecError: The override has no ``=``, or a part of the key is a value.
+        SpecError: The override does not contain ``=``, or a part of the key is a value, not a section.
     """
     key, equals, text = override.partition("=")
     if not equals:
@@ -211,7 +219,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a TOML value; a word without quotes is text.
+    """Parse a TOML value. A text that is not valid TOML, such as a word without quotes, is returned as text.
 
     >>> parse_value("0.1"), parse_value("fedavg")
     (0.1, 'fedavg')
@@ -242,10 +250,16 @@ def split_values(text: str) -> list[str]:
 
 
 def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
-    """Set a dotted key in nested tables; errors show ``given``.
+    """Set a dotted key in nested tables.
+
+    Args:
+        table: The tables, which are changed.
+        key: The key, such as ``training.lr``.
+        value: The value.
+        given: The value that errors show, such as the whole override.
 
     Raises:
-        SpecError: The key has an empty part, or a part of it is a value.
+        SpecError: The key has an empty part, or a part of it is a value, not a section.
     """
     parts = key.split(".")
     if not all(parts):
@@ -262,7 +276,9 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
 
 
 def line_of(text: str, key: str) -> int | None:
-    r"""Return the line, counted from 1, of a dotted key, or of the innermost part of the key that exists.
+    r"""Return the line of a dotted key in a TOML text, counted from 1.
+
+    If the text does not contain the key, return the line of the innermost section of the key that it contains, or None.
 
     >>> line_of("seed = 1\n[partition]\nalpha = 0", "partition.alpha")
     3
@@ -287,16 +303,17 @@ def line_of(text: str, key: str) -> int | None:
 def variants(
     table: Mapping[str, Any], labels: Sequence[str] | None = None, overrides: Sequence[str] = ()
 ) -> dict[str, Experiment]:
-    """Return the experiments that a spec compares, by label.
+    """Return a mapping from each label that is compared to its experiment.
 
-    A label is a method's name, or a table ``[compare.LABEL]`` whose sections are merged into the spec's. The method of
-    a table is its ``method.name``; without one, the method with the label's name; otherwise the spec's method.
+    A label is the name of a method, or of a table ``[compare.LABEL]``, whose sections are merged into the spec. The
+    method of such a table is its ``method.name``. If the table does not have one, it is the method whose name is the
+    label. If no such method exists, it is the spec's method.
 
     Args:
-        table: The spec's tables.
+        table: The spec as nested tables.
         labels: The labels to compare. Default: all labels of ``[compare]``.
-        overrides: ``section.key=value``, which take precedence over the spec and the labels' tables. A setting that
-            only some of the methods have is set for these methods.
+        overrides: Texts ``section.key=value``, which take precedence over the spec and the tables of the labels. A
+            setting that only some of the methods have is set only for these methods.
 
     Raises:
         SpecError: A label is unknown, a setting is wrong, or an override is not a setting of any of the methods.
@@ -316,7 +333,8 @@ def variants(
         accepting = [sections for sections in merged.values() if _accepts(sections, tables, override)]
         if not accepting:
             raise SpecError("--set", f"none of these methods has that setting: {', '.join(merged)}", override)
-        # Change the spec too: later overrides may be settings of the kind that this override names.
+        # The spec's own tables are changed too, because _accepts compares later overrides with them: this override may
+        # name the class whose setting a later override sets.
         for sections in (*accepting, tables):
             apply_override(sections, override)
     result: dict[str, Experiment] = {}
@@ -331,7 +349,7 @@ def variants(
 
 
 def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Return the tables of one label's experiment."""
+    """Return the spec's tables merged with the table of one label; see ``variants``."""
     base = {key: value for key, value in table.items() if key != COMPARE}
     overlay = overlays.get(label, {})
     if not isinstance(overlay, Mapping):
@@ -362,7 +380,16 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
 
 
 def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) -> bool:
-    """Return whether an experiment has the override's key. Its section must be of the spec's kind, or have the key."""
+    """Return whether an override applies to an experiment.
+
+    An override of ``method`` applies if the experiment's method has the key. An override of another section applies if
+    the section has the same ``name`` as in the spec, or if the override sets the name.
+
+    Args:
+        merged: The tables of the experiment.
+        base: The spec's tables.
+        override: The text ``section.key=value``.
+    """
     section, _, key = override.partition("=")[0].strip().partition(".")
     if section == "method":
         return key.partition(".")[0] in METHODS.find(merged["method"]["name"]).model_fields
@@ -373,7 +400,10 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
 
 
 def deep_merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested tables with the overlay's values. A table with another ``name`` replaces the base's table."""
+    """Return a copy of nested tables in which the overlay's values replace those of the base.
+
+    If an inner table of the overlay has another ``name`` than that of the base, it replaces the whole inner table.
+    """
     result = {key: value for key, value in base.items() if EXCLUSIVE.get(key) not in overlay}
     for key, value in overlay.items():
         inner = result.get(key)

@@ -1,4 +1,4 @@
-"""The reference of a spec's sections, names and keys, generated from the settings."""
+"""The reference of all sections, names and keys of a spec, generated from the classes of settings."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "method.aggregator": AGGREGATORS,
     "method.aggregator.server": ServerOptimizer,
 }
-"""The sections of a spec: one class of settings, or a registry of classes by name."""
+"""A mapping from each section of a spec to its class of settings, or to a registry of classes that it can name."""
 
 Row = tuple[str, str, str, str]
 """A key, the values that it accepts, its default ("" if the key is required), and its description."""
 
 
 def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
-    """Return the names that a section accepts, with the class of each name; ("", class) for a section without names.
+    """Yield each name that a section accepts, with its class; for a section with only one class, yield ("", class).
 
     Raises:
         SpecError: The section does not exist.
@@ -76,7 +76,7 @@ def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
 
 
 def common(section: str) -> list[Row]:
-    """Return the keys that all classes of a section accept; for methods, the keys of recipes."""
+    """Return the rows of the keys that all classes of a section have; for methods, of those that all recipes have."""
     settings = SECTIONS[section]
     if not isinstance(settings, Registry):
         return []
@@ -84,13 +84,13 @@ def common(section: str) -> list[Row]:
 
 
 def specific(section: str, cls: type[Setting]) -> list[Row]:
-    """Return the keys of one class that are not in ``common``, or differ from it."""
+    """Return the rows of a class's keys that are not in ``common``, or differ there, such as in the default."""
     shared = common(section)
     return [row for row in rows(cls) if row not in shared]
 
 
 def rows(cls: type[Setting]) -> list[Row]:
-    """Return all keys of a class of settings."""
+    """Return a row for each key of a class of settings."""
     descriptions, recipe = _descriptions(cls), _default_recipe(cls)
     parts: Mapping[str, Any] = recipe.parts() if recipe else {}
     return [
@@ -101,7 +101,7 @@ def rows(cls: type[Setting]) -> list[Row]:
 
 
 def _default_recipe(cls: type[Setting]) -> Recipe | None:
-    """Return a recipe with default settings; None for other settings, and for recipes with required settings."""
+    """Return a recipe with default settings; None if the class is not a recipe, or if a setting is required."""
     required = any(field.is_required() for field in cls.model_fields.values())
     return cls() if issubclass(cls, Recipe) and not required else None
 
@@ -112,7 +112,7 @@ def summary(cls: type[Setting]) -> str:
 
 
 def markdown() -> str:
-    """Return all sections as one page."""
+    """Return the reference of all sections in Markdown."""
     lines: list[str] = []
     for section in SECTIONS:
         lines += [f"## `{section}`", ""]
@@ -140,7 +140,10 @@ def _table(rows: list[Row]) -> list[str]:
 
 
 def _descriptions(cls: type[Setting]) -> dict[str, str]:
-    """Return the descriptions of keys in the docstrings of a class, its base classes and a recipe's choices."""
+    """Return a mapping from each key of a class to its description, which is read from docstrings.
+
+    They are the docstrings of the class, of its base classes, and, for a recipe, of the classes of its choices.
+    """
     descriptions: dict[str, str] = {}
     if recipe := _default_recipe(cls):
         for key, (choice, name) in recipe.shared_settings().items():
@@ -178,7 +181,7 @@ def _type(kind: Any) -> str:
 
 
 def _is_group(kind: Any) -> bool:
-    """Return whether a type is a settings class without names, which a spec writes as a table."""
+    """Return whether a type is a class of settings that a spec cannot give by name, only as a table."""
     return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name and kind is not ServerOptimizer
 
 

@@ -1,8 +1,9 @@
 """Trackers, which show a running experiment in TensorBoard and MLflow.
 
-Trackers are callbacks without state in the checkpoints, and they only read what a run records anyway. They are not part
-of a run's identity, and all files of a run are the same to the byte with and without them. A resumed run continues
-where it was shown before, and each of its rounds appears once.
+Trackers are callbacks that do not store state in checkpoints, and they only read what a run records anyway. They are
+not part of a run's identity (the settings that may not change when a run is resumed). A run writes exactly the same
+files with and without trackers. A resumed run continues in the same place of the tracker, and each round appears there
+once.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ if TYPE_CHECKING:
     from fedstrata.runs.simulation import Simulation
 
 TOKEN = "tracking.json"
-"""The file in a run folder with the trackers' names of the run, which a resumed run reads."""
+"""The file in a run folder with the names under which trackers show the run, so that a resumed run uses them again."""
 
 LONGEST = 500
 """The most characters of a setting that every tracker accepts; longer settings are cut."""
 
 
 class Tracker(Callback):
-    """Shows a run in another program. If that fails, it warns once, and the run continues without the tracker."""
+    """Shows a run in another program. If this fails, it warns once, and the run continues without the tracker."""
 
     name: ClassVar[str] = ""
 
     def on_start(self, simulation: Simulation) -> None:
-        """Begin, or continue where the run was shown before."""
+        """Begin to show the run, or continue to show a run that was resumed."""
         self.failed = False
         self._try(lambda: self.begin(simulation))
 
@@ -78,15 +79,15 @@ class Tracker(Callback):
 
     @abstractmethod
     def begin(self, simulation: Simulation) -> None:
-        """Run ``on_start``; an exception only disables the tracker."""
+        """Do the work of ``on_start``. An exception, except ``SpecError``, only disables the tracker."""
 
     @abstractmethod
     def show(self, record: Mapping[str, Any]) -> None:
-        """Run ``on_round``; an exception only disables the tracker."""
+        """Do the work of ``on_round``. An exception, except ``SpecError``, only disables the tracker."""
 
     @abstractmethod
     def end(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """Run ``on_close``; an exception only disables the tracker."""
+        """Do the work of ``on_close``. An exception, except ``SpecError``, only disables the tracker."""
 
 
 class TensorBoard(Tracker):
@@ -107,7 +108,7 @@ class TensorBoard(Tracker):
             raise ExtraMissingError("TensorBoard", "tracking")
 
     def begin(self, simulation: Simulation) -> None:
-        """Open the event files, and void their rounds that run again."""
+        """Open the event files, and make TensorBoard ignore earlier records of rounds that run again after a resume."""
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
@@ -119,12 +120,12 @@ class TensorBoard(Tracker):
             problem = "a run without a run folder has nowhere to write event files. Set dir"
             raise SpecError("tracking.tensorboard.dir", problem)
         is_new = simulation.round == 0
-        # TensorBoard ignores the steps of earlier files from this step on.
+        # In earlier event files, TensorBoard ignores this step (the round) and all later steps.
         purge = 0 if is_new else simulation.round + 1
         self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=purge if folder.exists() else None)
         if is_new:
             self.writer.add_text("spec", f"```toml\n{simulation.spec.to_toml()}```", 0)
-            # TensorBoard's page HPARAMS shows the settings beside these metrics.
+            # The page HPARAMS of TensorBoard shows the settings next to these metrics.
             writer = self.writer._get_file_writer()  # type: ignore[no-untyped-call]
             metrics = {"accuracy": None, "validation/accuracy": None}
             for summary in hparams(settings_of(simulation.spec), metrics):  # type: ignore[no-untyped-call]
@@ -153,10 +154,10 @@ class MLflow(Tracker):
     Args:
         uri: The tracking server or store, such as ``http://localhost:5000`` or ``sqlite:///mlflow.db``. Default:
             MLflow's own default (``MLFLOW_TRACKING_URI``).
-        experiment: The experiment's name; a new experiment is created if necessary.
-        run: The run's name. Default: a name from its method, data and seed.
-        tags: Additional tags, by name.
-        artifacts: Whether the files of the run folder, without checkpoints, are uploaded at the end.
+        experiment: The name of the experiment in MLflow; it is created if it does not exist.
+        run: The name of the run in MLflow. Default: a name made of its method, data and seed.
+        tags: A table of additional tags, from the name of each tag to its value.
+        artifacts: Whether the files of the run folder, except checkpoints, are uploaded at the end.
     """
 
     uri: str | None = None
@@ -178,7 +179,8 @@ class MLflow(Tracker):
         with _locked_store(self.uri or get_tracking_uri()):
             self.client: MlflowClient = MlflowClient(tracking_uri=self.uri)
             experiment = self._experiment_id()
-        # Store the token before the run is created, so that a run that is killed in between is not created twice.
+        # The token identifies the run in MLflow. It is stored before the run is created there. If the process is killed
+        # in between, a resumed run thus finds the run instead of creating a second one.
         token, spec = stored_name(simulation.folder, "mlflow", lambda: uuid.uuid4().hex), simulation.spec
         runs = self.client.search_runs([experiment], f"tags.`fedstrata.run` = '{token}'", max_results=1)
         if runs:
@@ -190,7 +192,7 @@ class MLflow(Tracker):
             name = self.run or title(simulation)
             self.run_id = self.client.create_run(experiment, tags=tags, run_name=name).info.run_id
         logged = self.client.get_run(self.run_id).data
-        # MLflow's parameters never change. A larger number of rounds is visible in the metrics.
+        # MLflow does not allow changes of parameters, so only new ones are logged after a resume.
         params = {_mlflow_name(key): value for key, value in settings_of(spec).items()}
         new = [Param(name, value) for name, value in params.items() if name not in logged.params]
         self.client.log_batch(self.run_id, params=new)
@@ -237,7 +239,13 @@ class MLflow(Tracker):
 
 
 def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
-    """Return a tracker's name of a run, which is stored in the run folder when it is first used."""
+    """Return the name under which a tracker shows a run. It is stored in the run folder when it is first used.
+
+    Args:
+        folder: The run folder; None if the run does not have one, so that the name is not stored.
+        key: The key of the name in the file.
+        make: Returns a new name.
+    """
     if folder is None:
         return make()
     names: Any = None
@@ -252,7 +260,7 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
 
 @contextmanager
 def _locked_store(uri: str) -> Iterator[None]:
-    """Lock a local store for the block, because two processes that create it at the same time break it."""
+    """Lock a local SQLite store during the ``with`` block, because two processes that create it would damage it."""
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield
@@ -263,7 +271,7 @@ def _locked_store(uri: str) -> Iterator[None]:
 
 
 def _switched(value: object) -> object:
-    """Convert ``true`` to a tracker with its defaults, and ``false`` to None."""
+    """Convert ``true`` to an empty table, which stands for a tracker with default settings, and ``false`` to None."""
     if isinstance(value, bool):
         return {} if value else None
     if value is None or isinstance(value, (Mapping, Callback)):
@@ -272,7 +280,7 @@ def _switched(value: object) -> object:
 
 
 class Tracking(Setting):
-    """The programs that show a run; not part of the run's identity, so that they may change when a run is resumed.
+    """The programs that show a run. They may change when a run is resumed.
 
     Args:
         tensorboard: Event files for TensorBoard; ``true`` for the defaults.
@@ -298,7 +306,10 @@ def title(simulation: Simulation) -> str:
 
 
 def settings_of(spec: Any) -> dict[str, str]:
-    """Return all settings except ``tracking`` by their dotted keys, as text of at most ``LONGEST`` characters."""
+    """Return a mapping from the dotted key of each setting, except ``tracking``, to its value as text.
+
+    Texts are cut to ``LONGEST`` characters.
+    """
     table = {key: value for key, value in spec.to_spec().items() if key != "tracking"}
     return {key: str(value)[:LONGEST] for key, value in _flat(table)}
 

@@ -12,10 +12,10 @@ import fedstrata as fs
 
 
 class BySquareRoot(fs.Aggregator):
-    """Clients have weights that are a power of their number of samples.
+    """The weight of a client is a power of its number of samples.
 
     Args:
-        power: 1 gives all samples equal weights, 0 all clients.
+        power: With 1, all samples have equal weights. With 0, all clients have equal weights.
     """
 
     needs_counts: ClassVar[bool] = True  # refused if clients keep their sizes private

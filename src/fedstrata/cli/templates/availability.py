@@ -10,12 +10,12 @@ import fedstrata as fs
 
 
 class Nights(fs.Availability):
-    """Clients in different time zones, which are online at night, and by day with a small probability.
+    """Clients in different time zones, which are online at night, and with a small probability by day.
 
     Args:
         day: The number of rounds in a day.
-        night: The share of a day that is night.
-        by_day: The probability that a client is online by day.
+        night: The fraction of a day that is night.
+        by_day: The probability that a client is online in a round by day.
     """
 
     day: PositiveInt = 12  # a setting: --set availability.day=24

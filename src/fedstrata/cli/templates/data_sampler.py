@@ -18,5 +18,5 @@ class Half(fs.DataSampler):
     share: float = Field(default=0.5, gt=0, le=1)  # a setting: --set method.data_sampler.share=0.2
 
     def keep(self, federation, state, clients):
-        """Return the probability, the new state (there is none), and the values for the round's record."""
+        """Return the probability, the state (which stays unchanged), and values for the round's record."""
         return self.share, state, {"kept": self.share}

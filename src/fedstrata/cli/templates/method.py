@@ -10,7 +10,7 @@ import fedstrata as fs
 
 
 class Steady(fs.Recipe):
-    """Clients are drawn by size, and each is pulled back to the global model.
+    """Clients with more samples are invited more often, and training stays close to the global model.
 
     A method is four choices: client_sampler, data_sampler, objective, aggregator.
     """

@@ -8,8 +8,8 @@ def worst_recall(labels, probabilities):
     """Return the lowest recall of all classes.
 
     Args:
-        labels: The true classes, (N,), NumPy whole numbers.
-        probabilities: The probability of each class, (N, C).
+        labels: The true class of each sample, (N,), a NumPy array of whole numbers.
+        probabilities: The predicted probability of each class for each sample, (N, C).
     """
     predicted = probabilities.argmax(axis=1)
     return float(min((predicted[labels == c] == c).mean() for c in set(labels.tolist())))

@@ -11,16 +11,16 @@ import fedstrata as fs
 
 
 class Leaning(fs.Partition):
-    """A share of each class goes to the clients that lean towards it, the rest to random clients.
+    """Each client leans towards one class. A part of each class goes to these clients, the rest to random clients.
 
     Args:
-        share: The share; 0 is nearly IID.
+        share: The fraction of samples that go to clients that lean towards their class; 0 is nearly IID.
     """
 
     share: float = Field(default=0.8, ge=0, le=1)  # a setting: --set partition.share=0.5
 
     def assign(self, labels, domains, rng):
-        """Return the owner of every sample; here client k leans towards class k mod C."""
+        """Return the client that gets each sample, (N,). Here, client k leans towards class k mod C."""
         classes = min(int(labels.max()) + 1, self.clients)
         leaning = labels % classes + classes * rng.integers(self.clients // classes, size=len(labels))
         random = rng.integers(self.clients, size=len(labels))

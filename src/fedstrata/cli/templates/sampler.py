@@ -10,10 +10,10 @@ import fedstrata as fs
 
 
 class LongestAway(fs.ClientSampler):
-    """Clients are invited if they have not been invited for the longest time; ties are broken at random.
+    """The clients whose last invitation was the longest ago are invited; ties are broken at random.
 
     Args:
-        spread: 0 follows the time strictly; larger values add more randomness.
+        spread: With 0, only the time counts. Larger values add more randomness.
     """
 
     spread: float = 0.0  # a setting: --set method.client_sampler.spread=2
@@ -26,7 +26,7 @@ class LongestAway(fs.ClientSampler):
         """Return the clients of this round, and the new state."""
         candidates = federation.candidates()  # the clients that may be invited
         m = federation.config.training.invited(federation.config.clients)  # the number of clients to invite
-        rng = federation.rng("longest-away")  # always the same for a seed and a round
+        rng = federation.rng("longest-away")  # draws the same numbers for the same seed and round
         away = federation.round - state[candidates] + (self.spread + 0.5) * rng.random(len(candidates))
         chosen = candidates[np.argsort(-away)][:m]
         state = state.copy()

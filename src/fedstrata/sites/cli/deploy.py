@@ -1,4 +1,4 @@
-"""``fedstrata deploy``, ``submit``, ``status`` and others: real sites."""
+"""The commands for experiments over real sites: ``fedstrata deploy``, ``submit``, ``status`` and others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _deploy(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace, table: object, *lines: str) -> int:
-    """Print a result: a table with ``--json``, otherwise lines. Return the exit code 0."""
+    """Print a result, as JSON with ``--json`` and otherwise as lines of text, and return the exit code 0."""
     if options.json:
         common.print_json(table)
     else:
@@ -81,7 +81,7 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that prints what happens: to standard error if the result is JSON."""
+    """Return a function that prints events: to standard error if the result is JSON, otherwise to standard output."""
 
     def report(text: str) -> None:
         with suppress(BrokenPipeError):  # the result is wanted even if the output is not read any more
@@ -232,7 +232,10 @@ def _asks(options: argparse.Namespace) -> int:
 
 
 def _by_kit(kit: Path | None, options: argparse.Namespace) -> AbstractContextManager[None]:
-    """Return a context that imports what a spec names only from the packages that the site's own list allows."""
+    """Return a context manager in which a spec may name code only from the packages that a site's settings allow.
+
+    If ``kit`` is None, or with ``--trust``, the context manager changes nothing.
+    """
     from fedstrata.base.loading import only_from
     from fedstrata.sites.settings import SiteSettings
 

@@ -1,4 +1,4 @@
-"""``fedstrata ledger``: the answers of a site."""
+"""The command ``fedstrata ledger``, which shows and verifies the ledger of a site's answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 umask 077
 arguments="${*}"
-# Find the Python that has fedstrata: FEDSTRATA_PYTHON, that of the fedstrata command, or python3. The first line of
-# the command names its Python, or a shell if the path is too long; then Python lies beside the command.
+# Find the Python that has fedstrata: FEDSTRATA_PYTHON, the Python of the fedstrata command, or python3. The first line
+# of the command names its Python. If that path is too long, it names a shell, and Python is in the command's folder.
 if [[ -z "${FEDSTRATA_PYTHON:-}" ]]; then
   FEDSTRATA_PYTHON=python3
   command="$(command -v fedstrata || true)"
@@ -16,8 +16,8 @@ if [[ -z "${FEDSTRATA_PYTHON:-}" ]]; then
   fi
 fi
 export FEDSTRATA_PYTHON
-# Messages arrive in many threads. With an arena per thread, the C library keeps ever more freed memory.
+# Messages arrive in many threads. With a memory arena per thread, the C library would keep more and more freed memory.
 export MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-2}"
-# Each thread caches freed blocks: 240 KB for blocks up to 1 KiB, after hours. With a limit of 256 bytes it caches 15 KB
-# and training is as fast as before; without a cache training is slower.
+# Each thread caches freed blocks of up to 1 KiB, which is 240 KB after hours. With blocks of up to 256 bytes, it caches
+# only 15 KB, and training is as fast as before. Without a cache, training would be slower.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.tcache_max=256}"

@@ -1,4 +1,4 @@
-# Write the process number first, so that the party can be stopped from now on.
+# Write the process id first, so that the party can be stopped from now on.
 if [[ "$doOnce" == "true" ]]; then
   own="$WORKSPACE/pid.fl"
 else
