@@ -147,6 +147,15 @@ def test_a_foreign_certificate_is_told_from_ours(fed: Path, made: Path) -> None:
     assert "is not the key" not in problems(fed / "a", server=False, data=False)
 
 
+def test_a_kit_with_the_certificate_of_another_site_does_not_start(fed: Path) -> None:
+    """It started, was turned away by the server, and tried again for ever; its log did not say why."""
+    for name in ("client.crt", "client.key"):
+        shutil.copy(fed / "b" / "startup" / name, fed / "a" / "startup")
+    found = problems(fed / "a", server=False, data=False)
+    assert "client.crt is the certificate of 'b', and this folder is that of 'a'" in found
+    assert start(fed / "a", verbose=False) == 1
+
+
 def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, key = key_pair(fed / "server")
     before = read(path)

@@ -58,6 +58,10 @@ def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]
         certificate.verify_directly_issued_by(root)
     except Exception:
         yield True, f"{path.name} was not made by this federation: {ROOT} did not sign it; ask for a new folder"
+    if (settings := path.with_name("fed_client.json")).exists():
+        name = json.loads(settings.read_text(encoding="utf-8"))["client"]["fqsn"]
+        if (other := _common_name(certificate)) != name:
+            yield True, f"{path.name} is the certificate of {other!r}, and this folder is that of {name!r}"
     if not _fits(certificate, key):
         yield True, f"{key.name} is not the key of {path.name}; ask for a new folder"
     for one, name in ((certificate, path.name), (root, ROOT)):
@@ -124,6 +128,12 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
     replace_file(path, new.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
     path.chmod(0o600)
     return end
+
+
+def _common_name(certificate: Certificate) -> str:
+    from cryptography.x509.oid import NameOID
+
+    return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 
 
 def _fits(certificate: Certificate, path: Path) -> bool:
