@@ -1,7 +1,7 @@
 """Whether a deployment survives what happens to processes: three sites and a server, killed and stopped at random.
 
-Run it as ``python benchmarks/kills.py [--times 20] [--minutes M] [--seed 0] [--kinds site,...]``. The processes are
-real and speak mutual TLS. Two jobs run, one after the other:
+Run it as ``python benchmarks/kills.py [--times 20] [--minutes M] [--seed 0] [--kinds site,...] [--codec NAME]``. The
+processes are real and speak mutual TLS. Two jobs run, one after the other:
 
 - Two of three sites suffice. A site is killed with all its processes, and started again; one is stopped for a minute,
   and goes on; two are stopped, and the run must wait.
@@ -17,6 +17,7 @@ Sites find this module by its name.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -61,6 +62,13 @@ WORDS = {
 }
 ROUNDS = {"site": 90, "stop": 120, "stop two": 40, "worker": 12, "server job": 12, "server": 12, "stop server": 12}
 """That pass meanwhile, at most."""
+CODECS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "qsgd": {"up": "qsgd", "down": "qsgd"},
+    "top-k": {"up": {"name": "top-k", "fraction": 0.1}, "down": "qsgd"},
+    "powersgd": {way: {"name": "powersgd", "factors": "int8"} for way in ("up", "down")},
+}
+"""How models and changes travel, by the name for ``--codec``."""
 FEWER = {"stop": 4, "stop two": 20, "server job": 2, "server": 2, "stop server": 4}
 """One such time for so many others: pauses take a minute and more, and the server is killed in two ways."""
 HURRY = "KILLS_HURRY"
@@ -235,7 +243,7 @@ def happen(kind: str, deployment: Deployment, draw: random.Random) -> dict[str, 
     return row
 
 
-def spec_of(rounds: int, checkpoint_every: int = 1) -> fs.Experiment:
+def spec_of(rounds: int, codec: str, checkpoint_every: int = 1) -> fs.Experiment:
     """What runs."""
     return fs.Experiment.from_table(
         {
@@ -244,12 +252,19 @@ def spec_of(rounds: int, checkpoint_every: int = 1) -> fs.Experiment:
             "model": {"name": "mlp", "hidden": [16]},
             "training": {"rounds": rounds, "local_steps": 5, "execution": "per-client"},
             "evaluation": {"every": 0, "checkpoint_every": checkpoint_every},
+            "communication": CODECS[codec],
         }
     )
 
 
 def run_job(
-    least: int, counts: dict[str, int], seed: int, place: Path, minutes: float, write: Callable[[dict[str, Any]], None]
+    least: int,
+    counts: dict[str, int],
+    codec: str,
+    seed: int,
+    place: Path,
+    minutes: float,
+    write: Callable[[dict[str, Any]], None],
 ) -> str:
     """One job in which all that happens; in a line what came of it."""
     os.environ[HURRY] = str(place / "hurry")
@@ -260,7 +275,7 @@ def run_job(
     # Its sites let a job begin twenty times unless they say otherwise.
     table = {"server": {"port": port, **own}, "least": least, "fewer": "wait", "policy": {"starts": 10_000}}
     sites = Sites.model_validate(table | {"site": dict.fromkeys(SITES, own)})
-    spec, kits = spec_of(rounds), place / "fed"
+    spec, kits = spec_of(rounds, codec), place / "fed"
     provision(spec, sites, kits, base_dir=HERE)
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     random.Random(f"{seed} {least}").shuffle(kinds)
@@ -287,7 +302,7 @@ def run_job(
         "ledgers: " + "; ".join(f"{site} {'; '.join(each.problems) or 'whole'}" for site, each in ledgers.items())
     )
     if least == len(SITES):
-        fs.run(spec_of(rounds, checkpoint_every=0), out=place / "undisturbed")
+        fs.run(spec_of(rounds, codec, checkpoint_every=0), out=place / "undisturbed")
         files = [folder / "model.safetensors" for folder in (result, place / "undisturbed")]
         same = files[0].read_bytes() == files[1].read_bytes()
         lines.append("the model is that of an undisturbed run" if same else "THE MODEL IS ANOTHER")
@@ -298,13 +313,14 @@ def table_of(rows: list[dict[str, Any]]) -> list[str]:
     """A line a kind: how often, and the middle and the worst of what was measured."""
     lines = ["| what | times | missed after, s | rounds meanwhile | back after, s | rounds until then | kept |"]
     lines.append("|---|---|---|---|---|---|---|")
-    for kind in ROUNDS:
-        mine = [row for row in rows if row["kind"] == kind]
+    for kind, codec in itertools.product(ROUNDS, CODECS):
+        mine = [row for row in rows if row["kind"] == kind and row.get("codec", "none") == codec]
         if mine:
             cells = [_spread([row[key] for row in mine if key in row]) for key in
                      ("noticed", "rounds_meanwhile", "back", "rounds_to_back")]  # fmt: skip
             kept = sum(row["kept"] for row in mine)
-            lines.append(f"| {WORDS[kind]} | {len(mine)} | {' | '.join(cells)} | {kept} of {len(mine)} |")
+            what = WORDS[kind] + (f"; {codec}" if CODECS[codec] else "")
+            lines.append(f"| {what} | {len(mine)} | {' | '.join(cells)} | {kept} of {len(mine)} |")
     return lines
 
 
@@ -319,6 +335,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(ROUNDS))
+    parser.add_argument("--codec", default="none", choices=CODECS)
     parser.add_argument("--minutes", type=float, default=math.inf, help="of each job, in which things happen")
     parser.add_argument("--place", type=Path, help="where kits and logs stay")
     options = parser.parse_args()
@@ -326,11 +343,16 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, str(HERE))
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "jobs": {}}
-    rows = [row for row in found["rows"] if row["kind"] not in chosen]
-    found["jobs"] = {job: said for job, said in found["jobs"].items() if set(chosen).isdisjoint(job.split(", "))}
+    name = "" if options.codec == "none" else f"{options.codec}: "
+    about = {"codec": options.codec} if name else {}
+    rows = [row for row in found["rows"] if row["kind"] not in chosen or row.get("codec") != about.get("codec")]
+    for job in list(found["jobs"]):
+        start, _, kinds = job.rpartition(": ")
+        if start == name[:-2] and not set(chosen).isdisjoint(kinds.split(", ")):
+            del found["jobs"][job]
 
     def write(row: dict[str, Any]) -> None:
-        rows.append({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()})
+        rows.append(about | {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()})
         print(rows[-1], flush=True)
         RESULTS.write_text(json.dumps({"rows": rows, "jobs": found["jobs"]}, indent=1) + "\n")
 
@@ -339,8 +361,8 @@ def main() -> None:
             counts = {kind: max(1, options.times // FEWER.get(kind, 1)) for kind in kinds if kind in chosen}
             if counts:
                 place = (options.place or Path(temporary)) / f"least-{least}"
-                job = ", ".join(counts)
-                found["jobs"][job] = run_job(least, counts, options.seed, place, options.minutes, write)
+                job = name + ", ".join(counts)
+                found["jobs"][job] = run_job(least, counts, options.codec, options.seed, place, options.minutes, write)
                 RESULTS.write_text(json.dumps({"rows": rows, "jobs": found["jobs"]}, indent=1) + "\n")
     print("\n".join([*table_of(rows), "", *(f"- {job}: {said}" for job, said in found["jobs"].items())]))
 
