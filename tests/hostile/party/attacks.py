@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fedstrata.base import records
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import Request, Weights
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import Simulation
 from fedstrata.sites.engine import NVFlareEngine
+from fedstrata.sites.wire import Envelope, Survey
 from fedstrata.stratify.messages import Gradient, LabelReport, Reserve
 
 NONE = torch.zeros(0, dtype=torch.int64)
 LOOT = "loot.json"
+
+
+def instead_of_the_survey(prepared: Prepared, engine: NVFlareEngine, folder: Path, **_: Any) -> Prepared:
+    """Send each probe of ``FEDSTRATA_PROBES`` to each site; all bytes that come back go into a file beside the run."""
+    texts, numbers = json.loads(os.environ["FEDSTRATA_PROBES"]), itertools.count(time.time_ns())
+    loot = dict[str, list[str]]()
+    for client, site in enumerate(engine.directory.site_of_client):
+        for text in texts:
+            number = next(numbers)
+            data = records.encode(Envelope([], Survey(text, [client], prepared.config.clients, False), number))
+            answer = engine.messenger._transport.send(site, data, 60.0, number)
+            assert isinstance(answer, bytes)
+            loot.setdefault(site, []).append(answer.hex())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / LOOT).write_text(json.dumps(loot))
+    return prepared
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Train nothing."""
 
 
 def instead_of_the_job(prepared: Prepared, folder: Path, engine: NVFlareEngine, *_: Any, **__: Any) -> None:

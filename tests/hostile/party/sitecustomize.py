@@ -1,7 +1,7 @@
 """Makes a party of a real federation another one than it should be: read by Python when its processes start.
 
-``FEDSTRATA_PARTY`` says how: ``hostile``, a server that attacks instead of running its job; ``open``, a site without a
-guard, the control of each attack.
+``FEDSTRATA_PARTY`` says how: ``hostile``, a server that attacks instead of running its job; ``probing``, one that asks
+sites whether other descriptions fit their data; ``open``, a site without a guard, the control of each attack.
 """
 
 import os
@@ -13,6 +13,12 @@ if PARTY == "hostile":
     from fedstrata.sites import job
 
     job.run_prepared = attacks.instead_of_the_job
+elif PARTY == "probing":
+    import attacks
+
+    from fedstrata.sites import job
+
+    job.surveyed, job.run_prepared = attacks.instead_of_the_survey, attacks.nothing
 elif PARTY == "open":
     from site_process import Absent
 
