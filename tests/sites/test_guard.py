@@ -716,7 +716,7 @@ def test_the_only_sample_of_a_class_is_measured_feature_by_feature(tmp_path: Pat
 
 
 def test_a_survey_counts_a_category_of_a_single_row(tmp_path: Path) -> None:
-    """What no rule stops, where a spec lets the most frequent category stand in for missing ones."""
+    """Only for a job that the site approved: its most frequent category stands in for missing ones."""
     rows = "".join(f"{kind},{label}\n" for kind, label in zip("a" * 14 + "b" * 15 + "c", "nyn" * 10, strict=True))
     (tmp_path / "own.csv").write_text("kind,ill\n" + rows)
     column = {"type": "category", "categories": ["a", "b", "c"], "impute": "most-frequent"}
@@ -724,6 +724,8 @@ def test_a_survey_counts_a_category_of_a_single_row(tmp_path: Path) -> None:
         "data": {"name": "own.csv", "schema": {"label": "ill", "classes": ["n", "y"], "columns": {"kind": column}}}
     }
     made = Site(tmp_path / "site", {**OWN, **table}, policy=Policy(jobs="within-policy"), data=tmp_path / "own.csv")
+    assert ruled(survey(made)) == "policy.min_samples"
+    made.site_server.policy = Policy(approved=[hash_of(made.spec)])
     assert 1 in survey(made).statistics.counts["kind"][:, 1].tolist()
 
 

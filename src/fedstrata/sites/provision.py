@@ -90,8 +90,8 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     waits = sites.patience, sites.relay == "direct", sites.least, sites.fewer
     plan = JobSpec("run.toml", run, len(site_of_client), site_of_client, sites.own_data, *waits)
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()])
-    of_server: dict[str, Any] = {"data": test, "allow": sites.server.allow, "catalog": sites.server.catalog}
-    _write_settings(out / SERVER, SiteSettings(patience=sites.patience, **of_server))
+    allow, catalog = sites.server.allow, sites.server.catalog
+    _write_settings(out / SERVER, SiteSettings(data=test, patience=sites.patience, allow=allow, catalog=catalog))
     for name, own in settings.items():
         _write_settings(out / name, own)
         (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
