@@ -13,7 +13,7 @@ import torch
 
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import MetricsLog, write_json
-from fedstrata.evaluation.history import History
+from fedstrata.evaluation.history import History, Record
 
 RECORDS = [
     {"round": 1, "accuracy": 0.5, "bytes_up": 10, "seconds": 0.5, "strata": {"a": 1.0}},
@@ -212,6 +212,46 @@ def test_the_best_round_is_picked_on_validation_samples_where_there_are_any() ->
     assert History([{**record, "validation": None} for record in picked]).best_round == 1
     nowhere = [{"round": 1, "accuracy": 0.5, "validation": {"accuracy": None}}]
     assert History(nowhere).best_on == "test"
+
+
+def measured(round: int, accuracy: float, auroc: float, brier: float, loss: float = 1.0) -> Record:
+    """A round whose values on the validation samples are 0.01 better than those on the test set."""
+    test = {"auroc": auroc, "brier": brier}
+    better = {"accuracy": accuracy + 0.01, "auroc": auroc + 0.01, "brier": brier - 0.01, "loss": loss - 0.01}
+    return {"round": round, "accuracy": accuracy, "loss": loss, "test": test, "validation": better}
+
+
+IMBALANCED = [measured(1, 0.98, 0.5, 0.4), measured(8, 0.9, 0.8, 0.3, 2.0), measured(20, 0.91, 0.7, 0.1, 0.5)]
+
+
+def test_the_primary_metric_decides_the_best_round() -> None:
+    history = History(IMBALANCED, primary="auroc")
+    assert (history.best_round, history.best_on) == (8, "validation")
+    chosen = ("primary", "lower_is_better", "final_auroc", "best_auroc", "final_accuracy", "best_accuracy")
+    assert [history.summary[key] for key in chosen] == ["auroc", False, 0.7, 0.8, 0.91, 0.9]
+    assert repr(history) == "History(3 rounds, auroc 0.7000 (best 0.8000 in round 8))"
+    unvalidated = [{**record, "validation": None} for record in IMBALANCED]
+    assert History(unvalidated, primary="auroc").best_round == 8
+    assert History(IMBALANCED).best_round == 1
+    assert "primary" not in History(IMBALANCED).summary
+
+
+def test_the_direction_of_the_primary_metric_is_the_metrics_own(tmp_path: Path) -> None:
+    assert History(IMBALANCED, primary="loss").best_round == 20
+    brier = History(IMBALANCED, primary="brier", lower={"brier"})
+    assert (brier.best_round, brier.summary["best_brier"]) == (20, 0.1)
+    MetricsLog(tmp_path / "metrics.jsonl").append(*IMBALANCED)
+    (tmp_path / "spec.toml").write_text("[evaluation]\nmetrics = ['auroc', 'my:brier']\nprimary = 'auroc'\n")
+    assert History.load(tmp_path).best_round == 8
+    # Only the summary says that the class my:brier is better if it is lower.
+    write_json(tmp_path / "summary.json", brier.summary)
+    assert History.load(tmp_path).summary == brier.summary
+
+
+def test_a_primary_metric_without_values_has_no_best_round() -> None:
+    history = History([{"round": 1, "accuracy": 0.5, "loss": 1.0}], primary="auroc")
+    assert history.best_round is history.summary["final_auroc"] is None
+    assert repr(history) == "History(1 round)"
 
 
 def test_targets_of_other_metrics(tmp_path: Path) -> None:

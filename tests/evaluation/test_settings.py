@@ -45,7 +45,7 @@ def test_errors_have_the_whole_key_and_a_function_has_no_key_of_its_own(tmp_path
 
 def test_what_is_not_asked_for_is_not_in_the_spec():
     table = fs.Evaluation().to_spec()
-    assert not {"validation", "client_test", "test_clients", "fine_tune"} & table.keys()
+    assert not {"validation", "client_test", "test_clients", "fine_tune", "primary"} & table.keys()
     assert "callbacks" not in fs.Experiment().to_spec()
 
 
@@ -64,6 +64,11 @@ def test_what_is_not_asked_for_is_not_in_the_spec():
         ({"targets": 90}, r"targets = 90: expected a list of accuracies, which are fractions, such as \[0.9\]"),
         ({"targets": {"accuracy": [1.5]}}, r"1.5 is no accuracy in \(0, 1\]"),
         ({"targets": [0.0]}, r"0.0 is no accuracy in \(0, 1\]"),
+        (
+            {"metrics": ["auroc"], "primary": "aurok"},
+            r"primary = 'aurok': this metric is not measured \(evaluation.metrics\); "
+            "accepted: accuracy, loss, auroc; did you mean 'auroc'",
+        ),
         ({"validation": 0}, "validation = 0.*greater than 0"),
         ({"client_test": 1.0}, "client_test = 1.0.*less than 1"),
         ({"test_clients": -0.1}, "test_clients = -0.1"),

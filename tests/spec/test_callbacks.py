@@ -138,6 +138,29 @@ def test_what_has_no_value_is_never_better():
         assert simulation.memory == {}
 
 
+def test_callbacks_compare_the_primary_metric_by_default(tmp_path):
+    assert [each["metric"] for each in spec(STOPPING, "keep-best").to_spec()["callbacks"]] == ["accuracy"] * 2
+    by_loss = {"primary": "log-loss"}
+    named = [{**STOPPING, "metric": "log-loss"}, {"name": "keep-best", "metric": "log-loss"}]
+    assert spec(STOPPING, "keep-best", evaluation=by_loss) == spec(*named, evaluation=by_loss)
+    by_accuracy = fs.run(spec(STOPPING))
+    values = [record["validation"]["log-loss"] for record in fs.run(spec())]
+    passed = fs.run(spec(evaluation=by_loss), callbacks=[fs.EarlyStopping(patience=2)])
+    assert passed.model_round != by_accuracy.model_round
+    assert passed.model_round == min(range(len(passed)), key=values.__getitem__) + 1
+    assert passed.confusion["best"].round == passed.best_round == passed.model_round
+
+
+def test_the_primary_metric_may_change_when_a_run_is_resumed(tmp_path):
+    with pytest.raises(Killed):
+        fs.run(spec(), out=tmp_path, callbacks=[killed_after(6)])
+    history = fs.run(spec(evaluation={"primary": "log-loss"}), out=tmp_path, resume=True)
+    values = history.column("validation.log-loss")[1]
+    assert history.best_round == values.argmin() + 1
+    # The evaluations before the checkpoint of round 6 were compared by the accuracy.
+    assert history.confusion["best"].round == values[6:].argmin() + 7
+
+
 def test_small_improvements_do_not_count():
     assert len(fs.run(spec({"name": "early-stopping", "patience": 3, "min_delta": 1.0}))) == 4
 

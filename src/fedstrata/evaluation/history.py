@@ -78,6 +78,7 @@ class History(Sequence[Record]):
         targets: Accuracies in (0, 1]. The summary gives the first round that reached each of them.
         metric_targets: A mapping from the names of other metrics to their targets.
         lower: The names of the metrics for which lower is better.
+        primary: The metric that decides which round is best.
         path: The run folder; None if the run was not written to a folder.
         stopped: The reason why the run ended before its last round; empty if it did not.
 
@@ -97,12 +98,13 @@ class History(Sequence[Record]):
         targets: Iterable[float] = TARGETS,
         metric_targets: Mapping[str, Iterable[float]] | None = None,
         lower: Iterable[str] = LOWER,
+        primary: str = "accuracy",
         path: Path | str | None = None,
         stopped: str = "",
     ) -> None:
         self.method, self.seed, self.targets = method, seed, tuple(targets)
         self.metric_targets = {name: tuple(values) for name, values in (metric_targets or {}).items()}
-        self.lower = frozenset(lower)
+        self.lower, self.primary = frozenset(lower), primary
         self.stopped = stopped
         self.model_round: int | None = None
         """The round of the model that the run saved; None if it is the model of the last round."""
@@ -174,9 +176,11 @@ class History(Sequence[Record]):
         parts = [self.method] if self.method else []
         parts += [f"seed {self.seed}"] if self.seed is not None else []
         parts.append(f"{len(self)} round{'' if len(self) == 1 else 's'}")
-        if self.final_accuracy is not None:
-            best = f"best {self.best_accuracy:.4f} in round {self.best_round}"
-            parts.append(f"accuracy {self.final_accuracy:.4f} ({best})")
+        column = column_of(self.primary)
+        if (final := self.final(column)) is not None:
+            best = self.best(column)
+            found = "" if best is None else f" (best {best:.4f} in round {self.best_round})"
+            parts.append(f"{self.primary} {final:.4f}{found}")
         parts += [self.warning] if self.warning else []
         parts += [str(self.path)] if self.path is not None else []
         return f"History({', '.join(parts)})"
@@ -204,11 +208,16 @@ class History(Sequence[Record]):
         Raises:
             SpecError: No round has a number in this column.
         """
-        pairs = [(record["round"], value) for record in self if (value := _number(record, name)) is not None]
-        if not pairs and self and name not in STANDARD:
+        rounds, values = self.points(name)
+        if not len(rounds) and self and name not in STANDARD:
             accepted = self.columns
             problem = f"no column of numbers; there are: {', '.join(accepted)}{nearest(name, accepted)}"
             raise SpecError("column", problem, name)
+        return rounds, values
+
+    def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return what ``column`` returns, or two empty arrays if no round has a number in the column."""
+        pairs = [(record["round"], value) for record in self if (value := _number(record, name)) is not None]
         rounds = np.array([round for round, _ in pairs], dtype=np.int64)
         return rounds, np.array([value for _, value in pairs], dtype=np.float64)
 
@@ -217,10 +226,19 @@ class History(Sequence[Record]):
         """The names of the columns that contain numbers, in order of appearance; ``"table.key"`` in nested tables."""
         return list(dict.fromkeys(name for record in self for name in _names(record) if name != "round"))
 
+    def final(self, name: str) -> float | None:
+        """Return the last number of a column; None if it has none."""
+        return next((value for record in reversed(self) if (value := _number(record, name)) is not None), None)
+
+    def best(self, name: str) -> float | None:
+        """Return the number of a column in the best round; None without one."""
+        best = self.best_round
+        return next((_number(record, name) for record in self if record["round"] == best), None)
+
     @property
     def final_accuracy(self) -> float | None:
         """Test accuracy of the last evaluated round; None if no round was evaluated."""
-        return next((value for record in reversed(self) if (value := _number(record, "accuracy")) is not None), None)
+        return self.final("accuracy")
 
     @property
     def best_on(self) -> str:
@@ -231,18 +249,19 @@ class History(Sequence[Record]):
     @property
     def best_accuracy(self) -> float | None:
         """Test accuracy of the best round; None if no round was evaluated."""
-        best = self.best_round
-        return next((_number(record, "accuracy") for record in self if record["round"] == best), None)
+        return self.best("accuracy")
 
     @property
     def best_round(self) -> int | None:
-        """The first round with the highest accuracy on the validation samples; None if no round was evaluated.
+        """The first round with the best primary metric on the validation samples; None if no round has this metric.
 
-        Without validation samples, the test set decides which round is best. The test accuracy of this round is then
-        too optimistic, because it was used for the choice.
+        Without validation samples, the test set decides which round is best. The test results of this round are then
+        too optimistic, because they were used for the choice.
         """
-        rounds, values = self.column("validation.accuracy" if self.best_on == "validation" else "accuracy")
-        return int(rounds[values.argmax()]) if len(values) else None
+        validated = self.best_on == "validation"
+        rounds, values = self.points(f"validation.{self.primary}" if validated else column_of(self.primary))
+        best = values.argmin if self.primary in self.lower else values.argmax
+        return int(rounds[best()]) if len(values) else None
 
     def rounds_to_target(self, target: float, metric: str = "accuracy") -> int | None:
         """Return the first evaluated round that is at least as good as ``target`` on the test set; None if none is.
@@ -251,7 +270,7 @@ class History(Sequence[Record]):
             target: A value of the metric.
             metric: ``accuracy``, ``loss`` or a name in ``evaluation.metrics``.
         """
-        column, lower = metric if metric in STANDARD else f"test.{metric}", metric in self.lower
+        column, lower = column_of(metric), metric in self.lower
         for record in self:
             value = _number(record, column)
             if value is not None and (value <= target if lower else value >= target):
@@ -269,6 +288,8 @@ class History(Sequence[Record]):
         All accuracies are fractions, measured on the test set, and None if no round was evaluated. The keys:
 
         - ``method``, ``seed``, and ``rounds``, the number of rounds
+        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``, if the primary metric is not the
+          accuracy: its name, its direction, and its values as for the accuracy
         - ``final_accuracy``: the accuracy of the last evaluated round
         - ``best_round``, ``best_accuracy``, and ``best_on``, the samples that decide which round is best
         - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds
@@ -284,6 +305,7 @@ class History(Sequence[Record]):
             "method": self.method,
             "seed": self.seed,
             "rounds": len(self),
+            **self._of_primary(),
             "final_accuracy": self.final_accuracy,
             "best_accuracy": self.best_accuracy,
             "best_round": self.best_round,
@@ -295,6 +317,13 @@ class History(Sequence[Record]):
         }
         ending = {"stopped": self.stopped or None, "model_round": self.model_round, "warning": self.warning or None}
         return summary | {key: value for key, value in ending.items() if value is not None}
+
+    def _of_primary(self) -> Record:
+        """Return the entries of the summary about a primary metric other than the accuracy."""
+        name, column = self.primary, column_of(self.primary)
+        values = {f"final_{name}": self.final(column), f"best_{name}": self.best(column)}
+        about = {"primary": name, "lower_is_better": name in self.lower}
+        return {} if name == "accuracy" else about | values
 
     def _read_evaluations(self, folder: Path) -> None:
         """Read the confusion matrices and the table of clients if the run wrote them."""
@@ -382,6 +411,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def column_of(metric: str) -> str:
+    """Return the column of a metric on the test set.
+
+    >>> column_of("accuracy"), column_of("auroc")
+    ('accuracy', 'test.auroc')
+    """
+    return metric if metric in STANDARD else f"test.{metric}"
+
+
 def target_text(target: float) -> str:
     """Return the shortest text that parses to the target, as a key of ``rounds_to_target``.
 
@@ -440,13 +478,16 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             about["method"] = method.get("name", "") if isinstance(method, dict) else str(method)
             about["seed"] = spec.get("seed")
             evaluation = spec.get("evaluation", {})
+            about["primary"] = evaluation.get("primary", "accuracy")
             about |= _targets(evaluation.get("targets", TARGETS))
             tables = [metric for metric in evaluation.get("metrics", []) if isinstance(metric, dict)]
             falling = {each["name"].rpartition(":")[2] for each in tables if each.get("lower_is_better")}
             about["lower"] = LOWER | falling
         if (folder / "summary.json").is_file():
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            about |= {key: summary[key] for key in ("method", "seed", "stopped") if key in summary}
+            about |= {key: summary[key] for key in ("method", "seed", "primary", "stopped") if key in summary}
+            if summary.get("lower_is_better"):  # the spec does not say it of a class of the user's own
+                about["lower"] = about.get("lower", LOWER) | {summary["primary"]}
             if "rounds_to_target" in summary:
                 reached = summary["rounds_to_target"].items()
                 others = {name: [float(t) for t in rounds] for name, rounds in reached if isinstance(rounds, dict)}

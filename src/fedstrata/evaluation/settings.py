@@ -26,6 +26,8 @@ class Evaluation(Setting):
         every: Number of rounds from one evaluation to the next. The last round is always evaluated; 0: only this one.
         batch_size: Samples per batch of an evaluation.
         metrics: The metrics to compute; the loss is always computed.
+        primary: The metric that decides which round and which setting is best, and that tables, figures and tests show
+            first: ``accuracy``, ``loss`` or a metric of ``metrics``. The metric says whether higher or lower is better.
         targets: Accuracies in (0, 1]; the summary gives the first round that reached each of them. To set targets of
             other metrics, give a table that maps a metric to its list, such as ``{ macro-f1 = [0.5] }``.
         validation: Share of the training samples to hold out for validation. They are held out of each class before
@@ -48,6 +50,7 @@ class Evaluation(Setting):
     every: Annotated[int, Field(ge=0), MayChange()] = 1
     batch_size: Annotated[PositiveInt, MayChange()] = 1000
     metrics: Annotated[list[AnyMetric], Field(min_length=1), MayChange()] = ["accuracy"]  # type: ignore[list-item]
+    primary: Annotated[str, MayChange()] = "accuracy"
     targets: Annotated[list[float] | dict[str, list[float]], MayChange()] = TARGETS
     validation: Share = None
     client_test: Share = None
@@ -85,12 +88,14 @@ class Evaluation(Setting):
 
     @model_validator(mode="after")
     def _fits(self) -> Evaluation:
-        labels = ["accuracy", "loss", *self.labels]
         for name in self.metric_targets:
-            if name not in labels:
-                accepted = ", ".join(dict.fromkeys(labels))
-                problem = f"no metric of this run; there are: {accepted}{nearest(name, labels)}"
+            if name not in self.measured:
+                problem = f"no metric of this run; there are: {', '.join(self.measured)}{nearest(name, self.measured)}"
                 raise SpecError("targets", problem, name)
+        if self.primary not in self.measured:
+            accepted = f"{', '.join(self.measured)}{nearest(self.primary, self.measured)}"
+            problem = f"this metric is not measured (evaluation.metrics); accepted: {accepted}"
+            raise SpecError("primary", problem, self.primary)
         if self.fine_tune is not None and self.client_test is None:
             problem = "a personal model is measured on its client's own test part: give evaluation.client_test too"
             raise SpecError("fine_tune", problem, self.fine_tune)
@@ -100,6 +105,11 @@ class Evaluation(Setting):
     def labels(self) -> list[str]:
         """The names of the metrics in records."""
         return [metric.label for metric in self.metrics]
+
+    @property
+    def measured(self) -> list[str]:
+        """The names of everything that is measured: the accuracy, the loss and the metrics."""
+        return list(dict.fromkeys(["accuracy", "loss", *self.labels]))
 
     @property
     def chosen(self) -> bool:
@@ -139,9 +149,13 @@ class Evaluation(Setting):
         return frozenset([*range(self.every, last, self.every), last] if self.every else [last])
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings as a table, in which a metric without settings is replaced with its name."""
+        """Return the settings as a table, in which a metric without settings is replaced with its name.
+
+        The default of ``primary``, which is newer than other settings, is left out.
+        """
         tables = [plain(metric) for metric in self.metrics]
-        return super().to_spec() | {"metrics": [t["name"] if len(t) == 1 else t for t in tables]}
+        table = super().to_spec() | {"metrics": [t["name"] if len(t) == 1 else t for t in tables]}
+        return {key: value for key, value in table.items() if (key, value) != ("primary", "accuracy")}
 
 
 __all__ = ["Evaluation"]

@@ -26,13 +26,15 @@ class Measured:
 
     Args:
         round: The round after which the model was evaluated.
-        value: The accuracy on the validation samples or, if there are none, on the test set.
+        value: The primary metric on the validation samples or, if there are none, on the test set.
         confusion: The confusion matrix of the test set, (C, C): true classes are rows, predicted classes columns.
+        metric: The primary metric, which may change when a run is resumed.
     """
 
     round: int
     value: float | None
     confusion: torch.Tensor
+    metric: str = "accuracy"
 
 
 @record("LoopState")
@@ -67,7 +69,7 @@ class LoopState:
             clients have no test parts of their own.
         evaluated: The last evaluated rounds, at most ``evaluation.unheard`` of them.
         last: The last evaluation.
-        best: The evaluation with the highest accuracy; the first of them if several are equal.
+        best: The evaluation that is best by the primary metric; the first of them if several are equal.
         memory: A mapping from the names of callbacks to what they remember between rounds.
         stopped: The reason why the run ends before its last round; empty if it does not.
         final_model: The model to save at the end of the run, and its round; None to save the model of the last round.
@@ -97,14 +99,16 @@ class LoopState:
         self.memory, self.stopped = dict(saved.memory), saved.stopped
 
     def add_score(self, score: Score, round: int, settings: Evaluation) -> None:
-        """Store an evaluation as the last one and, if its accuracy is the highest so far, as the best one."""
+        """Store an evaluation as the last one and, if it is the best so far by the primary metric, as the best one."""
         self.score = score
         self.evaluated = [*self.evaluated, round][-settings.unheard :]
-        value = score.accuracy
+        values = {"accuracy": score.accuracy, "loss": score.loss, **score.more.get("test", {})}
         if settings.validation is not None:
-            value = (score.more.get("validation") or {}).get("accuracy")
-        self.last = Measured(round, value, torch.from_numpy(score.confusion.copy()))
-        if self.best is None or (value is not None and (self.best.value is None or value > self.best.value)):
+            values = score.more.get("validation") or {}
+        value, sign = values.get(settings.primary), -1 if settings.primary in settings.lower else 1
+        self.last = Measured(round, value, torch.from_numpy(score.confusion.copy()), settings.primary)
+        best = self.best if self.best is not None and self.best.metric == settings.primary else None
+        if best is None or (value is not None and (best.value is None or sign * value > sign * best.value)):
             self.best = self.last
 
     def unheard(self, evaluations: int) -> list[int]:

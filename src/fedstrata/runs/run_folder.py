@@ -328,6 +328,7 @@ def about(spec: Experiment) -> dict[str, Any]:
         "targets": evaluation.accuracy_targets,
         "metric_targets": evaluation.metric_targets,
         "lower": evaluation.lower,
+        "primary": evaluation.primary,
     }
 
 

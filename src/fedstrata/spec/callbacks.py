@@ -71,32 +71,39 @@ class _Best(Callback):
     """Base class of callbacks that find the best evaluation of a run.
 
     Args:
-        metric: The metric to compare: ``accuracy``, ``loss`` or another metric of ``evaluation.metrics``.
+        metric: The metric to compare: ``accuracy``, ``loss`` or another metric of ``evaluation.metrics``. Default:
+            ``evaluation.primary``.
         mode: Whether the larger (``max``) or the smaller (``min``) value is better. Default: as the metric defines it.
     """
 
-    metric: str = "accuracy"
+    metric: str | None = None
     mode: Literal["max", "min"] | None = None
 
     def check(self, evaluation: Evaluation) -> None:
         """Raise ``SpecError`` if the metric is not measured."""
-        known = list(dict.fromkeys(["accuracy", "loss", *evaluation.labels]))
-        if self.metric not in known:
+        known = evaluation.measured
+        if self.metric is not None and self.metric not in known:
             problem = f"is not measured (evaluation.metrics); there are: {', '.join(known)}"
             raise SpecError("callbacks.metric", problem + nearest(self.metric, known), self.metric)
+
+    def compared(self, simulation: Simulation) -> str:
+        """Return the metric to compare."""
+        return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
         """Return the metric's value in a record, if any: on validation samples or, without them, on the test set."""
         metrics: Mapping[str, Any] = record.get("validation") or {}
         if simulation.spec.evaluation.validation is None:
             metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}
-        return metrics.get(self.metric)
+        return metrics.get(self.compared(simulation))
 
     def improves(self, simulation: Simulation, value: float | None, best: float | None, least: float = 0.0) -> bool:
         """Return whether a value is better than the best value so far by more than ``least``."""
         if value is None or best is None:
             return value is not None
-        lower = self.metric in simulation.spec.evaluation.lower if self.mode is None else self.mode == "min"
+        lower = (
+            self.compared(simulation) in simulation.spec.evaluation.lower if self.mode is None else self.mode == "min"
+        )
         return (best - value if lower else value - best) > least
 
 
@@ -135,7 +142,7 @@ class EarlyStopping(_Best):
         if best["since"] + 1 >= self.patience:
             since = f"{self.patience} evaluation{'' if self.patience == 1 else 's'}"
             best_round = f"the best was in round {best['round']}"
-            simulation.stop(f"validation {self.metric} has not improved for {since}; {best_round}")
+            simulation.stop(f"validation {self.compared(simulation)} has not improved for {since}; {best_round}")
 
     def on_end(self, simulation: Simulation, history: History) -> None:
         """Make the best round's model the final model."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tomli_w
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fedstrata.base.config import Setting, build, from_word
 from fedstrata.base.errors import SpecError, nearest
@@ -25,7 +25,7 @@ from fedstrata.federation.settings import Privacy, Training
 from fedstrata.methods.base import METHODS, AnyMethod
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.models.zoo import MLP, AnyModel
-from fedstrata.spec.callbacks import AnyCallback
+from fedstrata.spec.callbacks import AnyCallback, EarlyStopping, KeepBest
 from fedstrata.spec.tracking import Tracking
 
 COMPARE = "compare"
@@ -72,6 +72,14 @@ class Experiment(Setting):
     privacy: Annotated[Privacy, from_word(Privacy)] = Privacy()
     callbacks: list[AnyCallback] = []
     tracking: Annotated[Tracking, from_word(Tracking)] = Tracking()
+
+    @model_validator(mode="after")
+    def _compare_primary(self) -> Experiment:
+        """Let callbacks without a metric compare the primary metric, so that a run folder's spec names it."""
+        for place, callback in enumerate(self.callbacks):
+            if isinstance(callback, EarlyStopping | KeepBest) and callback.metric is None:
+                self.callbacks[place] = callback.model_copy(update={"metric": self.evaluation.primary})
+        return self
 
     def to_spec(self) -> dict[str, Any]:
         """Return nested tables. Sections that were added in later versions are left out if they have no effect."""
