@@ -41,6 +41,22 @@ def test_curves_are_means_and_deviations_over_what_was_spent() -> None:
     json.dumps(found, allow_nan=False)
 
 
+def test_the_primary_metric_is_the_first_curve_and_the_value_of_the_front() -> None:
+    records = [
+        {"round": n, "accuracy": 0.9, "loss": 1.0, "test": {"accuracy": 0.9, "auroc": u}}
+        for n, u in enumerate((0.5, 0.75), 1)
+    ]
+    found = chart_data({"a": [run(records, primary="auroc")]})
+    assert found["primary"] == {"key": "test.auroc", "final": "final auroc", "lower": False}
+    assert [metric["key"] for metric in found["metrics"]] == ["test.auroc", "accuracy", "loss"]
+    assert found["methods"][0]["final"] == [0.75, None]
+    by_loss = chart_data({"a": [run(records, primary="loss")]})
+    assert by_loss["primary"] == {"key": "loss", "final": "final loss", "lower": True}
+    assert [metric["key"] for metric in by_loss["metrics"]] == ["loss", "accuracy", "test.auroc"]
+    usual = chart_data({"a": [run(records)]})
+    assert usual["primary"] == {"key": "accuracy", "final": "final accuracy, %", "lower": False}
+
+
 def test_one_seed_has_no_band_and_a_round_without_evaluation_no_value() -> None:
     records = [{"round": 1, "train_loss": 2.0}, {"round": 2, "train_loss": 1.0, "accuracy": 0.5}]
     assert chart_data({"a": [run(records)]})["methods"][0]["y"] == {"accuracy": [[None, 50]], "train_loss": [[2, 1]]}

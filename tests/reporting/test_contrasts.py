@@ -14,7 +14,6 @@ from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import History
 from fedstrata.reporting import contrasts
 from fedstrata.reporting.contrasts import (
-    accuracy_at,
     caption,
     contrast,
     to_csv,
@@ -22,6 +21,7 @@ from fedstrata.reporting.contrasts import (
     to_latex,
     to_markdown,
     to_rich,
+    value_at,
 )
 from fedstrata.reporting.tables import compare_table
 
@@ -67,10 +67,10 @@ def test_pairs_are_seeds_and_not_places() -> None:
 
 def test_accuracy_at_a_budget_by_hand() -> None:
     history = run([0.2, None, 0.6, 0.7], bytes_up=10, bytes_down=5)  # 15, 30, 45 and 60 bytes in all
-    assert [accuracy_at(history, "bytes", budget) for budget in (14, 15, 44, 45, 60, 61)] == [
+    assert [value_at(history, "bytes", budget) for budget in (14, 15, 44, 45, 60, 61)] == [
         None, 0.2, 0.2, 0.6, 0.7, None,
     ]  # fmt: skip
-    assert accuracy_at(run([None], bytes_up=1), "bytes", 1) is None
+    assert value_at(run([None], bytes_up=1), "bytes", 1) is None
 
 
 def test_equal_bytes_are_the_most_that_all_runs_reached() -> None:
@@ -96,6 +96,30 @@ def test_budgets_that_say_nothing_are_left_out() -> None:
     alike = {label: [run([0.1, value], bytes_up=5)] for label, value in (("a", 0.5), ("b", 0.6))}
     assert list(contrast(alike).measures) == ["final_accuracy"]  # equal bytes are the end
     assert list(contrast(alike, at={"bytes": None}).measures) == ["accuracy_at_bytes"]
+
+
+def test_the_primary_metric_is_compared() -> None:
+    def rounds(seed: int, *aurocs: float) -> History:
+        records = [
+            {"round": n, "accuracy": 0.98, "test": {"auroc": value}, "bytes_up": 10}
+            for n, value in enumerate(aurocs, 1)
+        ]
+        return History(records, seed=seed, primary="auroc")
+
+    runs = {"base": [rounds(0, 0.5, 0.6), rounds(1, 0.5, 0.7)], "other": [rounds(0, 0.7), rounds(1, 0.9)]}
+    found = contrast(runs)
+    assert list(found.measures) == ["final_auroc", "auroc_at_bytes"]
+    assert [row.value.mean for row in found.rows] == pytest.approx([0.65, 0.8, 0.5, 0.8])
+    assert found.rows[1].difference is not None
+    assert found.rows[1].difference.mean == pytest.approx(0.15)
+    text = to_markdown(found)
+    assert "| final auroc | base | 0.6500 ± 0.0707 |" in text
+    assert "| auroc at equal bytes (1e-05 MB) | other | 0.8000 ± 0.1414 |" in text
+    assert "Auroc at equal amounts is that of the last evaluation within them" in text
+    named = contrast(runs, ["best_auroc", "final_accuracy"])
+    assert [row.value.mean for row in named.rows] == pytest.approx([0.65, 0.8, 0.98, 0.98])
+    with pytest.raises(SpecError, match="metric = 'best_aurok'"):
+        contrast(runs, ["best_aurok"])
 
 
 @pytest.mark.parametrize(

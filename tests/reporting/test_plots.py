@@ -102,6 +102,19 @@ def test_pictures_of_a_run_and_of_one_without_rounds(make_run, tmp_path: Path) -
         assert [axes.texts[0].get_text() for axes in drawn] == ["not recorded"] * 4
 
 
+def test_the_main_pictures_show_the_primary_metric(tmp_path: Path) -> None:
+    records = [{"round": n, "accuracy": 0.9, "test": {"auroc": u}, "bytes_up": 9} for n, u in enumerate((0.5, 0.7), 1)]
+    history = History(records, primary="auroc")
+    assert plot_run(history, tmp_path)[0].name == "auroc.png"
+    assert [file.name for file in plot_comparison({"a": [history]}, tmp_path)[::2]] == ["auroc.png", "traffic.png"]
+    axes = Figure().subplots()
+    draw_curves(axes, {"a": [history]}, "test.auroc")
+    assert axes.get_ylabel() == "test auroc"
+    assert axes.lines[0].get_ydata().tolist() == [0.5, 0.7]
+    # A run without any value of the metric, for example without test samples, has an empty picture.
+    assert plot_run(History([{"round": 1, "accuracy": 0.9}], primary="auroc"), tmp_path)[0].name == "auroc.png"
+
+
 def test_a_single_round_can_be_seen() -> None:
     history = History([{"round": 1, "accuracy": 0.5, "loss": 1.0, "train_loss": 2.0, "bytes_up": 9, "bytes_down": 9}])
     drawn = Figure().subplots(3)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fedstrata.evaluation.history import History
-from fedstrata.reporting.summary import failures, summary_panel
+from fedstrata.reporting.summary import failures, summary_lines, summary_panel
 
 RECORD = {"round": 3, "accuracy": 0.75, "clients_invited": 10, "clients_returned": 7}
 
@@ -56,6 +56,18 @@ def test_what_went_wrong_is_counted_by_kind(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     told = f"2 × failed, 1 × refused; the first: client 3: on fire (all in {tmp_path / 'events.jsonl'})"
     assert failures(history) == told
+
+
+def test_panel_begins_with_the_primary_metric() -> None:
+    records = [
+        RECORD
+        | {"round": n, "validation": {"accuracy": 0.7, "auroc": u}, "test": {"accuracy": 0.75, "auroc": u - 0.125}}
+        for n, u in enumerate((0.5, 0.75, 0.625), 1)
+    ]
+    first, best, other, *_ = summary_lines(History(records, primary="auroc"))
+    assert first == ("auroc", "0.5000 after 3 rounds")
+    assert best == ("best", "0.6250 in round 2, by the validation samples")
+    assert other == ("measured", "accuracy 75.00 %")
 
 
 def test_panel_tells_other_metrics_and_why_a_run_was_stopped() -> None:

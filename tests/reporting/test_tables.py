@@ -60,6 +60,26 @@ def test_terminal_shows_whole_numbers_and_labels_as_they_are(copies: int) -> Non
     assert text.count("± 14.14") == copies
 
 
+def measured(seed: int, *values: tuple[float, float, float], primary: str = "auroc") -> History:
+    """A run of rounds with these accuracies, AUROC and losses."""
+    records = [
+        {"round": n, "accuracy": a, "loss": loss, "test": {"accuracy": a, "auroc": u}}
+        for n, (a, u, loss) in enumerate(values, 1)
+    ]
+    return History(records, seed=seed, primary=primary)
+
+
+def test_the_primary_metric_has_the_first_columns() -> None:
+    values = (0.98, 0.6, 0.3), (0.9, 0.8, 0.5), (0.95, 0.75, 0.4)
+    rows = compare_table({"a": [measured(0, *values), measured(1, *values)]})
+    assert keys(rows)[:5] == ["final_auroc", "best_auroc", "best_round", "rounds", "final_accuracy"]
+    assert to_markdown(rows).startswith("|  | final auroc | best auroc | best round | rounds | final accuracy, % |")
+    assert [show(rows[0], key) for key in keys(rows)[:5]] == ["0.7500", "0.8000", "2", "3", "95.00"]
+    assert not {"test.auroc", "best_accuracy"} & rows[0].cells.keys()
+    by_loss = compare_table({"a": [measured(0, *values, primary="loss")]})
+    assert [show(by_loss[0], key) for key in keys(by_loss)[:3]] == ["0.4000", "0.3000", "1"]
+
+
 def test_other_metrics_have_a_column_each_by_the_last_evaluation() -> None:
     def measured(*values: float, worst: float) -> History:
         over = {"clients": 3, "mean": 0.7, "worst_10": worst, "unheard": {"clients": 0}}

@@ -33,9 +33,11 @@ def add_table(commands: Commands) -> None:
     parser = add_command(commands, "table", help, examples, work=_table)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders of comparisons and runs")
     parser.add_argument("--baseline", metavar="LABEL", help="the label to compare with (default: the first)")
-    metrics = "comma-separated: final_accuracy, best_accuracy, rounds_to_0.8, …, or a column of metrics.jsonl"
+    metrics = "comma-separated: final_accuracy, best_auroc, rounds_to_0.8, …, or a column of metrics.jsonl"
     parser.add_argument("--metric", help=metrics)
-    budgets = "accuracy at equal bytes, samples, seconds or simulated_seconds (default: the most that all reached)"
+    budgets = (
+        "the primary metric at equal bytes, samples, seconds or simulated_seconds (default: the most that all reached)"
+    )
     parser.add_argument("--at", action="append", metavar="WHAT[=AMOUNT]", help=budgets)
     tests = "the test of paired differences (default: t)"
     parser.add_argument("--test", choices=("t", "wilcoxon"), default="t", help=tests)
@@ -128,7 +130,9 @@ def add_sweep(commands: Commands) -> None:
         fedstrata sweep spec.toml --set evaluation.validation=0.1 --search training.lr=log:0.001..0.5 --trials 20
     """
     help = "try a grid or a search of settings, and find the best on validation samples"
-    more = "The best setting is the one with the highest accuracy on samples that evaluation.validation holds out."
+    more = (
+        "The best setting is the one with the best evaluation.primary on samples that evaluation.validation holds out."
+    )
     defaults = {"work": _sweep, "after_interrupt": common.WITH_OUT}
     parser = add_command(commands, "sweep", help, examples, more, imports=True, **defaults)
     parser.add_argument("spec", nargs="?", help=common.SPEC_HELP)

@@ -132,7 +132,7 @@ def _compare(options: argparse.Namespace) -> int:
             spec.data == first.data for spec in experiments.values()
         ):  # accuracies on different data cannot be compared
             rich.print(contrasts.to_rich(contrasts.contrast(runs)))
-        print_lines(f"written to {out}: table.md, accuracy.png, report.html")
+        print_lines(f"written to {out}: table.md, {first.evaluation.primary}.png, report.html")
     return common.exit_code(asked)
 
 

@@ -206,10 +206,10 @@ class History(Sequence[Record]):
             The rounds and the values, both of shape (R,).
 
         Raises:
-            SpecError: No round has a number in this column.
+            SpecError: No round has a number in this column, and it is neither a standard column nor the primary metric.
         """
         rounds, values = self.points(name)
-        if not len(rounds) and self and name not in STANDARD:
+        if not len(rounds) and self and name not in (*STANDARD, column_of(self.primary)):
             accepted = self.columns
             problem = f"no column of numbers; there are: {', '.join(accepted)}{nearest(name, accepted)}"
             raise SpecError("column", problem, name)

@@ -124,7 +124,10 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
     """
     histories = [History.load(folder) for folder in folders]
     records = [_combined(rounds, lower) for rounds in zip(*histories, strict=False)]
-    combined = History(records, method=name, seed=histories[0].seed, targets=histories[0].targets)
+    first = histories[0]
+    combined = History(
+        records, method=name, seed=first.seed, targets=first.targets, lower=first.lower, primary=first.primary
+    )
     if untrained := [history for history in histories if history.warning]:
         combined.warning = f"{len(untrained)} of its {len(histories)} runs: {untrained[0].warning}"
     new = out / "metrics.new"

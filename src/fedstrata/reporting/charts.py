@@ -12,7 +12,8 @@ import numpy as np
 
 from fedstrata.base.arrays import Floats
 from fedstrata.base.errors import SpecError
-from fedstrata.evaluation.history import MODEL, STANDARD, History
+from fedstrata.evaluation.history import MODEL, STANDARD, History, column_of
+from fedstrata.reporting import tables
 from fedstrata.reporting.contrasts import BUDGETS
 from fedstrata.reporting.draw import FATES, Dash, Quantity, look, over_seeds, quantity, spent
 from fedstrata.reporting.runs import Run, histories
@@ -53,7 +54,9 @@ def chart_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
         runs: A mapping from each label to its runs, one per seed.
     """
     members = histories(runs)
-    names = curve_names(members)
+    names, primary = curve_names(members), tables.primary(members)
+    final = f"final_{primary}"
+    how = tables.measure(final)
     axes = [key for key, budget in BUDGETS.items() if any(_total(h, key) for each in members.values() for h in each)]
     several = any(len(each) > 1 for each in members.values())
     points = min(POINTS, NUMBERS // max(len(runs) * len(names) * (2 if several else 1), 1))
@@ -64,12 +67,17 @@ def chart_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
                 "seeds": len(each),
                 "colour": look(number)[0],
                 "dash": DASHES[look(number)[1]],
-                "final": _estimate(Estimate.over(history.final_accuracy for history in each), 100),
+                "final": _estimate(Estimate.over(tables.value(history, final) for history in each), how.factor),
                 "ends": {key: _short(fmean(_total(h, key) for h in each)) for key in axes},
                 **_curves(each, names, axes, points),
             }
             for number, (label, each) in enumerate(members.items())
         ],
+        "primary": {
+            "key": column_of(primary),
+            "final": how.heading,
+            "lower": any(primary in history.lower for each in members.values() for history in each),
+        },
         "axes": [{"key": "round", "name": "round"}] + [{"key": key, "name": BUDGETS[key].axis} for key in axes],
         "metrics": [{"key": key, "name": named(key).name, "own": is_own(key)} for key in names],
         "fates": [[fates(run) for run in each] for each in runs.values()],
@@ -84,9 +92,9 @@ def _total(history: History, key: str) -> float:
 
 
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
-    """List the columns that can be drawn over the rounds.
+    """List the columns that can be drawn over the rounds, the primary metric first.
 
-    Evaluation metrics come first. Columns that only some methods record follow, if their values change.
+    Other metrics of the evaluation come next, then the methods' own columns that change.
     """
     changes: dict[str, bool] = {}
     """A mapping from each column to whether it is a method's own and its values change in some run."""
@@ -94,8 +102,9 @@ def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
         for name in history.columns:
             varies = is_own(name) and not changes.get(name) and len(set(history.column(name)[1].tolist())) > 1
             changes[name] = changes.get(name, False) or varies
-    main = [name for name in ("accuracy", "loss", "train_loss") if name in changes]
-    return main + list(filter(_is_measured, changes)) + [name for name in changes if changes[name]][:OWN]
+    main = [name for name in (column_of(tables.primary(runs)), "accuracy", "loss", "train_loss") if name in changes]
+    own = [name for name in changes if changes[name]][:OWN]
+    return list(dict.fromkeys([*main, *filter(_is_measured, changes), *own]))
 
 
 def _is_measured(name: str) -> bool:

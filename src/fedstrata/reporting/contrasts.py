@@ -13,7 +13,7 @@ import numpy as np
 from fedstrata.base.arrays import Floats
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.base.printable import csv_cell, printable
-from fedstrata.evaluation.history import History
+from fedstrata.evaluation.history import History, column_of
 from fedstrata.reporting import tables
 from fedstrata.reporting.draw import TRAFFIC, Curves, quantity, spent
 from fedstrata.reporting.statistics import FEWEST, RESAMPLES, Difference, Estimate, Range, Test, holm, paired_difference
@@ -44,10 +44,9 @@ BUDGETS = {
     "seconds": Budget(("seconds",), "s", "time, s"),
     "simulated_seconds": Budget(("simulated_seconds",), "simulated s", "simulated time, s"),
 }
-"""The resources for which accuracies can be compared at an equal amount."""
+"""The budgets at which the primary metric can be compared."""
 
-FINAL = "final_accuracy"
-_AT = "accuracy_at_"
+_AT = "_at_"
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,8 @@ class Contrasts:
         rows: The comparisons, sorted by measure and then by label.
         measures: A mapping from the key of each measure to its display.
         baseline: The label that the others are compared with; None if there is only one label.
-        test: The test from which the p-values are.
-        budgets: A mapping from ``accuracy_at_KIND`` to the amount at which accuracies are compared, in the recorded
-            unit; ``KIND`` is a key of ``BUDGETS``.
+        test: The test of the p-values.
+        budgets: The amounts at which the primary metric M is compared, by ``M_at_KIND``, in recorded units.
     """
 
     rows: tuple[Contrast, ...]
@@ -110,19 +108,18 @@ def contrast(
     baseline: str | None = None,
     test: Test = "t",
 ) -> Contrasts:
-    """Compare labels by some measures. Default: final accuracy, and accuracy at equal bytes and at equal samples.
+    """Compare labels by given measures; by default by the primary metric: final, at equal bytes and at equal samples.
 
-    The accuracy at a budget is the accuracy in the last evaluation within the budget. A run that spent less than the
-    budget has no value.
+    The value at a budget is that of the last evaluation within the budget. A run that spent less has no value.
 
     Args:
-        runs: A mapping from each label to the histories of its seeds.
-        metrics: Keys of ``tables.MEASURES``, ``rounds_to_T`` for a target accuracy T, or columns of the records. Of a
-            column, the last value counts.
-        at: A mapping from keys of ``BUDGETS`` to the amount at which accuracies are compared; None as an amount stands
-            for the largest amount that all runs reached.
-        baseline: The label that the others are compared with. Default: the first label.
-        test: The test of paired differences. Its p-values are corrected by Holm's method over the whole table.
+        runs: The histories of each label's seeds.
+        metrics: Measures of ``MEASURES``, ``final_M`` and ``best_M`` of a metric M, ``rounds_to_T``, or columns of the
+            records, whose last value counts.
+        at: The amounts of ``BUDGETS`` at which the primary metric is compared; None for the largest that all runs
+            reached.
+        baseline: A label. Default: the first label.
+        test: The test of paired differences; its p-values are corrected by Holm over the whole table.
 
     Raises:
         SpecError: The label, measure or budget is unknown, or a run did not record the budget.
@@ -134,7 +131,7 @@ def contrast(
         baseline = next(iter(runs))
     budgets = _budgets(runs, dict.fromkeys(("bytes", "samples")) if not asked else at or {}, asked)
     measures, values = dict[str, tables.Measure](), dict[str, dict[str, list[float | None]]]()
-    for key in [*(metrics if asked else [FINAL]), *budgets]:
+    for key in [*(metrics if asked else [f"final_{tables.primary(runs)}"]), *budgets]:
         by_label = {label: [_value(history, key, budgets) for history in members] for label, members in runs.items()}
         is_known = any(value is not None for each in by_label.values() for value in each)
         # If all runs spend equally much, the accuracy at a budget equals the final accuracy and is not shown again.
@@ -174,55 +171,52 @@ def _difference(
     return paired_difference(by_seed[0], by_seed[1], test)
 
 
-def _budgets(runs: Curves, at: Mapping[str, float | None], asked: bool) -> dict[str, float]:
-    """Return a mapping from the key ``accuracy_at_KIND`` of each budget to its amount; see ``contrast``."""
-    budgets = {}
+def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | None], asked: bool) -> dict[str, float]:
+    """Return the amount of each budget, by the key of its measure."""
+    budgets, metric = {}, tables.primary(runs)
     for kind, amount in at.items():
         if kind not in BUDGETS:
             raise SpecError("at", f"expected {', '.join(BUDGETS)}, or one of them = an amount", kind)
-        totals = [_spent(history, kind)[-1] for members in runs.values() for history in members if len(history)]
+        totals = [_spent(history, kind, metric)[-1] for members in runs.values() for history in members if len(history)]
         least = float(min(totals, default=0.0))
         if amount is not None and not amount > 0:
             raise SpecError("at", "expected an amount above 0", f"{kind}={amount:g}")
         if amount is not None or least > 0:
-            budgets[_AT + kind] = least if amount is None else amount
+            budgets[f"{metric}{_AT}{kind}"] = least if amount is None else amount
         elif asked:
             raise SpecError("at", f"some run recorded no {kind}", kind)
     return budgets
 
 
-def _spent(history: History, kind: str) -> Floats:
-    """Return the amount spent until each evaluation, (R,); until the end, (1,), if the run has no evaluations."""
-    rounds, _ = history.column("accuracy")
+def _spent(history: History, kind: str, metric: str) -> Floats:
+    """Return the amount spent until each evaluation with the metric, or until the end of a run without any."""
+    rounds, _ = history.points(column_of(metric))
     return spent(history, BUDGETS[kind].columns, rounds if len(rounds) else np.array([history[-1]["round"]]))
 
 
 def _value(history: History, key: str, budgets: Mapping[str, float]) -> float | None:
     if key in budgets:
-        return accuracy_at(history, key.removeprefix(_AT), budgets[key])
-    if key in tables.MEASURES:
-        value: float | None = history.summary[key]
-        return value
-    if tables.is_target(key):
-        return tables.reached(history, key)
-    return float(history.column(key)[1][-1]) if key in history.columns else None
+        metric, _, kind = key.rpartition(_AT)
+        return value_at(history, kind, budgets[key], metric)
+    if key in tables.MEASURES or tables.is_of_metric(key):
+        return tables.value(history, key)
+    return tables.reached(history, key) if tables.is_target(key) else history.final(key)
 
 
-def accuracy_at(history: History, kind: str, budget: float) -> float | None:
-    """Return the accuracy in the last evaluation within a budget.
-
-    Returns None if there was no evaluation within the budget, or if the run spent less than the budget.
+def value_at(history: History, kind: str, budget: float, metric: str = "accuracy") -> float | None:
+    """Return a metric in the last evaluation within a budget; None without one, or if the run spent less.
 
     Args:
-        history: The history of a run.
-        kind: A key of ``BUDGETS``.
-        budget: The amount in the recorded unit: bytes, samples or seconds.
+        history: A run.
+        kind: One of ``BUDGETS``.
+        budget: The amount in recorded units: bytes, samples or seconds.
+        metric: The metric, on the test set.
     """
-    values = history.column("accuracy")[1]
+    values = history.points(column_of(metric))[1]
     if not len(values):
         return None
     end = spent(history, BUDGETS[kind].columns, np.array([history[-1]["round"]]))[0]
-    within = np.flatnonzero(_spent(history, kind) <= budget)
+    within = np.flatnonzero(_spent(history, kind, metric) <= budget)
     return float(values[within[-1]]) if len(within) and budget <= end else None
 
 
@@ -233,14 +227,14 @@ def _measure(key: str, budgets: Mapping[str, float], runs: Curves) -> tables.Mea
         SpecError: The measure is unknown.
     """
     if key in budgets:
-        kind = key.removeprefix(_AT)
-        budget = BUDGETS[kind]
-        return tables.Measure(
-            f"accuracy at equal {kind.replace('_', ' ')} ({_amount(budgets[key], budget)}), %", 100, 2
-        )
-    if key in tables.MEASURES or tables.is_target(key):
-        return tables.measure(key)
+        metric, _, kind = key.rpartition(_AT)
+        how, budget = tables.measure(f"final_{metric}"), BUDGETS[kind]
+        at = f"{metric} at equal {kind.replace('_', ' ')} ({_amount(budgets[key], budget)})"
+        return replace(how, heading=at + how.heading.removeprefix(f"final {metric}"))
     columns = dict.fromkeys(name for members in runs.values() for history in members for name in history.columns)
+    of_metric = tables.is_of_metric(key) and column_of(key.partition("_")[2]) in columns
+    if key in tables.MEASURES or tables.is_target(key) or of_metric or key == f"final_{tables.primary(runs)}":
+        return tables.measure(key)
     if key not in columns:
         accepted = list(dict.fromkeys([*tables.MEASURES, "rounds_to_T", *columns]))
         raise SpecError("metric", f"there are: {', '.join(accepted)}{nearest(key, accepted)}", key)
@@ -319,7 +313,8 @@ def _sentences(table: Contrasts) -> Iterator[str]:
         over = "the table's one comparison" if tests == 1 else f"the table's {tests} comparisons"
         yield f"p: two-sided {name}, corrected by Holm over {over}."
     if table.budgets:
-        yield "Accuracy at equal amounts is that of the last evaluation within them; a run may have none so early."
+        metric = next(iter(table.budgets)).rpartition(_AT)[0].capitalize()
+        yield f"{metric} at equal amounts is that of the last evaluation within them; a run may have none so early."
     pairs = sorted({each.n for each in differences} or {row.value.n for row in table.rows})
     if seeds[-1] > 1 and pairs[0] < 2:
         yield "Where fewer than two seeds have a number there is no interval and no test."

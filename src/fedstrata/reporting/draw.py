@@ -61,12 +61,13 @@ QUANTITIES = {
 def quantity(column: str) -> Quantity:
     """Return the display of a column. The display of a column that is not in ``QUANTITIES`` is derived from its name.
 
-    >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("weight_diversity").name
-    (1e-06, 'head accuracy, %', 'weight diversity')
+    >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("test.auroc").name
+    (1e-06, 'head accuracy, %', 'test auroc')
     """
     if column in QUANTITIES:
         return QUANTITIES[column]
     words = column.replace("_", " ")
+    words = f"test {words.removeprefix('test.')}" if words.startswith("test.") else words
     return Quantity(f"{words}, %", 100) if column.endswith("accuracy") else Quantity(words)
 
 

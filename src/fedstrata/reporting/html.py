@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import hashlib
 import json
 from collections import Counter
@@ -58,8 +59,8 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
 def write_comparison(folder: Path | str) -> list[tables.Row]:
     """Write the tables, pictures and page of a compare folder into the folder.
 
-    These are ``table.md``, ``table.json``, ``accuracy`` and ``traffic`` as PNG and PDF, and ``report.html``. They show
-    only finished runs, if there are any.
+    These are ``table.md``, ``table.json``, two figures (``plot_comparison``) and ``report.html``. They show only
+    finished runs, if there are any.
 
     Returns:
         The rows of the table.
@@ -154,8 +155,8 @@ def _comparison(data: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     timed = any(row.cells["seconds"].mean for row in rows)
     left_out = ("best_round", "rounds", *(() if timed else ("seconds",)))
     keys = [key for key in tables.keys(rows) if key not in left_out]
-    other = [key for key in keys if key not in tables.MEASURES and not tables.is_target(key)]
-    budgets = [key for key in comparison.measures if key not in tables.MEASURES]
+    other = [key for key in keys if "." in key and not tables.is_target(key)]
+    budgets = list(comparison.budgets)
     summary = [column for key in keys if key not in other for column in _columns(rows, key, comparison)]
     more = [column for key in (*budgets, *other) for column in _columns(rows, key, comparison)]
     return {
@@ -288,5 +289,7 @@ def _brief(values: Sequence[Any]) -> str:
 
 
 def _without_folder(history: History) -> History:
-    """Copy a history without the path of its folder, which must not be in a page that is passed on."""
-    return History(history, method=history.method, seed=history.seed, targets=history.targets, stopped=history.stopped)
+    """Copy a history without its folder, which readers of the page must not see."""
+    copied = copy.copy(history)
+    copied.path = None
+    return copied

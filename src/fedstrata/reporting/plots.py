@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import SpecError
+from fedstrata.evaluation.history import column_of
 from fedstrata.reporting import draw
 from fedstrata.reporting.draw import Curves
+from fedstrata.reporting.tables import primary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,14 +47,16 @@ def plot(
 
 
 def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
-    """Write the accuracy over the rounds (``accuracy``) and over the data sent (``traffic``), as PNG and as PDF.
+    """Write the primary metric over the rounds and over the data sent, as PNG and as PDF.
+
+    The first figure has the name of the metric, such as ``accuracy``, and the second is ``traffic``.
 
     Returns:
         The paths of the files.
     """
-    files = []
-    for name, against in (("accuracy", "round"), ("traffic", "bytes")):
-        figure = plot(curves, "accuracy", against=against)
+    files, metric = [], primary(curves)
+    for name, against in ((metric, "round"), ("traffic", "bytes")):
+        figure = plot(curves, column_of(metric), against=against)
         for suffix in (".png", ".pdf"):
             files.append(Path(folder) / f"{name}{suffix}")
             _saved(figure, files[-1])
@@ -62,11 +66,13 @@ def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
 def plot_run(history: History, folder: Path | str) -> list[Path]:
     """Write ``accuracy.png``, ``loss.png``, ``participation.png`` and ``communication.png`` of a run.
 
+    If the accuracy is not the primary metric, the first figure shows the primary metric and has its name.
+
     Returns:
         The paths of the files.
     """
     pictures: dict[str, Callable[[Axes], None]] = {
-        "accuracy": lambda axes: draw.draw_curves(axes, {"": [history]}, "accuracy"),
+        history.primary: lambda axes: draw.draw_curves(axes, {"": [history]}, column_of(history.primary)),
         "loss": lambda axes: draw.draw_losses(axes, [history]),
         "participation": lambda axes: draw.draw_participation(axes, [history]),
         "communication": lambda axes: draw.draw_communication(axes, [history]),

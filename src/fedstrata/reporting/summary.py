@@ -33,10 +33,12 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
     """Return the lines of the panel, each as a pair of a word and its value."""
     summary = history.summary
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
-    lines = [("accuracy", f"{percent(summary['final_accuracy'])} after {rounds}")]
+    metric = history.primary
+    final, best = (_shown(metric, summary[f"{when}_{metric}"]) for when in ("final", "best"))
+    lines = [(metric, f"{final} after {rounds}")]
     if summary["best_round"] is not None:
         by = "by the validation samples" if summary["best_on"] == "validation" else "picked on the test set"
-        lines.append(("best", f"{percent(summary['best_accuracy'])} in round {summary['best_round']}, {by}"))
+        lines.append(("best", f"{best} in round {summary['best_round']}, {by}"))
     lines += [("measured", ", ".join(metrics))] if (metrics := _metrics(history)) else []
     if history.warning:
         lines.append(("warning", history.warning))
@@ -59,9 +61,14 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
 
 
 def _metrics(history: History) -> list[str]:
-    """Return each metric of the last evaluation on the test set, except the accuracy, as name and value."""
+    """Return the metrics of the last evaluation on the test set, except the primary metric."""
     last: dict[str, float | None] = next((record["test"] for record in reversed(history) if record.get("test")), {})
-    return [f"{name} {MISSING if v is None else f'{v:.4f}'}" for name, v in last.items() if name != "accuracy"]
+    last = ({} if history.primary == "accuracy" else {"accuracy": history.final_accuracy}) | last
+    return [f"{name} {_shown(name, value)}" for name, value in last.items() if name != history.primary]
+
+
+def _shown(metric: str, value: float | None) -> str:
+    return percent(value) if metric == "accuracy" else MISSING if value is None else f"{value:.4f}"
 
 
 def failures(history: History) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedstrata.base.printable import printable
-from fedstrata.evaluation.history import History, target_text
+from fedstrata.evaluation.history import History, column_of, target_text
 from fedstrata.reporting.statistics import Estimate
 
 if TYPE_CHECKING:
@@ -68,8 +68,10 @@ MEASURES = {
     "bytes_down": Measure("MB down", 1e-6, 1),
     "seconds": Measure("seconds", 1, 1),
 }
-"""The columns that every table has: a mapping from each key to its display. Some tables have more columns, such as
-``rounds_to_T``."""
+"""The columns of every table; columns of targets come before ``samples``.
+
+If the primary metric is another one, its final and best values come first, and the best accuracy has no column.
+"""
 
 _TARGET = "rounds_to_"
 _TEST, _CLIENTS, _WORST = "test.", "clients.", ".worst_10"
@@ -84,20 +86,24 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
         runs: A mapping from each label to the histories of its seeds.
 
     Returns:
-        Rows whose cells have these keys: the keys of ``MEASURES``; ``rounds_to_T`` for each target T of any history;
-        and ``test.NAME`` and ``clients.NAME.worst_10`` for the last values of other metrics. Accuracies are fractions,
-        and data are in bytes. Seeds that never reached a target do not count in its cell.
+        Rows with a cell per key of ``MEASURES``, ``final_M`` and ``best_M`` of the primary metric M, ``rounds_to_T``
+        for each target T of any history, and the columns ``test.NAME`` and ``clients.NAME.worst_10`` of other metrics
+        in the last evaluation. Accuracies are fractions, and data are bytes. Seeds that never reached a target are left
+        out of its cell, and of its ``n``.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
     measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
+    metric = primary(runs)
+    first = list(dict.fromkeys([f"final_{metric}", f"best_{metric}", "best_round", "rounds", "final_accuracy"]))
+    measured = [name for name in measured if name != column_of(metric)]
     rows = []
     for label, members in runs.items():
         summaries = [history.summary for history in members]
-        cells = {key: Estimate.over(summary[key] for summary in summaries) for key in list(MEASURES)[:4]}
+        cells = {key: Estimate.over(value(history, key) for history in members) for key in first}
         for target in targets:
             rounds = [history.rounds_to_target(target) for history in members]
             cells[f"{_TARGET}{target_text(target)}"] = Estimate.over(rounds)
-        cells |= {name: Estimate.over(_last(history, name) for history in members) for name in measured}
+        cells |= {name: Estimate.over(history.final(name) for history in members) for name in measured}
         cells |= {key: Estimate.over(summary[key] for summary in summaries) for key in list(MEASURES)[4:]}
         rows.append(Row(label, len(members), cells, sum(bool(history.warning) for history in members)))
     return rows
@@ -111,9 +117,26 @@ def _measured(history: History) -> Iterator[str]:
             yield name
 
 
-def _last(history: History, name: str) -> float | None:
-    """Return the last value of a column; None if the run does not have the column."""
-    return float(history.column(name)[1][-1]) if name in history.columns else None
+def primary(runs: Mapping[str, Sequence[History]]) -> str:
+    """Return the primary metric of the runs; that of the first run if they differ."""
+    return next((history.primary for members in runs.values() for history in members), "accuracy")
+
+
+def is_of_metric(key: str) -> bool:
+    """Return True for the keys ``final_M`` and ``best_M`` of a metric M.
+
+    >>> is_of_metric("final_auroc"), is_of_metric("best_round")
+    (True, False)
+    """
+    return key.startswith(("final_", "best_")) and key != "best_round"
+
+
+def value(history: History, key: str) -> float | None:
+    """Return the value of a run for a key of its summary, or for a key ``final_M`` or ``best_M``."""
+    if not is_of_metric(key):
+        return history.summary[key]  # type: ignore[no-any-return]
+    when, _, metric = key.partition("_")
+    return (history.final if when == "final" else history.best)(column_of(metric))
 
 
 def is_target(key: str) -> bool:
@@ -137,8 +160,8 @@ def reached(history: History, key: str) -> int | None:
 def measure(key: str) -> Measure:
     """Return how a measure is displayed: its heading, factor and digits.
 
-    >>> measure("rounds_to_0.8").heading
-    'rounds to 80 %'
+    >>> measure("rounds_to_0.8").heading, measure("best_auroc").heading
+    ('rounds to 80 %', 'best auroc')
     """
     if is_target(key):
         return Measure(f"rounds to {float(key.removeprefix(_TARGET)) * 100:g} %")
@@ -146,7 +169,7 @@ def measure(key: str) -> Measure:
         return Measure(f"final {key.removeprefix(_TEST)}", 1, 4)
     if key.startswith(_CLIENTS):
         return Measure(f"final {key.removeprefix(_CLIENTS).removesuffix(_WORST)}, worst tenth of the clients", 1, 4)
-    return MEASURES[key]
+    return MEASURES.get(key) or Measure(key.replace("_", " ", 1), 1, 4)
 
 
 def show(row: Row, key: str) -> str:

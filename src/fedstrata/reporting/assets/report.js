@@ -40,7 +40,7 @@ class Block {
     this.find(".controls").hidden = false;
     this.legend();
     const box = this.find(".charts");
-    const first = ["accuracy", "loss"].filter(key => metrics.some(metric => metric.key === key));
+    const first = [...new Set([this.data.primary.key, "loss"])].filter(key => metrics.some(metric => metric.key === key));
     const others = metrics.map(metric => metric.key).filter(key => !first.includes(key) && key !== "train_loss");
     const front = methods.length > 1 && across.length > 1 && methods.some(method => method.final[0] != null);
     const last = [...others, ...metrics.map(metric => metric.key).filter(key => key === "train_loss")];
@@ -293,7 +293,7 @@ class Chart {
   focus(index) { this.u.setSeries(index == null ? null : index + 1, {focus: index != null}); }
 }
 
-// Final accuracy over what it cost, with those methods marked for which nothing else is both cheaper and better
+// The final primary metric over what it cost, with those methods marked for which nothing else is both cheaper and better
 
 class Pareto {
   constructor(block, box) {
@@ -303,21 +303,21 @@ class Pareto {
     const select = choice(costs.map(axis => [axis.key, axis.name]), this.cost);
     select.setAttribute("aria-label", "What it cost");
     select.addEventListener("change", () => { this.cost = select.value; this.draw(); });
-    this.plot = make("div", {class: "plot", role: "img", "aria-label": "Final accuracy over what it cost"});
+    this.plot = make("div", {class: "plot", role: "img", "aria-label": `${block.data.primary.final}, over what it cost`});
     this.note = make("figcaption", {class: "front", "aria-live": "polite"});
     this.figure = make("figure", {class: "chart"},
-      make("div", {class: "chart-head"}, "final accuracy, %, over ", select), this.plot, this.note);
+      make("div", {class: "chart-head"}, `${block.data.primary.final}, over `, select), this.plot, this.note);
     box.append(this.figure);
     watchWidth(this);
     block.listeners.push(() => this.draw());
   }
 
   draw() {
-    const {block} = this, {methods} = block.data;
+    const {block} = this, {methods} = block.data, sign = block.data.primary.lower ? -1 : 1;
     const points = methods.map((method, index) => ({index, x: method.ends[this.cost], y: method.final[0], sd: method.final[1]}))
-      .filter(({index, x, y}) => block.shown(index) && y != null && x > 0).sort((a, b) => a.x - b.x || b.y - a.y);
+      .filter(({index, x, y}) => block.shown(index) && y != null && x > 0).sort((a, b) => a.x - b.x || sign * (b.y - a.y));
     let best = -Infinity;
-    const front = points.filter(point => point.y > best && ((best = point.y), true));
+    const front = points.filter(point => sign * point.y > best && ((best = sign * point.y), true));
     const list = indices => indices.map(index => methods[index].name).join(", ");
     const free = [...methods.keys()].filter(index => block.shown(index) && !methods[index].ends[this.cost]);
     this.note.textContent = (points.length
