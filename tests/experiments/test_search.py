@@ -111,6 +111,16 @@ def test_without_optuna_the_error_names_the_extra(tmp_path, monkeypatch):
         fs.search(TABLES, SPACE, out=tmp_path / "out")
 
 
+def test_a_search_by_a_lower_primary_metric_looks_for_the_smallest(tmp_path):
+    table = TABLES | {"evaluation": {"validation": 0.2, "primary": "loss"}, "training": {"rounds": 2}}
+    found = fs.search(table, {"training.lr": "log:0.0001..0.5"}, out=tmp_path, trials=4, jobs=1)
+    losses = {label: runs[0].column("validation.loss")[1][-1] for label, runs in found.histories.items()}
+    assert found.best == min(losses, key=losses.__getitem__)
+    assert {called(trial.number): trial.value for trial in trials(tmp_path)} == losses
+    with opened(tmp_path / STUDY) as study:
+        assert study.direction == optuna.study.StudyDirection.MINIMIZE
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A search that nobody disturbed."""

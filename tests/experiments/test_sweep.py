@@ -12,7 +12,7 @@ import fedstrata as fs
 from fedstrata.base.config import build
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import History
-from fedstrata.experiments.sweep import BEST, FIGURES, MEASURE, TABLE, Cell, cells, figures, judge, to_markdown
+from fedstrata.experiments.sweep import BEST, FIGURES, TABLE, Cell, cells, figures, judge, to_markdown
 from fedstrata.spec.experiment import Experiment
 
 TABLES = {
@@ -48,7 +48,27 @@ def test_the_best_cell_by_hand() -> None:
     told = figures(found)
     assert told["best"] == "b"
     assert told["cells"][0]["settings"] == {"training.lr": "a"}
-    assert told["cells"][0][MEASURE]["mean"] == pytest.approx(0.6)
+    assert told["cells"][0]["validation.accuracy"]["mean"] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(("primary", "best"), [("accuracy", "a"), ("auroc", "b"), ("loss", "c"), ("ece", "a")])
+def test_the_primary_metric_picks_the_best_cell_in_its_direction(primary: str, best: str) -> None:
+    spec = build(Experiment, {"evaluation": {"metrics": ["auroc", "ece"], "primary": primary}})
+    ends = {"a": (0.98, 0.5, 0.9, 0.1), "b": (0.97, 0.8, 0.8, 0.2), "c": (0.96, 0.7, 0.4, 0.3)}
+    histories = {}
+    for label, (accuracy, auroc, loss, ece) in ends.items():
+        values = {"accuracy": accuracy, "auroc": auroc, "loss": loss, "ece": ece}
+        record = {"round": 1, "accuracy": 0.5, "loss": 2.0, "test": {"auroc": 0.6, "ece": 0.4}, "validation": values}
+        histories[label] = [History([record], primary=primary)]
+    found = judge({label: Cell({"training.lr": label}, spec) for label in ends}, histories)
+    assert found.best == best
+    value = ends[best][["accuracy", "auroc", "loss", "ece"].index(primary)]
+    text, unit = to_markdown(found), "%" if primary == "accuracy" else ""
+    assert f"| training.lr | validation {primary}{', %' if unit else ''} |" in text
+    assert f"**{value * 100:.2f}**" in text if unit else f"**{value:.4f}**" in text
+    on_test = {"accuracy": "50.00 %", "auroc": "0.6000", "loss": "2.0000", "ece": "0.4000"}
+    assert f"Best: {best}; its test {primary} is {on_test[primary]}. By the last" in text
+    assert figures(found)["cells"][0][f"validation.{primary}"]["n"] == 1
 
 
 def test_a_cell_of_which_a_seed_diverged_is_not_best() -> None:

@@ -1,4 +1,4 @@
-"""A search for good settings: Optuna proposes the settings of each trial, which is judged by validation accuracy."""
+"""A search for good settings, which Optuna proposes and which are judged by their validation samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fedstrata.experiments.compare import (
     report_rounds,
     run_to_end,
 )
-from fedstrata.experiments.sweep import MEASURE, Cell, Sweep, judge, refuse_unvalidated, validated, write
+from fedstrata.experiments.sweep import Cell, Sweep, judge, measure, refuse_unvalidated, validated, write
 from fedstrata.reporting.progress import Progress
 from fedstrata.reporting.runs import keep_order
 from fedstrata.runs.preparation import prepare
@@ -149,11 +149,11 @@ def search(
 ) -> Sweep:
     """Let Optuna propose settings, run them, and write one table and the best spec.
 
-    A trial runs one proposal with every seed. It is judged by the accuracy on the validation samples in the last
-    evaluated round, averaged over the seeds. A trial is pruned (stopped early) if the run of its first seed is worse
-    than the median of the earlier trials in the same round. After a kill, the same call continues the search: finished
-    trials are not repeated, and an interrupted trial continues from its last checkpoint. With ``jobs=1`` the result is
-    the same as without a kill. With more jobs, the proposals depend on the order in which trials end.
+    Trials are judged by the mean of ``evaluation.primary`` over the seeds on the validation samples, in the last
+    evaluated round. A trial is pruned if its first seed is worse than the median of the earlier trials in the same
+    round. After a kill, the same call continues the search: finished trials are not repeated, and an interrupted trial
+    continues from its last checkpoint. With ``jobs=1`` the result is the same as without a kill. With more jobs, the
+    proposals depend on the order in which trials end.
 
     Args:
         table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
@@ -178,7 +178,8 @@ def search(
     ranges = {key: Range.parse(key, text) for key, text in space.items()}
     spec = checked(table, ranges)
     setup = Setup(dict(table), ranges, checked_seeds([spec.seed] if seeds is None else seeds), Path(out), prune)
-    opening, bars = opened(setup.out / STUDY, setup.identity), Progress(quiet=not progress)
+    direction = "minimize" if spec.evaluation.primary in spec.evaluation.lower else "maximize"
+    opening, bars = opened(setup.out / STUDY, setup.identity, direction), Progress(quiet=not progress)
     with occupied(setup.out), opening as study, bars:
         if progress:
             most = max(trials, len(study.get_trials(deepcopy=False)))
@@ -248,12 +249,15 @@ def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
 
 
 @contextmanager
-def opened(path: Path, identity: Mapping[str, Any] | None = None) -> Iterator[optuna.Study]:
+def opened(
+    path: Path, identity: Mapping[str, Any] | None = None, direction: str = "maximize"
+) -> Iterator[optuna.Study]:
     """Open Optuna's study (its record of all trials) in a file during the ``with`` block.
 
     Args:
         path: The file. It is created if it does not exist and ``identity`` is given.
         identity: The attributes that the study must have, so that another search does not continue it.
+        direction: ``"maximize"`` or ``"minimize"``; a study that exists keeps its own direction.
 
     Raises:
         SpecError: The file contains a study with other attributes.
@@ -266,7 +270,7 @@ def opened(path: Path, identity: Mapping[str, Any] | None = None) -> Iterator[op
         storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
         closing.callback(storage.engine.dispose)
         closing.callback(storage.remove_session)
-        return optuna.create_study(storage=storage, study_name=NAME, direction="maximize", **options)
+        return optuna.create_study(storage=storage, study_name=NAME, direction=direction, **options)
 
     logger = logging.getLogger("optuna")
     before = logger.level
@@ -417,7 +421,8 @@ def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: C
     from optuna.trial import TrialState
 
     histories = runs_of(setup, number)
-    values = [value for history in histories if (value := validated(history)) is not None]
+    primary = cell.spec.evaluation.primary
+    values = [value for history in histories if (value := validated(history, primary)) is not None]
     if is_pruned(histories[0]):
         study.tell(number, state=TrialState.PRUNED)
     elif len(values) < len(histories):
@@ -474,15 +479,17 @@ class Pruning(Callback):
         self.trial = trial_of(study, self.number)
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Report the round's accuracy to the study, and stop the run if Optuna prunes the trial."""
-        value, rounds = numbers(record).get(MEASURE), simulation.spec.training.rounds
+        """Report the round's value to the study, and stop the run if Optuna prunes the trial."""
+        primary, rounds = simulation.spec.evaluation.primary, simulation.spec.training.rounds
+        value = numbers(record).get(measure(primary))
         if value is None or record["round"] == rounds:
             return
         with warnings.catch_warnings():  # Optuna warns if a resumed run reports the same round again
             warnings.simplefilter("ignore")
             self.trial.report(value, record["round"])
         if self.trial.should_prune():
-            simulation.stop(f"{PRUNED}: its validation accuracy is below the median of the trials before it")
+            side = "above" if primary in simulation.spec.evaluation.lower else "below"
+            simulation.stop(f"{PRUNED}: its validation {primary} is {side} the median of the trials before it")
 
     def on_close(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
         """Close the study."""

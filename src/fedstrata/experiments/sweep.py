@@ -1,4 +1,4 @@
-"""A grid of settings: every combination of values (a cell) is run, and cells are compared by validation accuracy."""
+"""A grid of settings, whose cells are compared by the primary metric on validation samples."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.printable import printable
 from fedstrata.evaluation.history import History
+from fedstrata.evaluation.settings import Evaluation
 from fedstrata.experiments.compare import Watcher, compare
 from fedstrata.reporting.statistics import Estimate
 from fedstrata.spec.experiment import Experiment, set_key
 
-MEASURE = "validation.accuracy"
-"""The column by which cells are compared: the accuracy on the validation samples. The last evaluated round counts."""
 TABLE, FIGURES, BEST = "sweep.md", "sweep.json", "best.toml"
 """The files in a sweep's folder in addition to the runs: the table, its numbers, and the spec of the best cell."""
 
@@ -51,9 +50,10 @@ class Sweep:
     Args:
         cells: A mapping from each label to its cell, in the order of the grid.
         histories: The histories of each label, one per seed.
-        values: The validation accuracy of each label over its seeds.
-        best: The label of the best cell; None if no cell has a validation accuracy for every seed.
+        values: The primary metric of each label on the validation samples, over its seeds.
+        best: The label of the best cell; None if no cell has a value for every seed.
         notes: A mapping from labels to the reason why the cell cannot be the best, such as that it was pruned.
+        primary: The primary metric, ``evaluation.primary`` of the first cell.
     """
 
     cells: dict[str, Cell]
@@ -61,6 +61,7 @@ class Sweep:
     values: dict[str, Estimate]
     best: str | None
     notes: dict[str, str] = field(default_factory=dict)
+    primary: str = "accuracy"
 
 
 def sweep(
@@ -76,8 +77,8 @@ def sweep(
     """Run every cell of a grid with every seed, and write one table and the best spec.
 
     Cells run as in ``compare``: finished runs in ``out`` are not repeated, and interrupted runs continue from their
-    last checkpoint. The best cell has the highest mean accuracy on the validation samples. If cells are equal, the
-    first is chosen.
+    last checkpoint. The best cell has the best mean of ``evaluation.primary`` on the validation samples, by default the
+    accuracy; of equal cells, the first.
 
     Args:
         table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
@@ -143,10 +144,9 @@ def refuse_unvalidated(spec: Experiment) -> None:
 def judge(
     planned: Mapping[str, Cell], histories: Mapping[str, Sequence[History]], notes: Mapping[str, str] | None = None
 ) -> Sweep:
-    """Compute the validation accuracy of each cell, and find the best cell.
+    """Compute the primary metric of each cell on the validation samples, and find the best cell.
 
-    A cell cannot be the best if it has a note, if a seed has no validation accuracy, or if the server could not use any
-    replies in a run.
+    A cell cannot be the best if it has a note, or if one of its seeds has no value or broke down.
 
     Args:
         planned: A mapping from each label to its cell.
@@ -157,47 +157,58 @@ def judge(
     for label in planned:
         if any(history.warning for history in histories[label]):
             notes.setdefault(label, "no reply could be used, at all or from some round on")
-    values = {label: Estimate.over(map(validated, histories[label])) for label in planned}
+    settings = next((cell.spec.evaluation for cell in planned.values()), Evaluation())
+    primary, sign = settings.primary, -1 if settings.primary in settings.lower else 1
+    values = {label: Estimate.over(validated(run, primary) for run in histories[label]) for label in planned}
     means = {label: value.mean for label, value in values.items() if value.n == len(histories[label]) and value.n}
-    best = max((label for label in means if label not in notes), key=lambda label: means[label] or 0.0, default=None)
-    return Sweep(dict(planned), {label: list(histories[label]) for label in planned}, values, best, notes)
+    left = (label for label in means if label not in notes)
+    best = max(left, key=lambda label: sign * (means[label] or 0.0), default=None)
+    return Sweep(dict(planned), {label: list(histories[label]) for label in planned}, values, best, notes, primary)
 
 
-def validated(history: History) -> float | None:
-    """Return the accuracy on the validation samples in the last evaluated round; None if no round was evaluated."""
-    return float(history.column(MEASURE)[1][-1]) if MEASURE in history.columns else None
+def measure(primary: str) -> str:
+    """Return the measure of a cell: the column of the primary metric on the validation samples."""
+    return f"validation.{primary}"
+
+
+def validated(history: History, primary: str) -> float | None:
+    """Return the primary metric on the validation samples in the last evaluated round; None without such a round."""
+    return history.final(measure(primary))
 
 
 def figures(result: Sweep) -> dict[str, Any]:
-    """Return the content of ``sweep.json``: the best label, and the settings and validation accuracy of each cell."""
+    """Return the content of ``sweep.json``: the best label, and the settings and the measure of each cell."""
     return {
         "best": result.best,
         "cells": [
             {"label": label, "settings": cell.settings, "seeds": len(result.histories[label])}
             | ({"note": result.notes[label]} if label in result.notes else {})
-            | {MEASURE: {"mean": value.mean, "sd": value.sd, "n": value.n, "interval": value.interval}}
+            | {measure(result.primary): {"mean": value.mean, "sd": value.sd, "n": value.n, "interval": value.interval}}
             for (label, cell), value in zip(result.cells.items(), result.values.values(), strict=True)
         ],
     }
 
 
 def to_markdown(result: Sweep) -> str:
-    """Return the table in Markdown, with the best cell and its test accuracy below."""
-    from fedstrata.reporting.tables import Measure, markdown_row, shown
+    """Return the table in Markdown, with the best cell and its test result below."""
+    from fedstrata.reporting import tables
+    from fedstrata.reporting.tables import markdown_row, shown
 
-    accuracy = Measure("validation accuracy, %", 100, 2)
+    metric, final = result.primary, f"final_{result.primary}"
+    how = tables.measure(final)
+    unit = how.heading.removeprefix(f"final {metric}")
     keys = list(next(iter(result.cells.values())).settings) if result.cells else []
-    lines = [[*keys, accuracy.heading], [*("---" for _ in keys), "---:"]]
+    lines = [[*keys, f"validation {metric}{unit}"], [*("---" for _ in keys), "---:"]]
     for label, cell in result.cells.items():
-        value = shown(result.values[label], accuracy, len(result.histories[label]))
+        value = shown(result.values[label], how, len(result.histories[label]))
         lines.append([*map(str, cell.settings.values()), f"**{value}**" if label == result.best else value])
     if result.notes:
         notes = ["", "---", *(result.notes.get(label, "") for label in result.cells)]
         lines = [[*line, note] for line, note in zip(lines, notes, strict=True)]
     text = "".join(map(markdown_row, lines))
     if result.best is None:
-        return f"{text}\nNo setting has a validation accuracy of every seed.\n"
+        return f"{text}\nNo setting has a validation {metric} of every seed.\n"
     runs = result.histories[result.best]
-    test = shown(Estimate.over(run.final_accuracy for run in runs), accuracy, len(runs))
+    test = shown(Estimate.over(tables.value(run, final) for run in runs), how, len(runs)) + unit.replace(",", "")
     seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds, mean ± sample standard deviation"
-    return f"{text}\nBest: {printable(result.best)}; its test accuracy is {test} %. By the last evaluation; {seeds}.\n"
+    return f"{text}\nBest: {printable(result.best)}; its test {metric} is {test}. By the last evaluation; {seeds}.\n"
