@@ -248,6 +248,20 @@ def test_the_direction_of_the_primary_metric_is_the_metrics_own(tmp_path: Path) 
     assert History.load(tmp_path).summary == brier.summary
 
 
+def test_final_values_are_those_of_the_model_that_the_run_saved(tmp_path: Path) -> None:
+    history = History(IMBALANCED, primary="auroc")
+    history.model_round = 8
+    final = ("final_auroc", "best_auroc", "final_accuracy")
+    assert [history.summary[key] for key in final] == [0.8, 0.8, 0.9]
+    assert history.final("test.brier") == 0.3
+    assert repr(history) == "History(3 rounds, auroc 0.8000 (best 0.8000 in round 8))"
+    history.model_round, history.kept = 4, {"round": 4, "accuracy": 0.7, "test": {"auroc": 0.65}}
+    assert [history.summary[key] for key in final] == [0.65, 0.8, 0.7]
+    MetricsLog(tmp_path / "metrics.jsonl").append(*IMBALANCED)
+    write_json(tmp_path / "summary.json", history.summary)
+    assert History.load(tmp_path).summary == history.summary
+
+
 def test_a_primary_metric_without_values_has_no_best_round() -> None:
     history = History([{"round": 1, "accuracy": 0.5, "loss": 1.0}], primary="auroc")
     assert history.best_round is history.summary["final_auroc"] is None
@@ -276,7 +290,8 @@ def test_targets_of_other_metrics(tmp_path: Path) -> None:
     assert History.load(tmp_path).summary["rounds_to_target"] == history.summary["rounds_to_target"]
     write_json(tmp_path / "summary.json", history.summary | {"stopped": "enough", "model_round": 2})
     again = History.load(tmp_path)
-    assert again.summary == history.summary | {"stopped": "enough", "model_round": 2}
+    ending = {"stopped": "enough", "model_round": 2, "final_accuracy": 0.5}
+    assert again.summary == history.summary | ending
 
 
 def test_damaged_files_of_evaluations_are_named(tmp_path: Path) -> None:

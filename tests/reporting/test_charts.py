@@ -4,9 +4,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fedstrata.evaluation.history import History
+from fedstrata.evaluation.history import Confusion, History
 from fedstrata.reporting import charts
 from fedstrata.reporting.charts import FATE_NAMES, chart_data, curve_names, fates
 from fedstrata.reporting.runs import Run, load_runs
@@ -53,6 +54,8 @@ def test_the_primary_metric_is_the_first_curve_and_the_value_of_the_front() -> N
     by_loss = chart_data({"a": [run(records, primary="loss")]})
     assert by_loss["primary"] == {"key": "loss", "final": "final loss", "lower": True}
     assert [metric["key"] for metric in by_loss["metrics"]] == ["loss", "accuracy", "test.auroc"]
+    early = chart_data({"a": [run([*records, records[0] | {"round": 3}], primary="auroc", model_round=2)]})
+    assert early["methods"][0]["final"] == [0.75, None]
     usual = chart_data({"a": [run(records)]})
     assert usual["primary"] == {"key": "accuracy", "final": "final accuracy, %", "lower": False}
 
@@ -130,6 +133,16 @@ def test_confusion_adds_up_over_seeds_and_stands_in_for_accuracies(write_measure
     assert found["names"] == ["cat", "dog"]
     assert found["confusion"] == [[[6, 2], [4, 2]]]
     assert found["rows"] == [[75, 25]]
+
+
+def test_classes_are_those_of_the_model_kept() -> None:
+    matrices = {"last": Confusion(2, np.array([[1, 0], [1, 0]])), "best": Confusion(1, np.array([[1, 1], [0, 2]]))}
+    records = [{"round": 1, "accuracy": 0.75}, {"round": 2, "accuracy": 0.5}]
+    assert chart_data({"a": [run(records, confusion=matrices)]})["classes"]["rows"] == [[100, 0]]
+    kept = chart_data({"a": [run(records, confusion=matrices, model_round=1)]})["classes"]
+    assert (kept["rows"], kept["confusion"]) == ([[50, 100]], [[[1, 1], [0, 2]]])
+    by_class = [{**record, "per_class": [record["round"] / 4, 0.5]} for record in records]
+    assert chart_data({"a": [run(by_class, model_round=1)]})["classes"]["rows"] == [[25, 50]]
 
 
 def test_clients_are_a_map_a_seed_and_column_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:

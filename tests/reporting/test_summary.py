@@ -68,6 +68,9 @@ def test_panel_begins_with_the_primary_metric() -> None:
     assert first == ("auroc", "0.5000 after 3 rounds")
     assert best == ("best", "0.6250 in round 2, by the validation samples")
     assert other == ("measured", "accuracy 75.00 %")
+    history = History(records, primary="auroc")
+    history.model_round = 2
+    assert summary_lines(history)[0] == ("auroc", "0.6250 after 3 rounds, of the model kept (that of round 2)")
 
 
 def test_panel_tells_other_metrics_and_why_a_run_was_stopped() -> None:

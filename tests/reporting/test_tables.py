@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from fedstrata.evaluation.history import History
+from fedstrata.reporting.contrasts import caption, contrast
 from fedstrata.reporting.tables import compare_table, keys, show, to_json, to_markdown, to_rich
 
 
@@ -78,6 +79,28 @@ def test_the_primary_metric_has_the_first_columns() -> None:
     assert not {"test.auroc", "best_accuracy"} & rows[0].cells.keys()
     by_loss = compare_table({"a": [measured(0, *values, primary="loss")]})
     assert [show(by_loss[0], key) for key in keys(by_loss)[:3]] == ["0.4000", "0.3000", "1"]
+
+
+def test_final_values_are_of_the_model_kept_and_the_caption_says_so() -> None:
+    def kept(seed: int, round: int | None) -> History:
+        values = [(0.98, 0.5, 1.0), (0.9, 0.8, 1.0), (0.91, 0.7, 1.0)]
+        history = measured(seed, *values)
+        for record, (_, auroc, _) in zip(history, values, strict=True):
+            record["validation"] = {"accuracy": 0.5, "auroc": auroc}
+        history.model_round = round
+        return history
+
+    rows = compare_table({"a": [kept(0, 2), kept(1, 2)], "b": [kept(0, None)]})
+    assert [show(row, "final_auroc") for row in rows] == ["0.8000", "0.7000"]
+    assert show(rows[0], "final_accuracy") == "90.00"
+    said = "Final values of a are of the model kept (round of the best validation auroc)."
+    assert said in to_markdown(rows)
+    assert [row.get("kept") for row in to_json(rows)] == ["round of the best validation auroc", None]
+    elsewhere = compare_table({"a": [kept(0, 1)]})
+    assert to_markdown(elsewhere).endswith("\nFinal values are of the model kept.\n")
+    found = contrast({"a": [kept(0, 2)], "b": [kept(0, 3)]}, ["final_auroc", "test.auroc", "best_auroc"])
+    assert [row.value.mean for row in found.rows] == [0.8, 0.7, 0.8, 0.7, 0.8, 0.8]
+    assert "Final values are of the model kept." in caption(found)
 
 
 def test_other_metrics_have_a_column_each_by_the_last_evaluation() -> None:

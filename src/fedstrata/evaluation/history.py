@@ -108,6 +108,8 @@ class History(Sequence[Record]):
         self.stopped = stopped
         self.model_round: int | None = None
         """The round of the model that the run saved; None if it is the model of the last round."""
+        self.kept: Record = {}
+        """The evaluation of the saved model, if no record of a round contains it; otherwise empty."""
         self.warning = ""
         """A reason why the results do not describe the method, such as unusable replies; empty if they describe it."""
         self.confusion: dict[str, Confusion] = {}
@@ -133,6 +135,7 @@ class History(Sequence[Record]):
         settings, ending = _about(folder)
         history = cls(records, path=folder, **settings)
         history.model_round, history.warning = ending.get("model_round"), ending.get("warning", "")
+        history.kept = ending.get("model", {})
         history._read_evaluations(folder)
         if (folder / WEIGHTS).is_file():
             history._weights = folder / WEIGHTS
@@ -226,8 +229,19 @@ class History(Sequence[Record]):
         """The names of the columns that contain numbers, in order of appearance; ``"table.key"`` in nested tables."""
         return list(dict.fromkeys(name for record in self for name in _names(record) if name != "round"))
 
+    @property
+    def saved(self) -> Record | None:
+        """The record of the saved model, if this is not the model of the last round; otherwise None."""
+        of_round = next((record for record in self if record["round"] == self.model_round), {})
+        return of_round | self.kept or None
+
     def final(self, name: str) -> float | None:
-        """Return the last number of a column; None if it has none."""
+        """Return the number of a column for the model that the run saved; None without one.
+
+        If the saved model is that of the last round, this is the last number of the column.
+        """
+        if (saved := self.saved) is not None:
+            return _number(saved, name)
         return next((value for record in reversed(self) if (value := _number(record, name)) is not None), None)
 
     def best(self, name: str) -> float | None:
@@ -237,7 +251,7 @@ class History(Sequence[Record]):
 
     @property
     def final_accuracy(self) -> float | None:
-        """Test accuracy of the last evaluated round; None if no round was evaluated."""
+        """Test accuracy of the saved model, by default that of the last evaluated round; None without evaluation."""
         return self.final("accuracy")
 
     @property
@@ -290,12 +304,12 @@ class History(Sequence[Record]):
         - ``method``, ``seed``, and ``rounds``, the number of rounds
         - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``, if the primary metric is not the
           accuracy: its name, its direction, and its values as for the accuracy
-        - ``final_accuracy``: the accuracy of the last evaluated round
+        - ``final_accuracy``: the accuracy of the saved model, by default that of the last evaluated round
         - ``best_round``, ``best_accuracy``, and ``best_on``, the samples that decide which round is best
         - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds
         - ``rounds_to_target``: a mapping from each target, as text, to the first round that reached it, or None
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds``: sums over all rounds
-        - ``stopped``, ``model_round`` and ``warning``, if they are set
+        - ``stopped``, ``model_round`` and ``warning``, if they are set, and ``model``, the content of ``kept``
         """
         accuracy = self.column("accuracy")[1][-20:]
         reached: Record = {target_text(target): self.rounds_to_target(target) for target in self.targets}
@@ -316,6 +330,7 @@ class History(Sequence[Record]):
             "seconds": self.total("seconds"),
         }
         ending = {"stopped": self.stopped or None, "model_round": self.model_round, "warning": self.warning or None}
+        ending["model"] = self.kept or None
         return summary | {key: value for key, value in ending.items() if value is not None}
 
     def _of_primary(self) -> Record:

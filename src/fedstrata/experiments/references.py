@@ -128,6 +128,8 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
     combined = History(
         records, method=name, seed=first.seed, targets=first.targets, lower=first.lower, primary=first.primary
     )
+    kept = [saved for history in histories if (saved := history.saved) is not None]
+    combined.kept = _combined(kept, lower) if kept else {}
     if untrained := [history for history in histories if history.warning]:
         combined.warning = f"{len(untrained)} of its {len(histories)} runs: {untrained[0].warning}"
     new = out / "metrics.new"

@@ -149,8 +149,8 @@ def search(
 ) -> Sweep:
     """Let Optuna propose settings, run them, and write one table and the best spec.
 
-    Trials are judged by the mean of ``evaluation.primary`` over the seeds on the validation samples, in the last
-    evaluated round. A trial is pruned if its first seed is worse than the median of the earlier trials in the same
+    Trials are judged by the mean of ``evaluation.primary`` over the seeds on the validation samples, for the models
+    that the runs save. A trial is pruned if its first seed is worse than the median of the earlier trials in the same
     round. After a kill, the same call continues the search: finished trials are not repeated, and an interrupted trial
     continues from its last checkpoint. With ``jobs=1`` the result is the same as without a kill. With more jobs, the
     proposals depend on the order in which trials end.

@@ -172,7 +172,7 @@ def measure(primary: str) -> str:
 
 
 def validated(history: History, primary: str) -> float | None:
-    """Return the primary metric on the validation samples in the last evaluated round; None without such a round."""
+    """Return the primary metric of the saved model on the validation samples; None without one."""
     return history.final(measure(primary))
 
 
@@ -210,5 +210,6 @@ def to_markdown(result: Sweep) -> str:
         return f"{text}\nNo setting has a validation {metric} of every seed.\n"
     runs = result.histories[result.best]
     test = shown(Estimate.over(tables.value(run, final) for run in runs), how, len(runs)) + unit.replace(",", "")
+    by = "By the last evaluation" if tables.kept(runs) is None else "By the models kept"
     seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds, mean ± sample standard deviation"
-    return f"{text}\nBest: {printable(result.best)}; its test {metric} is {test}. By the last evaluation; {seeds}.\n"
+    return f"{text}\nBest: {printable(result.best)}; its test {metric} is {test}. {by}; {seeds}.\n"

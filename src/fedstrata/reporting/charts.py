@@ -12,7 +12,7 @@ import numpy as np
 
 from fedstrata.base.arrays import Floats
 from fedstrata.base.errors import SpecError
-from fedstrata.evaluation.history import MODEL, STANDARD, History, column_of
+from fedstrata.evaluation.history import MODEL, STANDARD, Confusion, History, column_of
 from fedstrata.reporting import tables
 from fedstrata.reporting.contrasts import BUDGETS
 from fedstrata.reporting.draw import FATES, Dash, Quantity, look, over_seeds, quantity, spent
@@ -234,10 +234,10 @@ def _means(table: Floats, empty: float) -> Floats:
 
 
 def _last_classes(history: History) -> Floats | None:
-    for record in reversed(history):
+    for record in reversed(history) if history.saved is None else [history.saved]:
         if isinstance(row := record.get("per_class"), list):
             return np.array(row, dtype=np.float64)
-    if (last := history.confusion.get("last")) is None:
+    if (last := _matrix(history)) is None:
         return None
     samples = last.counts.sum(axis=1)
     return np.where(samples > 0, np.diag(last.counts) / np.maximum(samples, 1), np.nan)
@@ -245,11 +245,19 @@ def _last_classes(history: History) -> Floats | None:
 
 def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
     """Return the sum of the last confusion matrices of all seeds; None if there are none, or of different sizes."""
-    matrices = [run.history.confusion["last"].counts for run in members if "last" in run.history.confusion]
+    matrices = [matrix.counts for run in members if (matrix := _matrix(run.history)) is not None]
     if not matrices or len({matrix.shape for matrix in matrices}) > 1:
         return None
     table: list[list[int]] = np.sum(matrices, axis=0).tolist()
     return table
+
+
+def _matrix(history: History) -> Confusion | None:
+    """Return the confusion matrix of the saved model, by default that of the last evaluation; None without one."""
+    found = history.confusion.values()
+    if history.model_round is None:
+        return history.confusion.get("last")
+    return next((matrix for matrix in found if matrix.round == history.model_round), None)
 
 
 def _class_names(run: Run) -> list[str]:

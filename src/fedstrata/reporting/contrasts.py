@@ -61,6 +61,7 @@ class Contrast:
         difference: The difference to the baseline, paired by seed; None if this is the baseline or there is none.
         stuck: The number of runs in which the server could use none of the clients' replies, always or from some round
             on.
+        kept: Which model its runs kept, see ``tables.kept``.
     """
 
     key: str
@@ -69,6 +70,7 @@ class Contrast:
     value: Estimate
     difference: Difference | None
     stuck: int = 0
+    kept: str | None = None
 
     @property
     def marked(self) -> str:
@@ -115,7 +117,7 @@ def contrast(
     Args:
         runs: The histories of each label's seeds.
         metrics: Measures of ``MEASURES``, ``final_M`` and ``best_M`` of a metric M, ``rounds_to_T``, or columns of the
-            records, whose last value counts.
+            records, whose value for the saved model counts, by default the last one.
         at: The amounts of ``BUDGETS`` at which the primary metric is compared; None for the largest that all runs
             reached.
         baseline: A label. Default: the first label.
@@ -146,6 +148,7 @@ def contrast(
             Estimate.over(of_label),
             _difference(runs, by_label, label, baseline, test),
             sum(bool(history.warning) for history in runs[label]),
+            tables.kept(runs[label]),
         )
         for key, by_label in values.items()
         for label, of_label in by_label.items()
@@ -326,6 +329,7 @@ def _sentences(table: Contrasts) -> Iterator[str]:
         yield "Wilcoxon's test needs six pairs that differ: below them its p cannot reach 0.05, and none is given."
     if any(each.p is None and each.n >= FEWEST[table.test] for each in differences):
         yield "No p where (nearly) all pairs differ alike or not at all."
+    yield from tables.of_kept({row.label: row.kept for row in table.rows})
     yield from tables.of_stuck({row.label: row.stuck for row in table.rows})
 
 

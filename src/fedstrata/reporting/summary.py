@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fedstrata.base.jsonl import read_jsonl
 from fedstrata.base.printable import printable
-from fedstrata.evaluation.history import History
+from fedstrata.evaluation.history import History, column_of
 from fedstrata.reporting.tables import MISSING
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     metric = history.primary
     final, best = (_shown(metric, summary[f"{when}_{metric}"]) for when in ("final", "best"))
-    lines = [(metric, f"{final} after {rounds}")]
+    kept = "" if history.saved is None else ", of the model kept"
+    kept += f" (that of round {history.model_round})" if history.model_round is not None else ""
+    lines = [(metric, f"{final} after {rounds}{kept}")]
     if summary["best_round"] is not None:
         by = "by the validation samples" if summary["best_on"] == "validation" else "picked on the test set"
         lines.append(("best", f"{best} in round {summary['best_round']}, {by}"))
@@ -61,10 +63,14 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
 
 
 def _metrics(history: History) -> list[str]:
-    """Return the metrics of the last evaluation on the test set, except the primary metric."""
+    """Return the metrics of the saved model on the test set, except the primary metric."""
     last: dict[str, float | None] = next((record["test"] for record in reversed(history) if record.get("test")), {})
-    last = ({} if history.primary == "accuracy" else {"accuracy": history.final_accuracy}) | last
-    return [f"{name} {_shown(name, value)}" for name, value in last.items() if name != history.primary]
+    names = [*([] if history.primary == "accuracy" else ["accuracy"]), *last]
+    return [
+        f"{name} {_shown(name, history.final(column_of(name)))}"
+        for name in dict.fromkeys(names)
+        if name != history.primary
+    ]
 
 
 def _shown(metric: str, value: float | None) -> str:

@@ -30,12 +30,14 @@ class Row:
         cells: A mapping from the key of each measure to its estimate.
         stuck: The number of runs in which the server could use none of the clients' replies, always or from some round
             on.
+        kept: Which model its runs kept, see ``kept``; None if they kept that of the last round.
     """
 
     label: str
     seeds: int
     cells: dict[str, Estimate]
     stuck: int = 0
+    kept: str | None = None
 
     @property
     def marked(self) -> str:
@@ -88,7 +90,7 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
     Returns:
         Rows with a cell per key of ``MEASURES``, ``final_M`` and ``best_M`` of the primary metric M, ``rounds_to_T``
         for each target T of any history, and the columns ``test.NAME`` and ``clients.NAME.worst_10`` of other metrics
-        in the last evaluation. Accuracies are fractions, and data are bytes. Seeds that never reached a target are left
+        for the saved model. Accuracies are fractions, and data are bytes. Seeds that never reached a target are left
         out of its cell, and of its ``n``.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
@@ -105,7 +107,7 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
             cells[f"{_TARGET}{target_text(target)}"] = Estimate.over(rounds)
         cells |= {name: Estimate.over(history.final(name) for history in members) for name in measured}
         cells |= {key: Estimate.over(summary[key] for summary in summaries) for key in list(MEASURES)[4:]}
-        rows.append(Row(label, len(members), cells, sum(bool(history.warning) for history in members)))
+        rows.append(Row(label, len(members), cells, sum(bool(history.warning) for history in members), kept(members)))
     return rows
 
 
@@ -120,6 +122,18 @@ def _measured(history: History) -> Iterator[str]:
 def primary(runs: Mapping[str, Sequence[History]]) -> str:
     """Return the primary metric of the runs; that of the first run if they differ."""
     return next((history.primary for members in runs.values() for history in members), "accuracy")
+
+
+def kept(members: Sequence[History]) -> str | None:
+    """Return which model runs kept: a text such as ``round of the best validation auroc``, empty if it is unknown.
+
+    None if no run kept another model than that of the last round.
+    """
+    members = [history for history in members if history.saved is not None]
+    if not members:
+        return None
+    best = all(history.best_on == "validation" and history.model_round == history.best_round for history in members)
+    return f"round of the best validation {members[0].primary}" if best else ""
 
 
 def is_of_metric(key: str) -> bool:
@@ -209,12 +223,29 @@ def keys(rows: Sequence[Row]) -> list[str]:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Return sentences that explain the numbers; empty if every label has one seed and no run is ``stuck``."""
+    """Return sentences that explain the numbers, if any are needed."""
     sentences, counts = list[str](), sorted({row.seeds for row in rows})
     if counts and counts != [1]:
         seeds = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
         sentences.append(f"Mean ± sample standard deviation over {seeds}.")
+    sentences += of_kept({row.label: row.kept for row in rows})
     return " ".join([*sentences, *of_stuck({row.label: row.stuck for row in rows})])
+
+
+def of_kept(models: Mapping[str, str | None]) -> list[str]:
+    """Return a sentence about the models that final values describe, if they are not the models of the last rounds.
+
+    Args:
+        models: The result of ``kept`` for each label.
+
+    >>> of_kept({"a": "round of the best validation auroc", "b": None})
+    ['Final values of a are of the model kept (round of the best validation auroc).']
+    """
+    labels = [label for label, model in models.items() if model is not None]
+    which = {model for model in models.values() if model is not None}
+    whose = "" if len(labels) == len(models) else f" of {', '.join(labels)}"
+    why = f" ({which.pop()})" if len(which) == 1 and which != {""} else ""
+    return [f"Final values{whose} are of the model kept{why}."] if labels else []
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
@@ -308,10 +339,12 @@ def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the rows as tables for JSON: ``label``, ``seeds``, and ``mean``, ``sd`` and ``n`` of each measure.
 
     If some runs of a label are stuck, ``stuck`` is their number.
+    ``kept`` says which model final values describe, if it is not that of the last round.
     """
     return [
         {"label": row.label, "seeds": row.seeds}
         | ({"stuck": row.stuck} if row.stuck else {})
+        | ({"kept": row.kept} if row.kept is not None else {})
         | {key: {"mean": cell.mean, "sd": cell.sd, "n": cell.n} for key, cell in row.cells.items()}
         for row in rows
     ]

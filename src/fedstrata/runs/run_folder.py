@@ -15,7 +15,7 @@ import tomli_w
 import torch
 
 from fedstrata.base.errors import CheckpointError, DataError, SpecError
-from fedstrata.base.jsonl import MetricsLog, read_jsonl, replace_file, write_json
+from fedstrata.base.jsonl import MetricsLog, jsonable, read_jsonl, replace_file, write_json
 from fedstrata.base.locking import occupied
 from fedstrata.data.partitions.picture import draw_partition
 from fedstrata.data.partitions.schemes import Given
@@ -231,7 +231,7 @@ class RunFolder:
         """Write the model, the last evaluations and the summary, and return the history with all of them."""
         history, loop_state = self.history, simulation.loop_state
         weights, history.model_round = loop_state.final_model or (simulation.evaluated(), None)
-        history.stopped = simulation.stopped
+        history.kept, history.stopped = jsonable(simulation.evaluate_saved()), simulation.stopped
         final = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
         history.params = final
         history.confusion = loop_state.confusions()

@@ -228,6 +228,9 @@ class Simulation:
 
     def evaluate(self) -> Score:
         """Evaluate the global model on the test set and on the other samples that ``evaluation`` of the spec names."""
+        return self._evaluate(self.evaluated(), self.round)
+
+    def _evaluate(self, weights: Weights, round: int) -> Score:
         place, prepared = self.context.cached(on_device), self.prepared
         evaluator = Evaluator(
             self.spec.evaluation,
@@ -247,7 +250,7 @@ class Simulation:
             return replies
 
         unheard = self.loop_state.unheard(self.spec.evaluation.unheard)
-        score = evaluator.score(self.evaluated(), self.round, ask, unheard)
+        score = evaluator.score(weights, round, ask, unheard)
         if sent:
             score.more["bytes_evaluation"] = sent
         return score
@@ -273,15 +276,19 @@ class Simulation:
         return events
 
     def client_table(self) -> list[dict[str, Any]]:
-        """Return one row per client: its sample counts and its results in the last evaluation.
+        """Return one row per client: its sample counts and its results, by default those of the last evaluation.
 
-        The list is empty if clients have no test parts of their own.
+        After ``leave``, the results are those of the model that it chose. The list is empty if clients have no test
+        parts of their own.
         """
         held, sizes = self.prepared.held, self.prepared.config.sizes
         if held.own_test is None:
             return []
-        # There is no score yet if the run was resumed after its last round.
-        score = self.score if self.score is not None else self.evaluate()
+        score, final = self.score, self.loop_state.final_model
+        if final is not None and final[1] not in self.loop_state.evaluated[-1:]:
+            score = self._evaluate(*final)
+        elif score is None:  # the run was resumed after its last round
+            score = self.evaluate()
         if not score.table:
             return []
         last_reply = self.loop_state.last_reply.tolist()
@@ -306,11 +313,21 @@ class Simulation:
 
     def _record_evaluation(self) -> dict[str, Any]:
         """Evaluate the model, store the result in the loop's state, and return its columns of the round's record."""
-        settings, score = self.spec.evaluation, self.evaluate()
-        self.loop_state.add_score(score, self.round, settings)
+        score = self.evaluate()
+        self.loop_state.add_score(score, self.round, self.spec.evaluation)
+        return self._columns(score)
+
+    def _columns(self, score: Score) -> dict[str, Any]:
         record: dict[str, Any] = {"accuracy": score.accuracy, "loss": score.loss}
-        record |= {"per_class": score.per_class} if settings.per_class else {}
+        record |= {"per_class": score.per_class} if self.spec.evaluation.per_class else {}
         return record | score.more
+
+    def evaluate_saved(self) -> dict[str, Any]:
+        """Return the evaluation of the model that ``leave`` chose; empty if its round was evaluated, or without one."""
+        final = self.loop_state.final_model
+        if final is None or final[1] in self._evaluated_rounds:
+            return {}
+        return {"round": final[1]} | self._columns(self._evaluate(*final))
 
     def close(self) -> None:
         """Close the engine, which frees its processes and memory, and restore the number of threads of this process."""
