@@ -154,7 +154,9 @@ def test_few_seeds_are_said() -> None:
     assert to_markdown(contrast(runs_of(a=[0.5], b=[0.6]))).splitlines()[0] == "|  |  | mean ± sd | minus a |"
     two = caption(contrast(runs_of(a=[0.5, 0.6], b=[0.6, 0.8])))
     assert "over 2 seeds" in two
-    assert "Two seeds are too few" in two
+    assert "Student" not in two
+    assert "Fewer than three seeds have no interval" in two
+    assert "interval |" not in to_markdown(contrast(runs_of(a=[0.5, 0.6], b=[0.6, 0.8])))
     three = caption(contrast(THREE))
     assert "fewer than six seeds are too narrow" in three
     assert "corrected by Holm over the table's 2 comparisons" in three
@@ -172,7 +174,7 @@ def test_few_seeds_are_said() -> None:
     assert all(row.difference is None or row.difference.corrected is None for row in few.rows)
     assert "| p |" not in to_markdown(few)
     apart = contrast({"a": [run([0.5], 0), run([0.4], 1)], "b": [run([0.5], 2), run([0.6], 3)]})
-    assert "fewer than two seeds" in caption(apart)
+    assert "fewer than two no test" in caption(apart)
 
 
 def test_differences_that_are_alike_have_no_p() -> None:
@@ -180,6 +182,18 @@ def test_differences_that_are_alike_have_no_p() -> None:
     assert "[+10.00, +10.00]" in to_markdown(found)
     assert "No p where" in caption(found)
     assert "Holm" not in caption(found)
+
+
+def test_intervals_end_at_what_is_possible() -> None:
+    records = [{"round": 1, "accuracy": a, "loss": 3 * a, "test": {"auroc": a}} for a in (0.2, 0.9, 0.99)]
+    runs = {"a": [History([record], seed=seed, primary="auroc") for seed, record in enumerate(records)]}
+    found = contrast(runs, ["final_auroc", "final_accuracy", "test.auroc", "final_loss"])
+    *shares, loss = [row.value.interval for row in found.rows]
+    assert all(interval is not None and interval[0] >= 0 and interval[1] == 1 for interval in shares)
+    assert "[0.0000, 1.0000]" in to_markdown(found)
+    assert loss is not None
+    assert loss[0] < 0  # a loss has no such range
+    assert loss[1] > 3
 
 
 def test_one_label_alone_has_an_interval_and_no_difference() -> None:

@@ -19,10 +19,11 @@ A, B = np.array(list(MINE.values())), np.array(list(THEIRS.values()))
 
 
 def test_a_mean_and_its_interval_by_hand() -> None:
-    found = Estimate.over([1.0, None, 3.0])
-    assert (found.mean, found.sd, found.n) == (2.0, math.sqrt(2), 2)
-    # t with one degree of freedom is Cauchy's: its 97.5 % quantile is tan(0.475 π).
-    reach = math.tan(0.475 * math.pi)
+    assert Estimate.over([1.0, None, 3.0]) == Estimate(2.0, math.sqrt(2), 2, None)  # too few for an interval
+    found = Estimate.over([1.0, None, 3.0, 2.0])
+    assert (found.mean, found.sd, found.n) == (2.0, 1.0, 3)
+    # The 97.5 % quantile of t with two degrees of freedom is 0.95 √(2 / (1 - 0.95²)).
+    reach = 0.95 * math.sqrt(2 / (1 - 0.95**2)) / math.sqrt(3)
     assert found.interval == pytest.approx((2 - reach, 2 + reach))
 
 

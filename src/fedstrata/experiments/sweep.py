@@ -15,7 +15,9 @@ from fedstrata.base.printable import printable
 from fedstrata.evaluation.history import History
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.experiments.compare import Watcher, compare
+from fedstrata.reporting import tables
 from fedstrata.reporting.statistics import Estimate
+from fedstrata.reporting.tables import markdown_row, shown
 from fedstrata.spec.experiment import Experiment, set_key
 
 TABLE, FIGURES, BEST = "sweep.md", "sweep.json", "best.toml"
@@ -159,7 +161,8 @@ def judge(
             notes.setdefault(label, "no reply could be used, at all or from some round on")
     settings = next((cell.spec.evaluation for cell in planned.values()), Evaluation())
     primary, sign = settings.primary, -1 if settings.primary in settings.lower else 1
-    values = {label: Estimate.over(validated(run, primary) for run in histories[label]) for label in planned}
+    bounds = tables.bounds(measure(primary))
+    values = {label: Estimate.over((validated(run, primary) for run in histories[label]), bounds) for label in planned}
     means = {label: value.mean for label, value in values.items() if value.n == len(histories[label]) and value.n}
     left = (label for label in means if label not in notes)
     best = max(left, key=lambda label: sign * (means[label] or 0.0), default=None)
@@ -191,9 +194,6 @@ def figures(result: Sweep) -> dict[str, Any]:
 
 def to_markdown(result: Sweep) -> str:
     """Return the table in Markdown, with the best cell and its test result below."""
-    from fedstrata.reporting import tables
-    from fedstrata.reporting.tables import markdown_row, shown
-
     metric, final = result.primary, f"final_{result.primary}"
     how = tables.measure(final)
     unit = how.heading.removeprefix(f"final {metric}")

@@ -16,7 +16,17 @@ from fedstrata.base.printable import csv_cell, printable
 from fedstrata.evaluation.history import History, column_of
 from fedstrata.reporting import tables
 from fedstrata.reporting.draw import TRAFFIC, Curves, quantity, spent
-from fedstrata.reporting.statistics import FEWEST, RESAMPLES, Difference, Estimate, Range, Test, holm, paired_difference
+from fedstrata.reporting.statistics import (
+    FEWEST,
+    MIN_SEEDS,
+    RESAMPLES,
+    Difference,
+    Estimate,
+    Range,
+    Test,
+    holm,
+    paired_difference,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -145,7 +155,7 @@ def contrast(
             key,
             label,
             len(runs[label]),
-            Estimate.over(of_label),
+            Estimate.over(of_label, measures[key].bounds),
             _difference(runs, by_label, label, baseline, test),
             sum(bool(history.warning) for history in runs[label]),
             tables.kept(runs[label]),
@@ -242,7 +252,8 @@ def _measure(key: str, budgets: Mapping[str, float], runs: Curves) -> tables.Mea
         accepted = list(dict.fromkeys([*tables.MEASURES, "rounds_to_T", *columns]))
         raise SpecError("metric", f"there are: {', '.join(accepted)}{nearest(key, accepted)}", key)
     shown_as = quantity(key)
-    return tables.Measure(f"final {shown_as.name}", shown_as.factor, 2 if shown_as.factor == 100 else 4)
+    digits = 2 if shown_as.factor == 100 else 4
+    return tables.Measure(f"final {shown_as.name}", shown_as.factor, digits, tables.bounds(key))
 
 
 def _amount(amount: float, budget: Budget) -> str:
@@ -306,7 +317,8 @@ def _sentences(table: Contrasts) -> Iterator[str]:
         yield "One seed: no intervals and no tests."
     else:
         count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-        yield f"Mean ± sample standard deviation over {count} seeds, with the 95 % interval of the mean by Student's t."
+        interval = ", with the 95 % interval of the mean by Student's t" if seeds[-1] >= MIN_SEEDS else ""
+        yield f"Mean ± sample standard deviation over {count} seeds{interval}."
     if any(each.interval for each in differences):
         intervals = f"their 95 % intervals are percentile bootstraps ({RESAMPLES:,} resamples)"
         yield f"Differences to {table.baseline} are paired by seed; {intervals}."
@@ -319,10 +331,8 @@ def _sentences(table: Contrasts) -> Iterator[str]:
         metric = next(iter(table.budgets)).rpartition(_AT)[0].capitalize()
         yield f"{metric} at equal amounts is that of the last evaluation within them; a run may have none so early."
     pairs = sorted({each.n for each in differences} or {row.value.n for row in table.rows})
-    if seeds[-1] > 1 and pairs[0] < 2:
-        yield "Where fewer than two seeds have a number there is no interval and no test."
-    if 2 in pairs:
-        yield "Two seeds are too few: their bootstrap interval holds the true difference in half of all cases."
+    if seeds[-1] > 1 and pairs[0] < MIN_SEEDS:
+        yield "Fewer than three seeds have no interval, and fewer than two no test."
     if any(3 <= n < FEWEST["wilcoxon"] for n in pairs) and differences:
         yield "Bootstrap intervals of fewer than six seeds are too narrow: of three they hold in about 75 % of cases."
     if table.test == "wilcoxon" and any(n < FEWEST["wilcoxon"] for n in pairs) and differences:

@@ -42,7 +42,8 @@ RESAMPLES = 9_999
 FEWEST = {"t": 2, "wilcoxon": 6}
 """The fewest pairs for each test. Wilcoxon's smallest two-sided p for n pairs is 2^(1-n), above 0.05 for n < 6."""
 MIN_SEEDS = 3
-"""The fewest seeds for the statement that one method is above another."""
+"""The fewest seeds with which an interval is given and an order is stated."""
+UNBOUNDED: Range = (-math.inf, math.inf)
 ALIKE = 1e-12
 """Differences below this fraction of the largest value are attributed to rounding."""
 
@@ -52,10 +53,10 @@ class Estimate:
     """The mean and the spread of a number over seeds.
 
     Args:
-        mean: The mean over the seeds that have the number; None if no seed has it.
-        sd: The sample standard deviation over these seeds; None for fewer than two seeds.
-        n: The count of these seeds.
-        interval: The 95 % interval of the mean, by Student's t distribution; None for fewer than two seeds.
+        mean: The mean over the seeds that have the number; None if none has.
+        sd: Their sample standard deviation; None for fewer than two.
+        n: The number of these seeds.
+        interval: The 95 % interval of the mean by Student's t; None for fewer than ``MIN_SEEDS``.
     """
 
     mean: float | None
@@ -64,8 +65,12 @@ class Estimate:
     interval: Range | None = None
 
     @classmethod
-    def over(cls, values: Iterable[float | None]) -> Estimate:
-        """Compute the estimate from one value per seed; None stands for a missing value.
+    def over(cls, values: Iterable[float | None], bounds: Range = UNBOUNDED) -> Estimate:
+        """Compute the estimate of the seeds' values; None stands for a missing value.
+
+        Args:
+            values: The value of each seed.
+            bounds: The smallest and the largest possible value; the interval is cut there.
 
         >>> Estimate.over([1.0, None])
         Estimate(mean=1.0, sd=None, n=1, interval=None)
@@ -74,7 +79,8 @@ class Estimate:
         if len(known) < 2:
             return cls(known[0] if known else None, None, len(known))
         mean, sd = statistics.fmean(known), statistics.stdev(known)
-        return cls(mean, sd, len(known), t_interval(mean, sd, len(known)))
+        interval = t_interval(mean, sd, len(known)) if len(known) >= MIN_SEEDS else None
+        return cls(mean, sd, len(known), cut(interval, bounds))
 
 
 def t_interval(mean: float, sd: float, n: int, *, together: int = 1) -> Range:
@@ -97,11 +103,11 @@ class Difference:
     """The mean difference between the numbers of a method and of a baseline with the same seeds.
 
     Args:
-        mean: The mean over the pairs; None if there are no pairs.
-        n: The number of pairs, one for each seed for which both have a number.
-        interval: The 95 % interval of the mean, see ``paired_difference``; None for fewer than two pairs.
-        p: The two-sided p-value, not corrected. None if there are fewer pairs than the test's ``FEWEST``, or if all
-            differences are equal, so that no test is possible.
+        mean: The mean over the pairs; None without pairs.
+        n: The number of pairs, which are the seeds that both have.
+        interval: The 95 % interval of the mean, see ``paired_difference``; None for too few pairs.
+        p: The two-sided p-value, not corrected; None for fewer pairs than the test's ``FEWEST``, and if all differences
+            are equal, so that no test is possible.
         corrected: The p-value after ``holm`` over all comparisons of a table.
     """
 
@@ -141,11 +147,11 @@ def paired_difference(
     Args:
         values: A mapping from each seed to a number; None stands for a missing number.
         baseline: The numbers of the baseline.
-        test: ``"t"`` for the paired t-test, or ``"wilcoxon"`` for the signed-rank test.
-        resolution: The unit to which the numbers are rounded. If given, the interval is ``t_interval`` with a standard
-            deviation of at least resolution / √6, which is that of the rounding errors. Without this minimum, three
-            differences that are equal by chance would give an interval of length zero. If None, the interval is
-            ``bootstrap_interval``.
+        test: ``"t"``, the paired t-test, or ``"wilcoxon"``, the signed ranks.
+        resolution: The unit to which the numbers are rounded. If given, the interval is Student's t, otherwise
+            ``bootstrap_interval`` of at least ``MIN_SEEDS`` pairs. The standard deviation of t is at least
+            resolution / √6, that of the rounding errors: otherwise, three differences that are equal by chance would
+            give an interval of length zero.
         together: The number of simultaneous t intervals, see ``t_interval``.
 
     Raises:
@@ -166,16 +172,19 @@ def paired_difference(
         return Difference(mean, len(differences))
     rounding = ALIKE * float(np.abs(table).max())
     alike = bool(np.ptp(differences) <= rounding)
+    interval: Range | None
     if resolution is not None:
         sd = max(statistics.stdev(differences.tolist()), resolution / 6**0.5)
         interval = t_interval(mean, sd, len(differences), together=together)
+    elif len(differences) < MIN_SEEDS:
+        interval = None
     else:
         interval = (mean, mean) if alike else bootstrap_interval(differences)
     return Difference(mean, len(differences), interval, None if alike else _p(differences, test, rounding))
 
 
 def planned_differences(
-    pairs: Sequence[tuple[Values[K], Values[K]]], *, resolution: float, bounds: Range = (-math.inf, math.inf)
+    pairs: Sequence[tuple[Values[K], Values[K]]], *, resolution: float, bounds: Range = UNBOUNDED
 ) -> list[Difference]:
     """Compute the differences of all planned comparisons, whose intervals and p-values are corrected as one family.
 

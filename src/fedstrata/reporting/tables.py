@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedstrata.base.printable import printable
 from fedstrata.evaluation.history import History, column_of, target_text
-from fedstrata.reporting.statistics import Estimate
+from fedstrata.reporting.statistics import UNBOUNDED, Estimate, Range
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,16 +53,21 @@ class Measure:
         heading: The name of the column, with the unit.
         factor: The factor from the recorded unit to the unit of the heading.
         digits: The number of digits after the decimal point.
+        bounds: The smallest and the largest possible value, in the recorded unit.
     """
 
     heading: str
     factor: float = 1.0
     digits: int = 0
+    bounds: Range = UNBOUNDED
 
+
+SHARES = frozenset({"accuracy", "balanced-accuracy", "macro-f1", "auroc", "ece"})
+"""The built-in metrics whose values are between 0 and 1."""
 
 MEASURES = {
-    "final_accuracy": Measure("final accuracy, %", 100, 2),
-    "best_accuracy": Measure("best accuracy, %", 100, 2),
+    "final_accuracy": Measure("final accuracy, %", 100, 2, (0, 1)),
+    "best_accuracy": Measure("best accuracy, %", 100, 2, (0, 1)),
     "best_round": Measure("best round"),
     "rounds": Measure("rounds"),
     "samples": Measure("samples trained"),
@@ -179,11 +184,33 @@ def measure(key: str) -> Measure:
     """
     if is_target(key):
         return Measure(f"rounds to {float(key.removeprefix(_TARGET)) * 100:g} %")
+    if key in MEASURES:
+        return MEASURES[key]
+    heading = key.replace("_", " ", 1)
     if key.startswith(_TEST):
-        return Measure(f"final {key.removeprefix(_TEST)}", 1, 4)
-    if key.startswith(_CLIENTS):
-        return Measure(f"final {key.removeprefix(_CLIENTS).removesuffix(_WORST)}, worst tenth of the clients", 1, 4)
-    return MEASURES.get(key) or Measure(key.replace("_", " ", 1), 1, 4)
+        heading = f"final {key.removeprefix(_TEST)}"
+    elif key.startswith(_CLIENTS):
+        heading = f"final {key.removeprefix(_CLIENTS).removesuffix(_WORST)}, worst tenth of the clients"
+    return Measure(heading, 1, 4, bounds(key))
+
+
+def bounds(key: str) -> Range:
+    """Return the smallest and the largest possible value of a measure or column.
+
+    >>> bounds("final_auroc"), bounds("clients.macro-f1.worst_10"), bounds("test.log-loss")
+    ((0, 1), (0, 1), (-inf, inf))
+    """
+    return (0, 1) if metric_of(key) in SHARES else UNBOUNDED
+
+
+def metric_of(key: str) -> str:
+    """Return the metric that a measure or column is about; the key itself if it is about none.
+
+    >>> metric_of("best_auroc"), metric_of("test.auroc"), metric_of("clients.auroc.mean"), metric_of("bytes_up")
+    ('auroc', 'auroc', 'auroc', 'bytes_up')
+    """
+    parts = (key.partition("_")[2] if is_of_metric(key) else key).split(".")
+    return parts[-2] if len(parts) > 2 else parts[-1]
 
 
 def show(row: Row, key: str) -> str:
