@@ -76,7 +76,9 @@ def test_panel_begins_with_the_primary_metric() -> None:
 def test_panel_tells_other_metrics_and_why_a_run_was_stopped() -> None:
     record = RECORD | {"validation": {"accuracy": 0.7}, "test": {"accuracy": 0.75, "auroc": 0.875, "ece": None}}
     console = Console(file=io.StringIO(), width=200)
-    console.print(summary_panel(History([record], stopped="that is enough", metric_targets={"auroc": [0.8]})))
+    history = History([record], metric_targets={"auroc": [0.8]})
+    history.stopped = "that is enough"
+    console.print(summary_panel(history))
     text = written(console)
     for part in ("75.00 % in round 3, by the validation samples", "auroc 0.8750, ece –", "that is enough"):
         assert part in text

@@ -80,7 +80,6 @@ class History(Sequence[Record]):
         lower: The names of the metrics for which lower is better.
         primary: The metric that decides which round is best.
         path: The run folder; None if the run was not written to a folder.
-        stopped: The reason why the run ended before its last round; empty if it did not.
 
     >>> history = History([{"round": 1, "accuracy": 0.4}, {"round": 2}, {"round": 3, "accuracy": 0.9}])
     >>> history.best_round, history.rounds_to_target(0.8)
@@ -100,12 +99,12 @@ class History(Sequence[Record]):
         lower: Iterable[str] = LOWER,
         primary: str = "accuracy",
         path: Path | str | None = None,
-        stopped: str = "",
     ) -> None:
         self.method, self.seed, self.targets = method, seed, tuple(targets)
         self.metric_targets = {name: tuple(values) for name, values in (metric_targets or {}).items()}
         self.lower, self.primary = frozenset(lower), primary
-        self.stopped = stopped
+        self.stopped = ""
+        """The reason why the run ended before its last round; empty if it did not."""
         self.model_round: int | None = None
         """The round of the model that the run saved; None if it is the model of the last round."""
         self.kept: Record = {}
@@ -135,7 +134,7 @@ class History(Sequence[Record]):
         settings, ending = _about(folder)
         history = cls(records, path=folder, **settings)
         history.model_round, history.warning = ending.get("model_round"), ending.get("warning", "")
-        history.kept = ending.get("model", {})
+        history.kept, history.stopped = ending.get("model", {}), ending.get("stopped", "")
         history._read_evaluations(folder)
         if (folder / WEIGHTS).is_file():
             history._weights = folder / WEIGHTS
@@ -182,8 +181,8 @@ class History(Sequence[Record]):
         column = column_of(self.primary)
         if (final := self.final(column)) is not None:
             best = self.best(column)
-            found = "" if best is None else f" (best {best:.4f} in round {self.best_round})"
-            parts.append(f"{self.primary} {final:.4f}{found}")
+            of_best = "" if best is None else f" (best {best:.4f} in round {self.best_round})"
+            parts.append(f"{self.primary} {final:.4f}{of_best}")
         parts += [self.warning] if self.warning else []
         parts += [str(self.path)] if self.path is not None else []
         return f"History({', '.join(parts)})"
@@ -312,14 +311,17 @@ class History(Sequence[Record]):
         - ``stopped``, ``model_round`` and ``warning``, if they are set, and ``model``, the content of ``kept``
         """
         accuracy = self.column("accuracy")[1][-20:]
+        name, column = self.primary, column_of(self.primary)
+        primary: Record = {"primary": name, "lower_is_better": name in self.lower}
+        primary |= {f"final_{name}": self.final(column), f"best_{name}": self.best(column)}
         reached: Record = {target_text(target): self.rounds_to_target(target) for target in self.targets}
-        for name, targets in self.metric_targets.items():
-            reached[name] = {target_text(target): self.rounds_to_target(target, name) for target in targets}
+        for metric, targets in self.metric_targets.items():
+            reached[metric] = {target_text(target): self.rounds_to_target(target, metric) for target in targets}
         summary = {
             "method": self.method,
             "seed": self.seed,
             "rounds": len(self),
-            **self._of_primary(),
+            **({} if name == "accuracy" else primary),
             "final_accuracy": self.final_accuracy,
             "best_accuracy": self.best_accuracy,
             "best_round": self.best_round,
@@ -329,16 +331,9 @@ class History(Sequence[Record]):
             **{name: int(self.total(name)) for name in ("samples", "bytes_up", "bytes_down")},
             "seconds": self.total("seconds"),
         }
-        ending = {"stopped": self.stopped or None, "model_round": self.model_round, "warning": self.warning or None}
-        ending["model"] = self.kept or None
-        return summary | {key: value for key, value in ending.items() if value is not None}
-
-    def _of_primary(self) -> Record:
-        """Return the entries of the summary about a primary metric other than the accuracy."""
-        name, column = self.primary, column_of(self.primary)
-        values = {f"final_{name}": self.final(column), f"best_{name}": self.best(column)}
-        about = {"primary": name, "lower_is_better": name in self.lower}
-        return {} if name == "accuracy" else about | values
+        ending: Record = {"stopped": self.stopped, "model_round": self.model_round, "warning": self.warning}
+        ending["model"] = self.kept
+        return summary | {key: value for key, value in ending.items() if value not in (None, "", {})}
 
     def _read_evaluations(self, folder: Path) -> None:
         """Read the confusion matrices and the table of clients if the run wrote them."""
@@ -500,7 +495,7 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             about["lower"] = LOWER | falling
         if (folder / "summary.json").is_file():
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            about |= {key: summary[key] for key in ("method", "seed", "primary", "stopped") if key in summary}
+            about |= {key: summary[key] for key in ("method", "seed", "primary") if key in summary}
             if summary.get("lower_is_better"):  # the spec does not say it of a class of the user's own
                 about["lower"] = about.get("lower", LOWER) | {summary["primary"]}
             if "rounds_to_target" in summary:

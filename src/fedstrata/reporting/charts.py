@@ -254,10 +254,9 @@ def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
 
 def _matrix(history: History) -> Confusion | None:
     """Return the confusion matrix of the saved model, by default that of the last evaluation; None without one."""
-    found = history.confusion.values()
     if history.model_round is None:
         return history.confusion.get("last")
-    return next((matrix for matrix in found if matrix.round == history.model_round), None)
+    return next((matrix for matrix in history.confusion.values() if matrix.round == history.model_round), None)
 
 
 def _class_names(run: Run) -> list[str]:
