@@ -236,6 +236,8 @@ EVIL = r"a_b & 50% $x$ #1 {y} ~ ^ \end{tabular} <|> * ±"
 
 def tabular(text: str) -> list[list[str]]:
     """The rows of a tabular, after checks of everything that LaTeX would stumble over."""
+    comment, _, text = text.partition(r"\begin{table}")
+    assert all(line.startswith("%") for line in comment.splitlines())
     assert text.count("{") - text.count(r"\{") == text.count("}") - text.count(r"\}")
     head, _, rest = text.partition(r"\toprule" + "\n")
     body, _, foot = rest.partition(r"\bottomrule" + "\n")
@@ -266,11 +268,28 @@ def test_latex_has_whole_rows_whatever_the_labels_are() -> None:
     runs = {EVIL: THREE["base"], "[one]": THREE["better"], "*": runs_of(a=[0.4])["a"]}
     text = to_latex(contrast(runs, ["final_accuracy", "rounds_to_0.9"]))
     rows = tabular(text)
-    assert [len(row) for row in rows] == [6, 1, 6, 6, 6, 1, 6, 6, 6]
-    assert "$62.00" not in text
-    assert "$67.00 \\pm 4.36$" in text
+    assert [len(row) for row in rows] == [3, 3, 3, 3]
+    assert "$\\mathbf{67.00} \\pm 4.36$" in text
+    assert text.count("mathbf") == 1  # no label reached 90 %
     assert "$40.00$ (1 of 3)" not in text  # one of one
-    assert r"\end{tabular} <" not in text
+    assert r"\end{tabular} <" not in text.partition(r"\begin{table}")[2]
+
+
+def test_latex_has_labels_by_measures_with_the_best_in_bold() -> None:
+    def one(accuracy: float, loss: float, seed: int) -> History:
+        return History([{"round": 1, "accuracy": accuracy, "loss": loss, "bytes_up": 10**6}], seed=seed)
+
+    runs = {"a": [one(0.5, 0.25, s) for s in range(3)], "b": [one(0.75, 0.5, s) for s in range(3)]}
+    runs["c"] = [one(0.75, 0.75, s) for s in range(3)]
+    text = to_latex(contrast(runs, ["final_accuracy", "loss", "bytes_up", "best_round"]))
+    body = text.partition("\\midrule\n")[2].splitlines()[:3]
+    assert body == [
+        r"a & $50.00$ & $\mathbf{0.2500}$ & $\mathbf{1.0}$ & $1$ \\",
+        r"b & $\mathbf{75.00}$ & $0.5000$ & $\mathbf{1.0}$ & $1$ \\",
+        r"c & $\mathbf{75.00}$ & $0.7500$ & $\mathbf{1.0}$ & $1$ \\",
+    ]
+    assert r"\caption{Mean $\pm$ standard deviation over 3 seeds. The best mean of each measure is bold.}" in text
+    assert "% | final accuracy, % | b | 75.00 |" in text.partition(r"\begin{table}")[0]
 
 
 def test_a_parser_of_latex_reads_the_same_table() -> None:
@@ -285,5 +304,5 @@ def test_a_parser_of_latex_reads_the_same_table() -> None:
     read = to_text.latex_to_text(contrasts.escape(EVIL)).replace("ˆ", "^")  # it takes the sign for the accent
     assert "".join(read.split()) == "".join(EVIL.split())
     macros = [node.macroname for node in inner.nodelist if node.isNodeType(walker.LatexMacroNode)]
-    assert macros.count("\\") == 4
+    assert macros.count("\\") == 3
     assert [macros.count(name) for name in ("toprule", "midrule", "bottomrule")] == [1, 1, 1]

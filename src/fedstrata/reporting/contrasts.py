@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,6 +56,9 @@ BUDGETS = {
 }
 """The budgets at which the primary metric can be compared."""
 
+LESS = ("train_loss", "samples", "seconds", "simulated_seconds", *TRAFFIC)
+"""The columns, besides metrics, for which lower is better."""
+
 _AT = "_at_"
 
 
@@ -98,6 +101,7 @@ class Contrasts:
         baseline: The label that the others are compared with; None if there is only one label.
         test: The test of the p-values.
         budgets: The amounts at which the primary metric M is compared, by ``M_at_KIND``, in recorded units.
+        directions: For each measure 1 if higher is better, -1 if lower is better, and 0 if neither is.
     """
 
     rows: tuple[Contrast, ...]
@@ -105,6 +109,7 @@ class Contrasts:
     baseline: str | None
     test: Test
     budgets: dict[str, float]
+    directions: dict[str, int]
 
     @property
     def groups(self) -> dict[str, list[Contrast]]:
@@ -169,7 +174,9 @@ def contrast(
         for row, p in zip(rows, corrected, strict=True)
     ]
     budgets = {key: budget for key, budget in budgets.items() if key in measures}
-    return Contrasts(tuple(rows), measures, baseline, test, budgets)
+    lower = {metric for members in runs.values() for history in members for metric in history.lower}
+    directions = {key: _direction(key, lower) for key in measures}
+    return Contrasts(tuple(rows), measures, baseline, test, budgets, directions)
 
 
 def _difference(
@@ -316,9 +323,8 @@ def _sentences(table: Contrasts) -> Iterator[str]:
     if seeds[-1] == 1:
         yield "One seed: no intervals and no tests."
     else:
-        count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
         interval = ", with the 95 % interval of the mean by Student's t" if seeds[-1] >= MIN_SEEDS else ""
-        yield f"Mean ± sample standard deviation over {count} seeds{interval}."
+        yield f"Mean ± sample standard deviation over {_span(seeds)} seeds{interval}."
     if any(each.interval for each in differences):
         intervals = f"their 95 % intervals are percentile bootstraps ({RESAMPLES:,} resamples)"
         yield f"Differences to {table.baseline} are paired by seed; {intervals}."
@@ -363,20 +369,66 @@ def to_markdown(table: Contrasts) -> str:
 
 
 def to_latex(table: Contrasts) -> str:
-    """Return a table for a paper. All text is escaped; the LaTeX document must use the package booktabs."""
-    headings, groups = _lines(table)
+    """Return a table of labels and measures for a paper, with all text escaped; it needs the package booktabs.
+
+    The best mean of each measure is bold. Intervals, differences and tests are in a comment above the table.
+    """
+    groups = table.groups
+    columns = [_latex_column(table, key, rows) for key, rows in groups.items()]
+    labels = [escape(row.marked) for row in next(iter(groups.values()), [])]
+    seeds = sorted({row.seeds for row in table.rows})
+    over = "" if seeds[-1:] in ([], [1]) else f"Mean ± standard deviation over {_span(seeds)} seeds."
+    bold = (
+        "The best mean of each measure is bold." if any(r"\mathbf" in cell for each in columns for cell in each) else ""
+    )
+    kept = tables.of_kept({row.label: row.kept for row in table.rows})
+    stuck = tables.of_stuck({row.label: row.stuck for row in table.rows})
     lines = [
+        *(f"% {line}".rstrip() for line in to_markdown(table).splitlines()),
         r"\begin{table}",
         r"\centering",
-        rf"\caption{{{escape(caption(table))}}}",
-        rf"\begin{{tabular}}{{l{'r' * len(headings)}}}",
+        rf"\caption{{{escape(' '.join(filter(None, [over, bold, *kept, *stuck])))}}}",
+        rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
         r"\toprule",
-        " & ".join(["", *map(escape, headings)]) + r" \\",
+        " & ".join(["", *(escape(table.measures[key].heading) for key in groups)]) + r" \\",
+        r"\midrule",
+        *(" & ".join([label, *cells]) + r" \\" for label, *cells in zip(labels, *columns, strict=True)),
     ]
-    for title, rows in groups.items():
-        lines += [r"\midrule", rf"\multicolumn{{{len(headings) + 1}}}{{l}}{{{escape(title)}}} \\"]
-        lines += [" & ".join([escape(cells[0]), *map(_mathematics, cells[1:])]) + r" \\" for cells in rows]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
+
+
+def _latex_column(table: Contrasts, key: str, rows: Sequence[Contrast]) -> list[str]:
+    """Return the cells of a measure; the best means are bold, if every seed of their label has a value."""
+    how, sign = table.measures[key], table.directions[key]
+    means = {
+        row.label: sign * row.value.mean for row in rows if row.value.mean is not None and row.value.n == row.seeds
+    }
+    best = tables.number(sign * max(means.values()), how) if means and sign and len(rows) > 1 else None
+    cells = []
+    for row in rows:
+        cell = _mathematics(tables.shown(row.value, how, row.seeds))
+        if row.label in means and tables.number(sign * means[row.label], how) == best:
+            mean, space, rest = cell.strip("$").partition(r" \pm")
+            cell = rf"$\mathbf{{{mean}}}{space}{rest}$"
+        cells.append(cell)
+    return cells
+
+
+def _direction(key: str, lower: Collection[str]) -> int:
+    """Return 1 for a measure for which higher is better, -1 if lower is better, and 0 if neither is.
+
+    Args:
+        key: The measure.
+        lower: The metrics for which lower is better.
+    """
+    metric = tables.metric_of(key.partition(_AT)[0])
+    if metric in lower or metric in LESS or tables.is_target(key):
+        return -1
+    return 1 if metric in tables.SHARES or tables.is_of_metric(key) or key.startswith(("test.", "validation.")) else 0
+
+
+def _span(seeds: Sequence[int]) -> str:
+    return f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
 
 
 _LATEX = {
