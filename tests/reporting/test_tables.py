@@ -40,6 +40,21 @@ def test_a_target_that_nobody_reached_has_no_column_but_is_in_the_json() -> None
     assert plain[0]["rounds_to_0.99"] == {"mean": None, "sd": None, "n": 0}
 
 
+def test_default_targets_that_all_runs_reached_at_once_have_no_column() -> None:
+    def imbalanced(*accuracies: float, **more: list[float]) -> History:
+        return History([{"round": 5 * n, "accuracy": a} for n, a in enumerate(accuracies, 1)], **more)
+
+    runs = {"a": [imbalanced(0.94, 0.98), imbalanced(0.96)], "b": [imbalanced(0.98)]}
+    rows = compare_table(runs)
+    assert [key for key in keys(rows) if key.startswith("rounds_to")] == ["rounds_to_0.95"]
+    assert to_json(rows)[0]["rounds_to_0.5"]["n"] == 2
+    later = compare_table(runs | {"c": [imbalanced(0.4, 0.6)]})
+    assert "rounds_to_0.5" in keys(later)
+    chosen = compare_table({"a": [imbalanced(0.98, targets=[0.5])]})
+    assert "rounds_to_0.5" in keys(chosen)
+    assert keys([]) == []
+
+
 def test_markdown_has_the_same_columns_in_every_line() -> None:
     lines = to_markdown(compare_table(RUNS)).splitlines()
     table = [line.replace(r"\|", "") for line in lines[:4]]

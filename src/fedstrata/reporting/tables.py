@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedstrata.base.printable import printable
-from fedstrata.evaluation.history import History, column_of, target_text
+from fedstrata.evaluation.history import TARGETS, History, column_of, target_text
 from fedstrata.reporting.statistics import UNBOUNDED, Estimate, Range
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Row:
         stuck: The number of runs in which the server could use none of the clients' replies, always or from some round
             on.
         kept: Which model its runs kept, see ``kept``; None if they kept that of the last round.
+        at_once: The keys of default targets that all its runs reached in their first evaluated round.
     """
 
     label: str
@@ -38,6 +39,7 @@ class Row:
     cells: dict[str, Estimate]
     stuck: int = 0
     kept: str | None = None
+    at_once: frozenset[str] = frozenset()
 
     @property
     def marked(self) -> str:
@@ -112,7 +114,9 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
             cells[f"{_TARGET}{target_text(target)}"] = Estimate.over(rounds)
         cells |= {name: Estimate.over(history.final(name) for history in members) for name in measured}
         cells |= {key: Estimate.over(summary[key] for summary in summaries) for key in list(MEASURES)[4:]}
-        rows.append(Row(label, len(members), cells, sum(bool(history.warning) for history in members), kept(members)))
+        at_once = frozenset(key for key in cells if is_target(key) and all(_at_once(run, key) for run in members))
+        stuck = sum(bool(history.warning) for history in members)
+        rows.append(Row(label, len(members), cells, stuck, kept(members), at_once))
     return rows
 
 
@@ -174,6 +178,12 @@ def is_target(key: str) -> bool:
 def reached(history: History, key: str) -> int | None:
     """Return the first round in which a run reached the target accuracy T of ``rounds_to_T``; None if it never did."""
     return history.rounds_to_target(float(key.removeprefix(_TARGET)))
+
+
+def _at_once(history: History, key: str) -> bool:
+    """Return whether the targets are the default, and a run reached this one in its first evaluated round."""
+    first, _ = history.points("accuracy")
+    return history.targets == TARGETS and len(first) > 0 and reached(history, key) == first[0]
 
 
 def measure(key: str) -> Measure:
@@ -244,9 +254,11 @@ def number(value: float, how: Measure, sign: str = "") -> str:
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-    """List the measures that get a column: all except targets that no run reached."""
+    """List the measures that get a column: all except targets that no run reached, or that all reached at once."""
     every = list(rows[0].cells) if rows else []
-    return [key for key in every if not key.startswith(_TARGET) or any(row.cells[key].n for row in rows)]
+    left_out = {key for key in every if is_target(key) and not any(row.cells[key].n for row in rows)}
+    left_out |= frozenset.intersection(*(row.at_once for row in rows)) if rows else set()
+    return [key for key in every if key not in left_out]
 
 
 def caption(rows: Sequence[Row]) -> str:
