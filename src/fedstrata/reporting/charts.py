@@ -103,8 +103,8 @@ def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
             varies = is_own(name) and not changes.get(name) and len(set(history.column(name)[1].tolist())) > 1
             changes[name] = changes.get(name, False) or varies
     main = [name for name in (column_of(tables.primary(runs)), "accuracy", "loss", "train_loss") if name in changes]
-    own = [name for name in changes if changes[name]][:OWN]
-    return list(dict.fromkeys([*main, *filter(_is_measured, changes), *own]))
+    of_methods = [name for name in changes if changes[name]][:OWN]
+    return list(dict.fromkeys([*main, *filter(_is_measured, changes), *of_methods]))
 
 
 def _is_measured(name: str) -> bool:

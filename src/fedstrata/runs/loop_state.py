@@ -28,13 +28,11 @@ class Measured:
         round: The round after which the model was evaluated.
         value: The primary metric on the validation samples or, if there are none, on the test set.
         confusion: The confusion matrix of the test set, (C, C): true classes are rows, predicted classes columns.
-        metric: The primary metric, which may change when a run is resumed.
     """
 
     round: int
     value: float | None
     confusion: torch.Tensor
-    metric: str = "accuracy"
 
 
 @record("LoopState")
@@ -106,8 +104,8 @@ class LoopState:
         if settings.validation is not None:
             values = score.more.get("validation") or {}
         value, sign = values.get(settings.primary), -1 if settings.primary in settings.lower else 1
-        self.last = Measured(round, value, torch.from_numpy(score.confusion.copy()), settings.primary)
-        best = self.best if self.best is not None and self.best.metric == settings.primary else None
+        self.last = Measured(round, value, torch.from_numpy(score.confusion.copy()))
+        best = self.best
         if best is None or (value is not None and (best.value is None or sign * value > sign * best.value)):
             self.best = self.last
 

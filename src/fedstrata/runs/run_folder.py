@@ -19,7 +19,7 @@ from fedstrata.base.jsonl import MetricsLog, jsonable, read_jsonl, replace_file,
 from fedstrata.base.locking import occupied
 from fedstrata.data.partitions.picture import draw_partition
 from fedstrata.data.partitions.schemes import Given
-from fedstrata.evaluation.history import CLIENTS, EVALUATIONS, History, read_weights, write_evaluations
+from fedstrata.evaluation.history import CLIENTS, EVALUATIONS, History, column_of, read_weights, write_evaluations
 from fedstrata.runs import checkpoint
 from fedstrata.runs.checkpoint import Checkpoint
 from fedstrata.runs.identity import environment, require_same, well_formed
@@ -151,6 +151,12 @@ class RunFolder:
                 self.history.append(record)
         if done != (self.history[-1]["round"] if self.history else 0):
             raise DataError(f"{self.path / METRICS} ends before its checkpoint, which is of round {done}")
+        history, loop_state = self.history, simulation.loop_state
+        validated = history.best_on == "validation"
+        rounds, values = history.points(f"validation.{history.primary}" if validated else column_of(history.primary))
+        known = dict(zip(rounds.tolist(), values.tolist(), strict=True))
+        if loop_state.best is not None and loop_state.best.value != known.get(loop_state.best.round):
+            loop_state.best = None  # another primary metric decided that this evaluation was the best
         # Compare the last lines too: the logs' running checksum does not notice missing lines or another run's file.
         for name, last in self.checkpoint.logs.items() if self.checkpoint is not None else ():
             if last and not self._logs[name].holds(last):
