@@ -580,7 +580,7 @@ MUTANTS = [
         "if False and checksum not in (None, hashlib",
         "runs/test_predictor.py",
     ),
-    loop_state("the last of the best", "value > self.best.value", "value >= self.best.value"),
+    loop_state("the last of the best", "sign * value > sign * best.value", "sign * value >= sign * best.value"),
     loop_state("heard in the first of them", "self.last_reply <= first", "self.last_reply < first"),
     loop_state("replies are forgotten", "self.last_reply = saved.heard.copy()", "pass"),
     loop_state(

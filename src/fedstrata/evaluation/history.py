@@ -135,7 +135,7 @@ class History(Sequence[Record]):
         history = cls(records, path=folder, **settings)
         history.model_round, history.warning = ending.get("model_round"), ending.get("warning", "")
         history.kept, history.stopped = ending.get("model", {}), ending.get("stopped", "")
-        history._read_evaluations(folder)
+        _read_evaluations(history, folder)
         if (folder / WEIGHTS).is_file():
             history._weights = folder / WEIGHTS
         return history
@@ -335,24 +335,6 @@ class History(Sequence[Record]):
         ending["model"] = self.kept
         return summary | {key: value for key, value in ending.items() if value not in (None, "", {})}
 
-    def _read_evaluations(self, folder: Path) -> None:
-        """Read the confusion matrices and the table of clients if the run wrote them."""
-        try:
-            if (folder / EVALUATIONS).is_file():
-                matrices = json.loads((folder / EVALUATIONS).read_text(encoding="utf-8"))
-                self.confusion = {
-                    key: Confusion(int(each["round"]), np.array(each["confusion"], dtype=np.int64))
-                    for key, each in matrices.items()
-                }
-            if (folder / CLIENTS).is_file():
-                with (folder / CLIENTS).open(encoding="utf-8", newline="") as file:
-                    self.clients = [
-                        {key: text if key == "name" else _cell(text) for key, text in row.items()}
-                        for row in csv.DictReader(file)
-                    ]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{folder}: cannot read its {EVALUATIONS} or {CLIENTS}: {error}") from error
-
     def to_frame(self) -> DataFrame:
         """Return a pandas data frame with one row per round, made by ``frame``. Missing values are NaN.
 
@@ -383,6 +365,25 @@ def frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
     except ModuleNotFoundError:
         raise ExtraMissingError("a data frame", "tables") from None
     return json_normalize(list(rows))
+
+
+def _read_evaluations(history: History, folder: Path) -> None:
+    """Read the confusion matrices and the table of clients if the run wrote them."""
+    try:
+        if (folder / EVALUATIONS).is_file():
+            matrices = json.loads((folder / EVALUATIONS).read_text(encoding="utf-8"))
+            history.confusion = {
+                key: Confusion(int(each["round"]), np.array(each["confusion"], dtype=np.int64))
+                for key, each in matrices.items()
+            }
+        if (folder / CLIENTS).is_file():
+            with (folder / CLIENTS).open(encoding="utf-8", newline="") as file:
+                history.clients = [
+                    {key: text if key == "name" else _cell(text) for key, text in row.items()}
+                    for row in csv.DictReader(file)
+                ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{folder}: cannot read its {EVALUATIONS} or {CLIENTS}: {error}") from error
 
 
 def write_evaluations(history: History, folder: Path) -> None:
