@@ -23,7 +23,8 @@ from fedstrata.models.model import Model
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
 """Seconds of work from which it pays to start worker processes, and from which it pays to use running ones.
 
-Two processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
+To start them, the work that this process has done alone counts too, because the rounds to come will be like those
+before. Two processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
@@ -62,6 +63,8 @@ class LocalEngine(Engine):
         self._pool: LocalWorkerPool | None = None
         self._seconds_per_unit: dict[type[Request], float] = {}
         """For each class of requests, the measured seconds per unit of work; see ``ask`` for the unit."""
+        self._seconds_alone = 0.0
+        """Seconds of work that this process has done since the engine was made, before it had workers."""
 
     def ask(
         self, requests: Mapping[ClientId, Request], *, together: bool, group: LocalGroup | None = None
@@ -93,7 +96,9 @@ class LocalEngine(Engine):
                 outcomes[number] = handler(client, request)
             except Exception as error:
                 outcomes[number] = failure(error)
-            self._seconds_per_unit[type(request)] = (time.perf_counter() - began) / work[number]
+            seconds = time.perf_counter() - began
+            self._seconds_per_unit[type(request)] = seconds / work[number]
+            self._seconds_alone += seconds
             remaining -= work[number]
 
         # Without gradients, a request is answered faster here than the clients' states are sent to workers.
@@ -101,7 +106,7 @@ class LocalEngine(Engine):
         for index, number in enumerate(order):
             if not shared and len(order) - index > 1:
                 seconds = remaining * self._seconds_per_unit.get(type(requests[number]), 0.0)
-                if seconds > (STARTING_PAYS if self._pool is None else ASKING_PAYS):
+                if seconds > ASKING_PAYS and (self._pool is not None or seconds + self._seconds_alone > STARTING_PAYS):
                     shared = True
                     self._ask_pool(order[index:], requests, outcomes, run_locally)
             # If no worker returned an answer for the client, it is computed here, and an exception is recorded.
