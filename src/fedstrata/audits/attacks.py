@@ -37,8 +37,8 @@ class View:
         images: The attacker's held-out images, (n, C, H, W) in [0, 1].
         labels: The classes of these images, (n,).
         features: The features of these images under the client's model, (n, d).
-        class_means: The mean held-out image of every class, (classes, C, H, W). For a class without held-out images, it
-            is the mean of all.
+        class_means: The mean held-out image of every class, (classes, C, H, W). For a class without held-out images,
+            the mean of all held-out images is used.
     """
 
     model: Model

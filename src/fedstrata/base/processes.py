@@ -130,8 +130,8 @@ def _begin(
 class TaskPool(Generic[K]):
     """Workers that each do one task at a time, for use in a ``with`` block.
 
-    Tasks that still run at the end of the block are terminated. A worker that is a new process does one task after
-    another. A worker that is a fork does one task and ends.
+    Tasks that still run at the end of the block are terminated. Without ``fork``, a worker is started afresh and does
+    one task after another. With ``fork``, each task has a fork of this process to itself, which ends after it.
 
     Args:
         jobs: The largest number of workers.

@@ -130,7 +130,7 @@ class Engine(ABC):
         """Keep the new states of the accepted clients; discard those of the other clients of the last request."""
 
     def restore(self, round: int) -> None:
-        """Return the clients to the states that they had after ``round`` (0 for a new run).
+        """Reset the clients to the states that they had after ``round`` (0 for a new run).
 
         It is called before the first exchange.
         """

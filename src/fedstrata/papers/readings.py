@@ -54,7 +54,7 @@ class Reading:
 
 
 def verdict(right: Sequence[bool]) -> Holds:
-    """Return the verdict from whether a rule does what the paper says, in each of several cases.
+    """Return one verdict for several cases, of which each says whether a rule does what the paper says.
 
     >>> verdict([True, True]), verdict([True, False]), verdict([False])
     ('holds', 'in part', 'not')

@@ -40,7 +40,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name among the runs of the same label: the seed, or the folder's name if the seed is not known."""
+        """The name that tells this run from others of its label: its seed, or its folder's name without a seed."""
         return self.folder.name if self.history.seed is None else f"seed {self.history.seed}"
 
     @property

@@ -229,7 +229,7 @@ class Quota:
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
     def alone(self) -> BaseFileLock:
-        """Return a lock that gives this process exclusive access to these files."""
+        """Return a lock that gives this process exclusive access to the quota and survey files of all jobs here."""
         return FileLock(self._survey.with_name(LOCK))
 
 

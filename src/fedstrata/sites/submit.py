@@ -167,7 +167,8 @@ class Watch:
             return True
         if status.startswith("FINISHED"):
             if status != ABORTED and self._over:
-                # NVFlare missed a site at the end of the job, but the result may be complete.
+                # The run was over, but NVFlare reports a failure, probably because a site did not answer at the end.
+                # The result may be complete.
                 complete = self._has_result()
                 if complete or self.away:
                     return complete

@@ -129,7 +129,7 @@ class EarlyStopping(_Best):
             raise SpecError("callbacks", f"{problem}, such as 0.1")
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Store the model if the metric has improved; otherwise count the evaluation, and stop after ``patience``."""
+        """Store the model if the metric has improved; stop after ``patience`` evaluations in a row without that."""
         if record.get("validation") is None:
             return
         best = simulation.memory.get(self.name)

@@ -176,7 +176,10 @@ class Route:
         self._put_back(task.places[missing])
 
     def _put_back(self, places: Ints) -> None:
-        """Insert positions that were not trained into the schedule again, each at random (Algorithm 3, line 17)."""
+        """Put placeholders that were not trained back into the rest of the schedule, each at a random position.
+
+        This is line 17 of Algorithm 3. ``places`` are the indices of the placeholders.
+        """
         if len(places):
             self._replan()
             to = self.roster.generator.integers(0, len(self._left) + 1, size=len(places))

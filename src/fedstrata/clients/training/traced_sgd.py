@@ -220,7 +220,8 @@ def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
     *gradients, loss = results
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = placeholders[: len(gradients)]
-    # A product with a parameter, or with a view of one, must be computed before any parameter is updated.
+    # These nodes are overwritten: parameters and their views. A gradient that is a product with one of them must not be
+    # fused into an update, because an earlier update may have overwritten it.
     changed = _mutated(graph) | set(placeholders[:-2])
     with graph.inserting_after(placeholders[-1]):
         rate = graph.placeholder("rate")  # the negative learning rate, −η
