@@ -202,3 +202,27 @@ def test_a_limit_keeps_whose_the_samples_are(tmp_path):
     assert len(cut.client_train) == 12
     pairs = zip(cut.x_train.tolist(), cut.client_train.tolist(), strict=True)
     assert sum(known[tuple(x)] == owner for x, owner in pairs) >= 10  # some rows are alike
+
+
+@pytest.mark.parametrize("cell", ["1_0", "\u0663", "1\u0660"])
+def test_only_what_is_written_as_a_number_is_one(cell):
+    rows = {"x": ["1", cell, "3", "4"], "y": ["a", "b", "a", "b"]}
+    with pytest.raises(DataError, match=r"column 'x' = .*: not a finite number"):
+        fs.from_dataframe(rows, label="y", test=0.5, columns={"x": "number"})
+
+
+def test_whole_numbers_that_a_feature_would_round_are_refused():
+    def frame(*cells):
+        return fs.from_dataframe({"x": cells, "y": list("abab")}, label="y", test=0.5, columns={"x": "number"})
+
+    assert len(frame(2**53, 2.0**70, "1e30", 3).y_train) == 2
+    for cell in (2**53 + 1, str(2**60 + 1)):
+        with pytest.raises(DataError, match=r"more digits than a feature keeps \(2\^53\)"):
+            frame(1, 2, cell, 3)
+
+
+def test_labels_that_numpy_would_merge_are_refused():
+    with pytest.raises(DataError, match="ends with NUL, which NumPy cuts off"):
+        fs.from_dataframe({"x": [1, 2, 3, 4], "y": ["a", "a\0", "a", "b"]}, label="y", test=0.5)
+    with pytest.raises(DataError, match="y_train: a text ends with NUL, which NumPy cuts off"):
+        fs.from_arrays([[1.0], [2.0]], ["a", "a\0"], [[1.0], [2.0]], ["a", "a"])

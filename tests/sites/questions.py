@@ -75,9 +75,11 @@ class Witness:
         self.counts: Counter[tuple[int, str]] = Counter()
         self.reserved: dict[int, set[int]] = {}
         self.trained: dict[int, int] = {}
-        table = self.site.site_server._running().context.handlers._table
-        for key, handler in list(table.items()):
-            table[key] = self.watching(getattr(handler, "watched", handler), key[1])
+        handlers = self.site.site_server._running().context.handlers
+        for way in ("alone", "sum", "hop", "relay"):
+            table = getattr(handlers, way)
+            for kind, handler in list(table.items()):
+                table[kind] = self.watching(getattr(handler, "watched", handler), way)
 
     def watching(self, handler: Any, way: str) -> Any:
         """The same handler, which tells what it is asked and what it answers."""

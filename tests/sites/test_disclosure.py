@@ -134,8 +134,8 @@ class Losing(Recorder):
     again = 0
 
     def losing(self, kind: type[Request]) -> None:
-        self.kind, table = kind, self.context.handlers._table
-        answer = table[kind, "alone"]
+        self.kind, table = kind, self.context.handlers.alone
+        answer = table[kind]
 
         def answers(client: Client, request: Any) -> Any:
             if client.number == self.victim:
@@ -145,7 +145,7 @@ class Losing(Recorder):
                     raise ConnectionError("lost")
             return answer(client, request)
 
-        table[kind, "alone"] = answers
+        table[kind] = answers
 
     def ask(self, requests: Any, *, together: bool, **more: Any) -> Any:
         inner = {type(getattr(request, "request", request)) for request in requests.values()}

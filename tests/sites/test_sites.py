@@ -541,7 +541,8 @@ def test_clients_that_are_dealt_to_other_sites_have_lost_their_states_and_the_ev
         made.engine.restore(2)
         made.engine.save(2)
         notes = [(kind, clients) for kind, clients, _ in made.engine.events()]
-        return notes, {client for site_server in made.site_servers.values() for client in site_server._running().store}
+        left = {client for site_server in made.site_servers.values() for client in site_server._running().store.clients}
+        return notes, left
 
     assert resumed("abb") == ([], {0, 1, 2})
     assert resumed("aab") == ([("state lost", [1])], {0, 2})

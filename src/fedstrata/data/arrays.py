@@ -30,6 +30,11 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
         array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
         raise DataError(f"{key}: not an array: {error}") from None
+    if array.dtype.kind == "O" or (array.dtype.kind == "U" and not isinstance(values, np.ndarray)):
+        texts = np.asarray(values, dtype=object).flat
+        if any(isinstance(text, str) and text.endswith("\0") for text in texts):
+            problem = f"{key}: a text ends with NUL, which NumPy cuts off; accepted: text without it"
+            raise DataError(problem).publicly(problem)
     if array.dtype == object and all(isinstance(item, str) for item in array.flat):
         return array.astype(str)  # pandas stores text in arrays of objects
     if array.dtype == object:

@@ -108,11 +108,13 @@ class Column(Setting):
                 raise ValueError(f"neither true nor false; {self.accepted}")
             return TRUTH[text]
         try:
-            number = float(cell)
+            number = _float(cell)
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(f"not a finite number; {self.accepted}; or name it in 'missing' if it stands for no value")
+        if isinstance(cell, (int, str)) and abs(number) >= 2**53 and _digits(cell) not in (None, int(number)):
+            raise ValueError(f"more digits than a feature keeps (2^53); {self.accepted}; or read it as a 'category'")
         if self.range is not None and not self.range[0] <= number <= self.range[1]:
             raise ValueError(f"out of range; {self.accepted}{another_unit(number, self.range)}")
         return number
@@ -354,6 +356,11 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
         DataError: A cell is missing, or a label is not one of the schema's classes.
     """
     texts = [text_of(cell) for cell in _known(table, column, schema)]
+    if (row := next((row for row, text in enumerate(texts) if text.endswith("\0")), None)) is not None:
+        accepted = "accepted: text without a NUL character at its end"
+        raise table.wrong(
+            row, column, f"ends with NUL, which NumPy cuts off; {accepted}", f"a text ends with NUL; {accepted}"
+        )
     if column == schema.label and schema.classes is not None:
         wrong = next((row for row, text in enumerate(texts) if text not in schema.classes), None)
         if wrong is not None:
@@ -426,10 +433,25 @@ def _guess(name: str, cells: Sequence[Any]) -> Column:
 
 def _is_number(cell: object) -> bool:
     try:
-        float(cell)  # type: ignore[arg-type]
+        _float(cell)
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _float(cell: Any) -> float:
+    """Return a cell as a number; Python would also read ``1_0`` as 10, and digits of other scripts."""
+    if isinstance(cell, str) and ("_" in cell or not cell.isascii()):
+        raise ValueError(f"{cell!r} is not a number")
+    return float(cell)
+
+
+def _digits(cell: int | str) -> int | None:
+    """Return a cell as a whole number with all its digits; None if it is not written as one."""
+    try:
+        return int(cell)
+    except ValueError:
+        return None
 
 
 def _listed(names: Iterable[str]) -> str:
