@@ -500,7 +500,7 @@ MUTANTS = [
         "False",
     ),
     compression("one model in a round", "== round and self._renewed_from is params:", "== round:"),
-    compression("each exchange begins anew", "return before if alike else fresh", "return fresh"),
+    compression("each exchange starts from the first basis", "return before if alike else fresh", "return fresh"),
     compression(
         "changes longer than the model",
         "while sum(map(records.size, changes)) >= records.size(params):",
@@ -541,7 +541,7 @@ MUTANTS = [
         "federation/test_network.py",
     ),
     federation(
-        "who is away at enrolment is no candidate",
+        "a client that is away at enrolment is not a candidate",
         "if not self.availability.announced or self.round == 0:",
         "if not self.availability.announced:",
         "federation/test_availability.py",
@@ -604,7 +604,7 @@ MUTANTS = [
     allocation("every stratum is drawn", "np.minimum(exact, 1.0)", "np.ones_like(exact)"),
     allocation("strata without a spread", " + 1e-12 * sizes / sizes.sum()", "", "sampling/test_allocation.py"),
     sizes(
-        "who has nothing is drawn",
+        "a client without samples is drawn",
         "in sizes.items() if samples}",
         "in sizes.items()}",
         "sampling/test_weighted.py",

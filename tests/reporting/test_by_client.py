@@ -40,9 +40,16 @@ def test_each_client_has_a_row_by_its_name_over_the_seeds():
 def test_it_is_printed_in_each_format():
     table = by_client(RUNS, "auroc")
     assert "| a_b | 0.7500 | 0.2500" in to_markdown(table, "auroc")
-    assert "auroc on each client's own test part; mean over 2 seeds" in to_markdown(table, "auroc")
+    assert "auroc on each client's own test part; mean over 2 seeds." in to_markdown(table, "auroc")
     assert r"a\_b & 0.7500 & 0.2500" in to_latex(table, "auroc")
     assert to_csv(table).splitlines()[3] == "a_b,fedavg,1,0.75,,,"
+
+
+def test_three_seeds_have_an_interval_that_ends_at_what_is_possible():
+    table = by_client({"a": [history(ward("H07", auroc)) for auroc in (0.9, 0.99, 1.0)]}, "auroc")
+    low, high = table["H07"]["a"].interval
+    assert (0.8 < low < 0.9, high) == (True, 1)
+    assert "mean over 3 seeds with its 95 % interval." in to_markdown(table, "auroc")
 
 
 def test_clients_that_are_others_in_each_seed_are_refused():

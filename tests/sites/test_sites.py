@@ -1030,7 +1030,9 @@ def test_what_a_method_keeps_private_no_evaluation_tells(own: Any, method: Any, 
     with pytest.raises(SpecError, match=f"evaluation.client_test = None: what sites answer tells their {what}"):
         prepare_server(spec, None, 3)
     if what == "sizes":
-        with pytest.raises(SpecError, match=r"data.normalize = 'standard': what the sites' samples come to tells"):
+        with pytest.raises(
+            SpecError, match=r"data.normalize = 'standard': the statistics of the sites' samples disclose"
+        ):
             prepare_server(spec, test, 3)
         spec = spec.model_copy(update={"data": plain.data.model_copy(update={"normalize": "none"})})
     prepare_server(spec, test, 3)

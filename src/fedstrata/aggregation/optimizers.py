@@ -22,8 +22,8 @@ class ServerOptimizer(Setting):
     """SGD with momentum, or one of the adaptive optimisers of Reddi et al. 2021 (Algorithm 2).
 
     The gradient g is the negative update. An adaptive optimiser sets m ← β₁ m + (1 − β₁) g, updates v by its own rule
-    (see ``optimizer``; initially v = τ²), and sets w ← w − η m / (√v + τ). Unlike Adam in PyTorch, there is no bias
-    correction.
+    (see ``optimizer``; initially v = τ²), and sets w ← w − η m / (√v + τ). Unlike Adam in PyTorch, it does not
+    correct a bias.
 
     Args:
         optimizer: ``sgd`` (with ``momentum``: FedAvgM), ``adam`` (FedAdam: v ← β₂ v + (1 − β₂) g²), ``yogi`` (FedYogi:

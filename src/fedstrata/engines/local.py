@@ -186,7 +186,7 @@ class LocalEngine(Engine):
             return failure(error)
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Return a relay that a handler computes in one pass; if there is no such handler, one that goes hop by hop."""
+        """Return a relay in one pass if a handler computes it; otherwise one that goes hop by hop."""
         factory = self.context.handlers.relay.get(kind) if self.context.config.training.execution == "fused" else None
         if factory is None:
             return super().relay(kind, weights)

@@ -57,7 +57,9 @@ class Comparison(dict[str, list[History]]):
         lines = [["", *(row.marked for row in rows)]]
         lines += [[tables.measure(key).heading, *(tables.show(row, key) for row in rows)] for key in tables.keys(rows)]
         cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in lines)
-        return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table><p>{tables.caption(rows)}</p>"
+        return (
+            f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table><p>{html.escape(tables.caption(rows))}</p>"
+        )
 
 
 def compare(

@@ -55,8 +55,9 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
         label: [{str(row.get("name", row["client"])): _number(row[column]) for row in table} for table in members]
         for label, members in results.items()
     }
+    bounds = tables.bounds(f"final_{column}")
     return {
-        name: {label: Estimate.over(seed.get(name) for seed in members) for label, members in values.items()}
+        name: {label: Estimate.over((seed.get(name) for seed in members), bounds) for label, members in values.items()}
         for name in names
     }
 
@@ -65,13 +66,9 @@ def _number(cell: object) -> float | None:
     return float(cell) if isinstance(cell, (int, float, str)) and cell != "" else None
 
 
-def _how(column: str) -> tables.Measure:
-    return tables.Measure("", 100, 2) if column.endswith("accuracy") else tables.Measure("", 1, 4)
-
-
 def _cells(table: ByClient, column: str) -> tuple[list[str], list[list[str]]]:
     """Return the labels, and a row of text per client: its name, and mean and interval for each label."""
-    how, labels = _how(column), list(next(iter(table.values())))
+    how, labels = tables.measure(f"final_{column}"), list(next(iter(table.values())))
     rows = []
     for name, estimates in table.items():
         cells = [name]
@@ -88,10 +85,11 @@ def _cells(table: ByClient, column: str) -> tuple[list[str], list[list[str]]]:
 
 def caption(table: ByClient, column: str) -> str:
     """Return a sentence that explains the numbers."""
-    seeds = max(estimate.n for row in table.values() for estimate in row.values())
-    unit = ", in %" if column.endswith("accuracy") else ""
-    over = f"mean over {seeds} seeds with its 95 % interval" if seeds > 1 else "one seed"
-    return f"{column} on each client's own test part{unit}; {over}."
+    estimates = [estimate for row in table.values() for estimate in row.values()]
+    seeds, unit = max(estimate.n for estimate in estimates), ", in %" if column == "accuracy" else ""
+    over = "one seed" if seeds == 1 else f"mean over {seeds} seeds"
+    interval = " with its 95 % interval" if any(estimate.interval for estimate in estimates) else ""
+    return f"{column} on each client's own test part{unit}; {over}{interval}."
 
 
 def to_rich(table: ByClient, column: str) -> Table:
@@ -111,23 +109,8 @@ def to_markdown(table: ByClient, column: str) -> str:
 def to_latex(table: ByClient, column: str) -> str:
     """Return the table for a paper, with all text escaped; it needs the package booktabs."""
     labels, rows = _cells(table, column)
-    lines = [" & ".join(map(contrasts.escape, cells)) + r" \\" for cells in (["client", *labels], *rows)]
-    return "\n".join(
-        [
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{contrasts.escape(caption(table, column))}}}",
-            rf"\begin{{tabular}}{{l{'r' * len(labels)}}}",
-            r"\toprule",
-            lines[0],
-            r"\midrule",
-            *lines[1:],
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
-        ]
-    )
+    headings, *lines = (list(map(contrasts.escape, cells)) for cells in (["client", *labels], *rows))
+    return contrasts.latex_table(contrasts.escape(caption(table, column)), headings, lines)
 
 
 def to_csv(table: ByClient) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -383,16 +383,23 @@ def to_latex(table: Contrasts) -> str:
     )
     kept = tables.of_kept({row.label: row.kept for row in table.rows})
     stuck = tables.of_stuck({row.label: row.stuck for row in table.rows})
+    comment = "".join(f"% {line}".rstrip() + "\n" for line in to_markdown(table).splitlines())
+    caption = escape(" ".join(filter(None, [over, bold, *kept, *stuck])))
+    headings = ["", *(escape(table.measures[key].heading) for key in groups)]
+    return comment + latex_table(caption, headings, zip(labels, *columns, strict=True))
+
+
+def latex_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a LaTeX table in the style of booktabs; all texts are escaped already."""
     lines = [
-        *(f"% {line}".rstrip() for line in to_markdown(table).splitlines()),
         r"\begin{table}",
         r"\centering",
-        rf"\caption{{{escape(' '.join(filter(None, [over, bold, *kept, *stuck])))}}}",
-        rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
+        rf"\caption{{{caption}}}",
+        rf"\begin{{tabular}}{{l{'r' * (len(headings) - 1)}}}",
         r"\toprule",
-        " & ".join(["", *(escape(table.measures[key].heading) for key in groups)]) + r" \\",
+        " & ".join(headings) + r" \\",
         r"\midrule",
-        *(" & ".join([label, *cells]) + r" \\" for label, *cells in zip(labels, *columns, strict=True)),
+        *(" & ".join(cells) + r" \\" for cells in rows),
     ]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 

@@ -293,7 +293,7 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
             problem = f"what sites answer tells their {what}, which the method keeps private: leave it out, and give "
             raise SpecError(f"evaluation.{key}", problem + "the server test samples", getattr(evaluation, key))
     if sizes and empty.unfitted is not None and empty.unfitted.needed:
-        problem = f"what the sites' samples come to tells their {what}, which the method keeps private"
+        problem = f"the statistics of the sites' samples disclose their {what}, which the method keeps private"
         accepted = "'none', or data.shift and data.scale; and impute = 'constant' where values are missing"
         raise SpecError("data.normalize", f"{problem}; accepted: {accepted}", spec.data.normalize)
 

@@ -34,7 +34,7 @@ class Source:
     """A place from which the progress of a run is read.
 
     Args:
-        table: Returns the progress of the run, or of a site's own part; None if there is no run. If the server does not
+        table: Returns the progress of the run, or of a site's own part; None without a run. If the server does not
             answer, the table has only the key ``away`` with the reason. If a job was submitted and its run has not
             reported yet, the table has only the key ``waiting`` with the status of the job.
         result: Returns the run folder once the run is over, otherwise None.
@@ -163,7 +163,7 @@ def _of_kit(kit: Path) -> dict[str, Any] | None:
     except ValueError:
         table = {}
     if not isinstance(table, dict) or "at" not in table:
-        raise DataError(f"{path}: damaged, it does not say how far the run is; what runs there writes it anew")
+        raise DataError(f"{path}: damaged, it does not say how far the run is. Wait: the job writes it again")
     return table | {"disk_free": shutil.disk_usage(path.parent).free}
 
 
