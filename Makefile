@@ -67,19 +67,19 @@ format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-reference: $(DEV)  ## What is generated from the settings: the command line's table and those of docs/spec.md.
+reference: $(DEV)  ## What is generated from the settings: the command line's table and those of docs/reference/spec.md.
 	$(BIN)/python -m fedstrata.cli.known
-	{ sed '/^## .data./,$$d' docs/spec.md; $(BIN)/fedstrata settings --markdown; } > docs/spec.md.new
-	mv docs/spec.md.new docs/spec.md
+	{ sed '/^## .data./,$$d' docs/reference/spec.md; $(BIN)/fedstrata settings --markdown; } > docs/reference/spec.md.new
+	mv docs/reference/spec.md.new docs/reference/spec.md
 
-bench: $(DEV)  ## fedstrata beside its peers, each in an environment of its own: docs/benchmarks.md. An hour.
-	$(BIN)/python benchmarks/peers/bench.py --out docs/benchmarks.md
+bench: $(DEV)  ## fedstrata beside its peers, each in an environment of its own: docs/results/speed.md. An hour.
+	$(BIN)/python benchmarks/peers/bench.py --out docs/results/speed.md
 
 bench-profile: $(DEV)  ## Where a round's time goes, and how far from the centralised limit.
 	$(BIN)/python benchmarks/peers/limit.py
 
 bench-scale: $(DEV)  ## Memory and time of a round against the number of clients.
-	$(BIN)/python benchmarks/scale.py --page docs/results.md
+	$(BIN)/python benchmarks/scale.py --page docs/results/measurements.md
 
 bench-paths: $(DEV)  ## What each path that exists for speed wins over the plain one. A quiet machine, ten minutes.
 	$(BIN)/python benchmarks/fast_paths.py --results benchmarks/results
@@ -87,7 +87,7 @@ bench-paths: $(DEV)  ## What each path that exists for speed wins over the plain
 bench-before: $(DEV)  ## This tree against an earlier one, in turns: make bench-before COMMIT=HEAD~1. A quiet machine.
 	$(BIN)/python benchmarks/before.py $(or $(COMMIT),HEAD)
 
-bench-masking: $(DEV)  ## Time and bytes of masking labels: docs/masking.md.
+bench-masking: $(DEV)  ## Time and bytes of masking labels: docs/privacy/masked-labels.md.
 	$(BIN)/python benchmarks/masking.py
 
 clean:

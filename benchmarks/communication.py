@@ -1,7 +1,7 @@
 """Accuracy over bytes: methods and codecs under label skew, with everybody there and with half of them away.
 
     python benchmarks/communication.py run --out DIR [--study mnist mnist-half fashion] [--only LABEL …] [--seeds 0 1 2]
-    python benchmarks/communication.py table [--page docs/communication.md]
+    python benchmarks/communication.py table [--page docs/guides/compression.md]
     python benchmarks/communication.py speed
 
 ``run`` goes on where it was stopped and repeats nothing; a cell that is done is written to ``benchmarks/results``.
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--study", nargs="+", choices=list(STUDIES), default=list(STUDIES))
     parser.add_argument("--only", nargs="+", default=[], help="cells whose label holds one of these words")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--page", type=Path, default=Path("docs/communication.md"))
+    parser.add_argument("--page", type=Path, default=Path("docs/guides/compression.md"))
     options = parser.parse_args()
     if options.what == "run":
         run(options.out, options.study, options.only, options.seeds)

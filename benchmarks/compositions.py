@@ -1,4 +1,4 @@
-"""Does a composition beat all four papers? ``docs/study.md`` has the plan and, after it, what came of it.
+"""Does a composition beat all four papers? ``docs/results/study.md`` has the plan and, after it, what came of it.
 
     python benchmarks/compositions.py choose [--runs DIR]
     python benchmarks/compositions.py confirm [--runs DIR]

@@ -1,6 +1,6 @@
 """Tables in the documentation are written by programs, between two marks.
 
-    python benchmarks/marks.py docs/results.md mnist runs/mnist/table.md
+    python benchmarks/marks.py docs/results/measurements.md mnist runs/mnist/table.md
 
 puts a file's text between ``<!-- mnist -->`` and ``<!-- end of mnist -->``.
 """

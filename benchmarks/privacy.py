@@ -1,7 +1,7 @@
 """How small the parts of Stratify's batches are, what inversion gets from them, and what merging them costs.
 
     python benchmarks/privacy.py run
-    python benchmarks/privacy.py table [--page docs/privacy.md]
+    python benchmarks/privacy.py table [--page docs/privacy/index.md]
 
 ``run`` goes on where it was stopped and repeats nothing; a cell that is done is written to ``benchmarks/results``.
 ``table`` writes its tables between the marks of the page.

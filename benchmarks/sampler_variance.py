@@ -1,7 +1,7 @@
 """Bias and variance of the aggregate of every sampler on the same frozen client updates.
 
     python benchmarks/sampler_variance.py [--draws 10000] [--results benchmarks/results]
-    python benchmarks/sampler_variance.py --page docs/sampling.md
+    python benchmarks/sampler_variance.py --page docs/methods/samplers.md
 
 MNIST, 100 clients, Dirichlet(0.01) over clients (600 samples each) and over classes (sizes from 1 to thousands). The
 global model has had 10 rounds of FedAvg; then every client trains one epoch, and these updates, the compressed

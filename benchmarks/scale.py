@@ -1,6 +1,6 @@
 """Memory and time of a round against the number of clients, with the same 100 clients' work a round.
 
-    python benchmarks/scale.py [--data mnist] [--page docs/results.md]
+    python benchmarks/scale.py [--data mnist] [--page docs/results/measurements.md]
 
 Each number of clients runs in a process of its own, so that its peak memory is its own. Every client holds the same
 number of samples whatever the federation's size (data are handed out again where they run out), so that a round's

@@ -44,6 +44,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "sphinx_design",
     "sphinx_copybutton",
+    "sphinx_reredirects",
 ]
 exclude_patterns = ["_build", "Thumbs.db", "**/README.md", "gallery/*.py", "concepts/*.py"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
@@ -84,6 +85,37 @@ sphinx_gallery_conf = {
 }
 suppress_warnings = ["config.cache"]  # the gallery's settings hold a class, which cannot be stored
 
+# Pages that moved: the old address leads to the new one.
+MOVED = {
+    "benchmarks": "results/speed",
+    "communication": "guides/compression",
+    "data": "guides/data",
+    "deploy": "deploy/index",
+    "engines": "project/conformance",
+    "evaluation": "guides/evaluation",
+    "extending": "guides/extend",
+    "glossary": "reference/glossary",
+    "gpu": "guides/hardware",
+    "guides/choosing": "methods/index",
+    "guides/containers": "deploy/containers",
+    "guides/gpu": "guides/hardware",
+    "guides/notebooks": "start/first-comparison",
+    "guides/tables": "guides/compare",
+    "hospitals": "results/hospitals",
+    "masking": "privacy/masked-labels",
+    "methods": "methods/objectives",
+    "privacy": "privacy/index",
+    "ray": "guides/hardware",
+    "results": "results/index",
+    "runs": "reference/run-folder",
+    "sampling": "methods/samplers",
+    "spec": "reference/spec",
+    "start/your-first-file": "start/your-csv",
+    "study": "results/study",
+    "tracking": "guides/tracking",
+}
+redirects = {old: f"{'../' * old.count('/')}{new}.html" for old, new in MOVED.items()}
+
 # The look
 html_theme = "pydata_sphinx_theme"
 html_title = "fedstrata"
@@ -93,7 +125,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
     "logo": {"text": "fedstrata"},
-    "header_links_before_dropdown": 8,
+    "header_links_before_dropdown": 10,
     "navbar_align": "left",
     "show_prev_next": True,
     "show_toc_level": 2,
@@ -118,7 +150,7 @@ PAGES = {
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "project/security.md",
     "examples/hospitals/README.md": "results/tables/hospitals_data.md",
-    "examples/deploy/README.md": "guides/containers.md",
+    "examples/deploy/README.md": "deploy/containers.md",
 } | {
     f"benchmarks/results/{path.name}": f"results/tables/{path.name}"
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))

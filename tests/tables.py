@@ -1,4 +1,4 @@
-"""Runs the conformance suite and the stranger's zoo, and writes what came of them: ``docs/engines.md``.
+"""Runs the conformance suite and the stranger's zoo, and writes what came of them: ``docs/project/conformance.md``.
 
 python tests/tables.py [--fast]; half an hour, or without real sites two minutes.
 """

@@ -22,14 +22,14 @@ GENERATED = (
     "CHANGELOG.md",
     "docs/concepts/",
     "docs/gallery/",
-    "docs/guides/containers.md",
+    "docs/deploy/containers.md",
     "docs/project/architecture.md",
     "docs/project/changelog.md",
     "docs/project/contributing.md",
     "docs/project/security.md",
     "docs/reference/command-line.md",
     "docs/results/",
-    "docs/spec.md",
+    "docs/reference/spec.md",
 )
 """What other programs write, and what is finished."""
 

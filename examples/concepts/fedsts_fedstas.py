@@ -72,7 +72,7 @@ figure.show()
 
 # %%
 # A share is rounded to whole draws, and some strata may get no draw at all. That is how it was published; ``allocation`` has other rules. What is unbiased and
-# what is not is in :doc:`/sampling`.
+# what is not is in :doc:`/methods/samplers`.
 #
 # **Use it**: ``fedstrata run spec.toml --set method=fedsts``; ``fedstrata strata spec.toml --set method=fedsts`` draws
 # this picture of your own clients.

@@ -70,9 +70,9 @@ figure.show()
 
 # %%
 # FedAvg forgets the nine within a round or two, and learns it anew when it comes back. What that costs over many kinds of
-# absence is in :doc:`/results`.
+# absence is in :doc:`/results/index`.
 #
 # **What it costs**: clients send the mean features of their classes and how many samples each is the mean of. What that
-# tells the server is in :doc:`/privacy`; ``fedstrata audit prototypes`` attacks it.
+# tells the server is in :doc:`/privacy/index`; ``fedstrata audit prototypes`` attacks it.
 #
 # **Use it**: ``fedstrata run spec.toml --set method=rebafl``.

@@ -70,7 +70,7 @@ print(f"{SHOWN} positions, {hops} times from one client to another")
 # the same time, and each batch costs a round of messages.
 #
 # The server needs to know who holds which label. With masked labels it only learns who holds the same one:
-# :doc:`/masking`.
+# :doc:`/privacy/masked-labels`.
 #
 # **Use it**: ``fedstrata run spec.toml --set method=stratify``; the modes are ``batch``, ``single`` and ``hybrid``.
 # To read the whole method in one file: :doc:`/gallery/from_scratch`.

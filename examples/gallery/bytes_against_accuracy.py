@@ -49,5 +49,5 @@ for (method, codec), (cost, reached) in sorted(ends.items(), key=lambda item: it
     print(f"{cost:9,.0f} MB  {reached:5.2f} %  {method}, {codec}{'' if beaten else '   ← on the front'}")
 
 # %%
-# Encoded both ways, Stratify sends less than FedAvg does and stays as good as it is. :doc:`/communication` says which codec
+# Encoded both ways, Stratify sends less than FedAvg does and stays as good as it is. :doc:`/guides/compression` says which codec
 # fits when, and what each one loses.

@@ -92,5 +92,5 @@ figure.show()
 # %%
 # One seed shows that the parts fit together, not which is better: ``fedstrata compare … --seeds 0,1,2,3,4`` does.
 #
-# On the command line each part is a file: ``fedstrata new sampler`` writes one that runs. :doc:`/extending` has all kinds of
+# On the command line each part is a file: ``fedstrata new sampler`` writes one that runs. :doc:`/guides/extend` has all kinds of
 # parts.

@@ -65,7 +65,7 @@ print(history)
 # ``flwr-datasets`` partitioners                ``[partition]``; ``hub:owner/name`` as ``data.name`` for the same data
 # ``evaluate_fn``                               ``[evaluation]``, on the test set, by client, on held-out clients
 # ``run_simulation``                            ``fs.run(spec)``; ``engine="ray"`` for Flower's own way
-# SuperLink and SuperNodes                      ``fedstrata deploy``: :doc:`/deploy`
+# SuperLink and SuperNodes                      ``fedstrata deploy``: :doc:`/deploy/index`
 # clients that fail at random                   ``[availability]``: :doc:`/guides/dropouts`
 # ============================================= ========================================================================
 #
@@ -81,4 +81,4 @@ print(mine)
 print("trained parameters:", {name: tuple(w.shape) for name, w in mine.params.items()})
 
 # %%
-# How fast both are on the same work: :doc:`/benchmarks`, whose runner for Flower is ``benchmarks/peers/flower_run.py``.
+# How fast both are on the same work: :doc:`/results/speed`, whose runner for Flower is ``benchmarks/peers/flower_run.py``.

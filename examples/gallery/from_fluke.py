@@ -73,8 +73,8 @@ print(history)
 # ``CentralizedFL`` subclass                    ``Recipe``: the choices in which it differs from FedAvg
 # ``DataSplitter``, ``distribution``            ``[partition]``: iid, dirichlet, classes, shards, domain, power-law …
 # several configurations                        ``fedstrata sweep``, a grid or a search
-# ``logger: {name: WandBLog}``                  ``[tracking]``, or a callback: :doc:`/tracking`
+# ``logger: {name: WandBLog}``                  ``[tracking]``, or a callback: :doc:`/guides/tracking`
 # ``fluke clients-only``, ``centralized``       ``fedstrata compare --references local,centralised``
 # ============================================= ========================================================================
 #
-# How fast both are on the same work: :doc:`/benchmarks`, whose runner for fluke is ``benchmarks/peers/fluke_run.py``.
+# How fast both are on the same work: :doc:`/results/speed`, whose runner for fluke is ``benchmarks/peers/fluke_run.py``.

@@ -62,4 +62,4 @@ figure.show()
 # %%
 # ``local`` is each hospital alone. Long Beach gains from every method. Cleveland and Hungary gain nothing after ten rounds.
 # Switzerland has eight patients without the disease: of that hospital nothing can be said. The tables are in
-# :doc:`/hospitals`.
+# :doc:`/results/hospitals`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -109,9 +110,20 @@ def site(tmp_path_factory):
 def test_no_link_is_broken_and_every_page_is_two_clicks_away(site):
     pages = check(site)
     far = clicks(site, pages)
-    own = {path for path in pages if path.name not in ("genindex.html", "search.html", "py-modindex.html")}
+    moved = {site / f"{old}.html" for old in runpy.run_path(str(ROOT / "docs" / "conf.py"))["MOVED"]}
+    own = {path for path in pages if path.name not in ("genindex.html", "search.html", "py-modindex.html")} - moved
     assert {path.relative_to(site).as_posix(): far.get(path) for path in own if far.get(path, 9) > 2} == {}
     assert len(own) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_old_addresses_lead_to_pages(site):
+    settings = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    for old, new in settings["redirects"].items():
+        text = (site / f"{old}.html").read_text(encoding="utf-8")
+        assert f"url={new}" in text
+        assert ((site / old).parent / new).is_file(), (old, new)
 
 
 @pytest.mark.slow

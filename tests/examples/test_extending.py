@@ -1,4 +1,4 @@
-"""Every example of docs/extending.md as its reader would use it: run, compared, listed; and what it promises."""
+"""Every example of docs/guides/extend.md as its reader would use it: run, compared, listed; and what it promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callback of docs/tracking.md, told what it is told. W&B itself wants an account, so that a stand-in listens."""
+"""The callback of docs/guides/tracking.md, told what it is told. W&B itself wants an account, so that a stand-in listens."""
 
 from __future__ import annotations
 

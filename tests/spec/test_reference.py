@@ -1,4 +1,4 @@
-"""What a spec can say, as the command line and docs/spec.md tell it."""
+"""What a spec can say, as the command line and docs/reference/spec.md tell it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = DOCS / "spec.md"
 
 def test_the_page_is_what_the_settings_say_now():
     assert PAGE.read_text(encoding="utf-8").endswith("\n\n" + markdown() + "\n"), (
-        "docs/spec.md is out of date: run 'make reference'"
+        "docs/reference/spec.md is out of date: run 'make reference'"
     )
 
 

@@ -65,7 +65,7 @@ def add_settings(commands: Commands) -> None:
     parser = add_command(commands, "settings", help, examples, imports=True, work=_settings)
     parser.add_argument("section", nargs="?", help="such as availability or method.objective (default: all)")
     parser.add_argument("name", nargs="?", help="one kind of it, such as bernoulli, or module:Class of your own")
-    parser.add_argument("--markdown", action="store_true", help="everything, in the format of docs/spec.md")
+    parser.add_argument("--markdown", action="store_true", help="everything, in the format of docs/reference/spec.md")
     add_output(parser, progress=False)
 
 

@@ -35,7 +35,7 @@ class Score:
         accuracy: Share of test samples whose largest logit is that of their label (top-1), in [0, 1].
         per_class: The accuracy on the test samples of each class; None for a class without test samples.
         confusion: The number of test samples of each class (row) that were predicted as each class (column), (C, C).
-        more: Further columns of the round's record; see ``docs/evaluation.md``.
+        more: Further columns of the round's record; see ``docs/guides/evaluation.md``.
         table: A table of the results of each client: a mapping from each column to a list with one entry per client.
             Empty if clients have no test parts of their own.
     """

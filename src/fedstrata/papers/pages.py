@@ -37,7 +37,7 @@ as good (1 point, 2 points under privacy), how many more bytes or operations are
 bytes are many (10 times), and over how many rounds a curve is steady (20).
 
 {MADE} `fedstrata reproduce --show --out docs/results` writes the pages anew of the results that are there.
-Whether something beats all four is [a study of its own](../study.md).
+Whether something beats all four is [a study of its own](study.md).
 """
 ABOUT_TABLES = f"""\
 In the tables the paper's figure stands beside ours, which has the 95 % interval of its mean over seeds (Student's t).

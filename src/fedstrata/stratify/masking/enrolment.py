@@ -7,7 +7,7 @@ by other, random numbers, called *names*, because the server's numbers would tel
 this module nor its imports can access a secret key.
 
 Reference:
-    Stratify §IV-A. ``docs/privacy.md`` lists what each party learns in each mode.
+    Stratify §IV-A. ``docs/privacy/index.md`` lists what each party learns in each mode.
 """
 
 from __future__ import annotations
