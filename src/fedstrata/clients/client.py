@@ -1,4 +1,4 @@
-"""A client, and the context that all clients of one process share."""
+"""The client, which answers requests, and the context that all clients of one process share."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class ClientContext:
     Args:
         config: The settings that server and clients share.
         data: The data set; a client reads only its own samples.
-        assignment: The samples of each client.
+        assignment: The indices of each client's training samples.
         objective: The objective that clients minimise.
         handlers: The functions with which clients answer requests.
         held: The samples that are held out of training, such as each client's own test part.
         evaluation: The settings of evaluation, such as the metrics.
         communication: The codecs of models and updates.
         personal: The objective with which a client fine-tunes the global model for itself before it is evaluated.
-        tells_values: Whether a client sends the values of the metrics on its own samples, in addition to the sums from
-            which the server computes them over all clients.
-        privacy: The smallest number of samples that may contribute to an answer: that of the spec, or a larger one of
-            the clients' site.
-        prepared: For each function that was given to ``cached``, its result.
-        keys: Keys that all clients share and the server does not have, for handlers that need some.
+        tells_values: Whether the answer to an evaluation contains the metrics on the client's own samples. It always
+            contains sums, from which the server computes the metrics over all clients.
+        privacy: The smallest number of samples that may contribute to an answer. The spec sets it, and the clients'
+            site may raise it.
+        prepared: The results of ``cached``: a mapping from each function to its result.
+        keys: Secret keys that all clients share and the server does not have. Only Stratify uses them.
     """
 
     config: FederationConfig
@@ -70,7 +70,7 @@ class ClientContext:
     keys: Any = field(default=None, compare=False, repr=False)
 
     def cached(self, factory: Callable[[ClientContext], T]) -> T:
-        """Return ``factory(self)``, which is computed only once; the result must not depend on a client."""
+        """Return ``factory(self)``, which is computed at the first call only. All clients share the result."""
         if factory not in self.prepared:
             self.prepared[factory] = factory(self)
         prepared: T = self.prepared[factory]
@@ -78,14 +78,15 @@ class ClientContext:
 
 
 class Client:
-    """A client, as an object that exists only while the client answers one request.
+    """A client while it answers one request. Each request gets a new object.
 
     Args:
         number: The client's id, from 0 to N − 1.
         context: The data, the model and the settings that all clients of this process share.
         state: The values that the client kept from earlier requests. A handler may replace entries, but must not change
             a value in place, so that the old state remains valid if the answer is refused.
-        group: The group of clients that answer at the same time, for ``all_reduce_sum``; None if the client runs alone.
+        group: The connection to the clients that answer at the same time, with which they can add up tensors
+            (``all_reduce_sum``); None if the client runs alone.
         model: The client's own copy of the model if it runs in a group. Default: the model of the context.
     """
 
@@ -125,7 +126,7 @@ class Client:
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        With ``training.local_steps``, only the samples in the batches of these steps count.
+        With ``training.local_steps``, at most as many samples count as the batches of these steps contain.
 
         Args:
             samples: Number of samples that are available for training.

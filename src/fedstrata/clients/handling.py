@@ -23,17 +23,16 @@ HopHandler = Callable[[Client, Any, Weights], tuple[Weights, Reply]]
 
 
 class RelayHandler(Protocol):
-    """A relay that one object computes for all clients, in the process that runs them.
+    """A relay, in which a model travels from client to client, computed by one object for all clients.
 
-    In a relay, a model travels from client to client. See ``fedstrata.federation.engine.RelaySession``, which has the
-    same methods. If ``hop`` raises an exception, its client has failed.
+    Each client's turn is called a hop. ``fedstrata.federation.engine.RelaySession`` has the same methods.
     """
 
     def hop(self, client: Client, task: Any) -> Reply:
-        """Let one client work on the model."""
+        """Let one client change the model, and return its reply. After an exception, the client counts as failed."""
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the last hop."""
+        """Accept the change that the last hop made to the model, or undo it."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """Return the model after all accepted hops, and the reply or the failure of each of these hops, in order."""
@@ -55,12 +54,12 @@ def handles_sum(kind: type[Request]) -> Callable[[SumHandler], SumHandler]:
 
 
 def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
-    """Mark a function with which a client works on the travelling model of a relay, for tasks of the class ``kind``."""
+    """Mark a function with which a client changes the model of a relay, for tasks of the class ``kind``."""
     return _marking(kind, "hop")
 
 
 def handles_relay(kind: type[Request]) -> Callable[[F], F]:
-    """Mark a ``RelayHandlerFactory``, whose result computes a whole relay with tasks of the class ``kind``."""
+    """Mark a ``RelayHandlerFactory``; the handler that it makes computes a whole relay with tasks of class ``kind``."""
     return _marking(kind, "relay")
 
 
@@ -89,11 +88,11 @@ class Handlers:
         self.alone: dict[type[Request], Handler] = _Required("answer")
         """Functions with which one client answers a request."""
         self.hop: dict[type[Request], HopHandler] = _Required("pass on")
-        """Functions with which one client works on a travelling model."""
+        """Functions with which one client changes the model of a relay."""
         self.sum: dict[type[Request], SumHandler] = {}
-        """Functions that compute the sum of all answers in one pass."""
+        """Functions that compute the sum of several clients' answers, without each single answer."""
         self.relay: dict[type[Request], RelayHandlerFactory] = {}
-        """Functions that begin a relay that is computed in one pass."""
+        """Functions that make a ``RelayHandler``, which computes a whole relay."""
         for function in self._functions:
             if not hasattr(function, _MARK):
                 raise FedstrataError(f"{function} does not say what it answers: mark it with @handles(…)")
@@ -108,7 +107,7 @@ class Handlers:
 
 
 class _Required(dict[type[Request], Any]):
-    """A table that raises ``FedstrataError`` for a class of requests without handler."""
+    """A table that raises ``FedstrataError`` for a missing class of requests."""
 
     def __init__(self, verb: str) -> None:
         super().__init__()

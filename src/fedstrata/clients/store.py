@@ -68,11 +68,11 @@ class StateStore:
         return self._folder / f"{client}.state"
 
     def close(self) -> None:
-        """Remove the states on disk if they are in a temporary folder; states in the given folder stay."""
+        """Remove the temporary folder. States in a folder that the caller has named stay."""
         if self._temporary is not None:
             self._temporary.cleanup()
 
 
 def _size(tree: Tree) -> int:
-    """Return the approximate size of a state in bytes: exact for tensors and arrays, 16 for every other value."""
+    """Return the approximate size of a state in bytes; every value other than a tensor or an array counts 16."""
     return 256 + sum(getattr(leaf, "nbytes", 16) for leaf in records.leaves_of(tree))

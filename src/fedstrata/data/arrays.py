@@ -99,8 +99,8 @@ def checked_labels(first: Array, second: Array, train: Tensor, test: Tensor, kin
     Args:
         first: The labels of the training samples.
         second: The labels of the test samples.
-        train: The training inputs, (N, …), for their number.
-        test: The test inputs, for their number.
+        train: The training inputs, (N, …), of which only the number N is used.
+        test: The test inputs, of which only the number is used.
         kind: ``"y"``, ``"domain"`` or ``"client"``, for messages.
 
     Raises:
@@ -150,8 +150,8 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
 
     Args:
         pair: The labels of both splits, from ``checked_labels``.
-        names: The names of the numbers. Labels are then indices into ``names``, or texts in it. By default, the sorted
-            labels are numbered.
+        names: The names of the numbers. Labels must then be indices into ``names``, or elements of it. By default, the
+            sorted labels are numbered.
         kind: ``"y"``, ``"domain"`` or ``"client"``, for messages.
 
     Raises:
@@ -187,8 +187,8 @@ def encode_clients(
     Args:
         first: The client of each training sample; None if there are no natural clients.
         second: The client of each test sample; None if it is not known.
-        train: The training inputs, (N, …), for their number.
-        test: The test inputs, for their number.
+        train: The training inputs, (N, …), of which only the number N is used.
+        test: The test inputs, of which only the number is used.
 
     Raises:
         DataError: The ids have the wrong length, shape or type, or only the test samples have ids.
@@ -222,7 +222,7 @@ def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
 
 
 def _crowded(values: NDArray[Any], narrow: Floats32) -> bool:
-    """Return True if rounding to float32 makes samples indistinguishable: large values that are close to each other."""
+    """Return True if rounding to float32 makes samples indistinguishable, as with large values that differ little."""
     flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
     with np.errstate(over="ignore", invalid="ignore"):
         error = np.abs(flat - rounded).max(axis=0)
@@ -264,13 +264,13 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
 
 
 def precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Return shift and scale, as float32 if the inputs can be cast to float32 before they are shifted.
+    """Return shift and scale, as float64 if inputs would lose too much precision in float32, otherwise as float32.
 
     Args:
         train: The training inputs as stored.
         shift: The shift of each channel or feature, float64.
         scale: The scale of each channel or feature, float64.
-        spread: The deviation or range of each channel or feature, with which the errors of float32 are compared.
+        spread: The deviation or range of each channel or feature. Errors of float32 must be small in comparison.
     """
     too_coarse = (shift.abs() * 2.0**-24 > 1e-3 * spread) & (spread > 0)
     if too_coarse.any() and train.dtype in (torch.int32, torch.int64, torch.float64):

@@ -38,7 +38,7 @@ def folders() -> list[Path]:
 
 
 def available() -> list[tuple[str, str, bool]]:
-    """List the known data sets, and then other files in ``folders()``: name, description, and whether it is there."""
+    """Return the name, description and presence of each known data set, and then of other files in ``folders()``."""
     files = names_there()
     known = [(name, text, name == "digits" or name in files) for name, text in KNOWN.items()]
     return known + [(name, "your own file", True) for name in files if name not in KNOWN]

@@ -32,7 +32,7 @@ class Dataset:
     bytes. ``inputs`` converts a batch to float32 for the model. ``from_arrays`` and ``Data(…).load()`` build data sets.
 
     Args:
-        name: Its name in reports.
+        name: The name of the data set in reports.
         x_train: Training inputs, (N, H, W, C) or (N, F), contiguous.
         y_train: Training labels, (N,) int64 in 0…C−1.
         x_test: Test inputs, of the same form.
@@ -46,7 +46,8 @@ class Dataset:
         client_train: The client that each training sample comes from, (N,) int64; None without natural clients.
         client_test: The client that each test sample comes from, if known.
         client_names: The name of each client, also of clients that only have test samples.
-        unfitted: The raw samples, if features are computed from them again when the division among clients is known.
+        unfitted: The raw samples, from which features are computed again when it is known which samples clients train
+            on; None if the features stay the same.
         features: The rule that computes the features of a table from its rows; None for arrays.
     """
 
@@ -97,7 +98,7 @@ class Dataset:
             IndexError: An index is negative or too large.
         """
         stored = _take(self.x_train if split == "train" else self.x_test, indices)
-        if self._rows is not None and self._rows[0].dtype == torch.float64:  # see ``precise``
+        if self._rows is not None and self._rows[0].dtype == torch.float64:  # float32 would be too coarse here
             batch = (stored.double().flatten(1) - self._rows[0]).mul_(self._rows[1]).float().view(stored.shape)
         else:
             batch = stored.to(torch.float32, copy=isinstance(indices, slice))
@@ -155,7 +156,7 @@ def from_arrays(
         y_train: One label per sample: any whole numbers or strings.
         x_test: Test inputs, of the same kind as ``x_train``.
         y_test: Test labels, of the same kind as ``y_train``.
-        name: Its name in reports.
+        name: The name of the data set in reports.
         domain_train: The domain of each training sample: any whole numbers or strings.
         domain_test: The domain of each test sample.
         class_names: The name of each label, for labels that are indices into this list. By default, labels are sorted

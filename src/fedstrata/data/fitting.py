@@ -190,8 +190,7 @@ class Unfitted:
         Args:
             groups: For each client, the indices of its training samples. They are not read if the features do not
                 depend on statistics.
-            least: The smallest number of values of a column of which a client discloses statistics. If the column has
-                fewer values, the client reports that it has none.
+            least: If a client has fewer values of a column than this, its statistics count as if it had none.
         """
         groups = groups if self.needed else ()
         parts = (self._without_few(self._of(self.train[torch.tensor(rows)]), least) for rows in groups)
@@ -303,7 +302,7 @@ class Unfitted:
         return Features(self.schema, imputed)
 
     def _of_features(self, known: Statistics, imputed: dict[str, float]) -> Statistics:
-        """Statistics of features, in the order of ``Schema.names``, from those of columns and the imputed values."""
+        """Return statistics of features, in the order of ``Schema.names``, from those of columns and imputed values."""
         rows: list[tuple[Any, ...]] = []
         """Count, mean, sum of squares, smallest and largest value of each feature."""
         n = known.samples

@@ -440,7 +440,7 @@ def _is_number(cell: object) -> bool:
 
 
 def _float(cell: Any) -> float:
-    """Return a cell as a number; Python would also read ``1_0`` as 10, and digits of other scripts."""
+    """Return a cell as a number; refuse ``1_0`` and digits of other scripts, which Python would accept."""
     if isinstance(cell, str) and ("_" in cell or not cell.isascii()):
         raise ValueError(f"{cell!r} is not a number")
     return float(cell)

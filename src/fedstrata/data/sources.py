@@ -62,9 +62,9 @@ with warnings.catch_warnings():
             client: The column of a hub data set with the client of each sample, for the partition ``natural``.
             schema: The meaning of the columns of a ``.csv`` or ``.parquet`` file. A text instead of a table is the name
                 of the column with the label.
-            shape: The shape of one sample of arrays, (channels, height, width) or (features,). ``shape`` and
-                ``classes`` are needed if sites keep their arrays. Arrays are checked against them. Their normalisation
-                then uses only the samples that clients train on.
+            shape: The shape of one sample of arrays, (channels, height, width) or (features,). If sites keep their
+                arrays, ``shape`` and ``classes`` are needed. If they are set, arrays are checked against them, and
+                normalisation is computed from only the samples that clients train on.
             classes: The number C of classes of arrays, whose labels must be 0 … C−1.
             range: The smallest and the largest value that are accepted in arrays.
             shift: The number to subtract from each channel or feature. Default: computed as ``normalize`` says.
@@ -132,7 +132,7 @@ with warnings.catch_warnings():
             return replace(data, shift=shift, scale=scale)
 
         def given(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
-            """Return the shift and scale that the spec sets; None if it does not.
+            """Return the shift and scale that the spec sets; None if it sets none.
 
             Raises:
                 SpecError: There is not one number for each channel or feature.

@@ -1,4 +1,4 @@
-"""The engines. An engine runs the clients; the engines differ in the processes that they use."""
+"""The engines, which run the clients: on this machine, on a Ray cluster, or in a simulator of sites."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENGINES = {
     "ray": "processes on all cores of this machine or of a Ray cluster",
     "nvflare": "sites of NVIDIA FLARE's simulator",
 }
-"""For each engine's name, the place where its clients run."""
+"""A mapping from the name of each engine to the place where its clients run."""
 
 
 def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:

@@ -21,24 +21,24 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""Seconds of work from which it pays to start worker processes, and from which it pays to use running ones.
+"""Smallest work in seconds for which worker processes are started, and for which running ones are used.
 
-To start them, the work that this process has done alone counts too, because the rounds to come will be like those
-before. Two processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
+For starting them, the work that this process has already done alone counts too, because later rounds will be like
+earlier ones. Two processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
-"""Longest time without progress after which a group of clients is considered stuck.
+"""A group of clients counts as stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress.
 
-It is the sum of a constant in seconds (``PATIENCE``) and of seconds per sample-gradient of a round (``SLOWEST``).
+n is the number of sample-gradients that its clients compute in a round: one for each sample in each step.
 """
 
 GRACE = 5.0
-"""Seconds that the members of a group have to end after an interruption."""
+"""Seconds to wait, after an interruption, until the threads of a group have ended."""
 
 
 class LocalEngine(Engine):
-    """An engine that makes a client for each request and keeps only its state.
+    """An engine that makes a client object for each request, and afterwards keeps only the client's state.
 
     If a request causes enough work, worker processes compute some of the replies. The result does not depend on which
     process computes a reply, because clients are independent of each other and replies are sorted.
@@ -83,8 +83,8 @@ class LocalEngine(Engine):
         outcomes: dict[ClientId, Reply | Failure] = {}
         gradients = requests.work if isinstance(requests, Requests) else {}
         work = {number: 1.0 + gradients.get(number, 0.0) for number in requests}
-        # The unit of work is a sample-gradient, plus one for the request itself. Clients with the most work come first,
-        # so that no process begins a long task when the others are done.
+        # The work of a client is its number of sample-gradients, plus 1 for the request itself. Clients with the most
+        # work come first, so that no process begins a long task when the others are done.
         order = sorted(requests, key=lambda number: (-work[number], number)) if self._helpers else sorted(requests)
         remaining = sum(work.values())
 
@@ -101,7 +101,7 @@ class LocalEngine(Engine):
             self._seconds_alone += seconds
             remaining -= work[number]
 
-        # Without gradients, a request is answered faster here than the clients' states are sent to workers.
+        # Requests without gradients are answered here: sending the clients' states to workers would take longer.
         shared = not self._helpers or remaining <= len(work)
         for index, number in enumerate(order):
             if not shared and len(order) - index > 1:
@@ -109,7 +109,7 @@ class LocalEngine(Engine):
                 if seconds > ASKING_PAYS and (self._pool is not None or seconds + self._seconds_alone > STARTING_PAYS):
                     shared = True
                     self._ask_pool(order[index:], requests, outcomes, run_locally)
-            # If no worker returned an answer for the client, it is computed here, and an exception is recorded.
+            # Workers return no answer if a client raises an exception. The exception is raised again here and recorded.
             if number not in outcomes:
                 run_locally(number)
         return {number: outcomes[number] for number in sorted(outcomes)}
@@ -123,9 +123,9 @@ class LocalEngine(Engine):
         return 0 if client is None else client.n_contributing
 
     def _patience(self, numbers: Iterable[ClientId]) -> float:
-        """Return the seconds without progress after which a group is considered stuck.
+        """Return the time without progress, in seconds, after which a group is considered stuck.
 
-        They suffice for a round of local training of all its clients, one after another.
+        It is long enough for a round of local training of all clients of the group, one after another.
         """
         work = self.context.config.training.sample_gradients
         return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)
@@ -139,13 +139,13 @@ class LocalEngine(Engine):
     ) -> None:
         """Compute the replies of clients in the workers and in this process, and add them to ``outcomes``.
 
-        Afterwards the replies of clients that failed in a worker are missing.
+        No reply is added for clients that failed in a worker.
 
         Args:
             order: The clients, in the order in which their replies are begun.
             requests: The request of each client.
             outcomes: The replies so far, to which this method adds.
-            run_locally: Computes a client's reply in this process, and adds it to ``outcomes``.
+            run_locally: A function that computes a client's reply in this process, and adds it to ``outcomes``.
         """
         if self._pool is None:
             try:
@@ -166,7 +166,7 @@ class LocalEngine(Engine):
         return Answer(reply, client.state if client.changed() else None)
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """Return the sum of the replies if a handler can compute it in one pass and succeeds; otherwise None."""
+        """Return the sum of the replies if a handler computes it for all clients at once; otherwise None."""
         kinds = {type(request) for request in requests.values()}
         handler = self.context.handlers.sum.get(next(iter(kinds))) if len(kinds) == 1 else None
         if handler is None:
@@ -178,7 +178,7 @@ class LocalEngine(Engine):
             return None  # the federation then asks each client alone, which shows which one fails
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client work on the travelling model."""
+        """Let one client change the model of a relay."""
         self._pending = {}
         try:
             return self.context.handlers.hop[type(task)](self._client(client), task, weights)
@@ -186,7 +186,7 @@ class LocalEngine(Engine):
             return failure(error)
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Return a relay in one pass if a handler computes it; otherwise one that goes hop by hop."""
+        """Begin a relay, in which a model travels from client to client; one handler computes it if there is one."""
         factory = self.context.handlers.relay.get(kind) if self.context.config.training.execution == "fused" else None
         if factory is None:
             return super().relay(kind, weights)
@@ -218,7 +218,7 @@ class LocalEngine(Engine):
         refuse_random(self.context.config)
         self._pending = {}
         numbers = sorted(requests)
-        # Models are put back for the next group when all threads have ended: a stuck thread may still use its model.
+        # The next group may use these models only if all threads have ended: a stuck thread may still use its model.
         models, self._models = self._models, []
         while len(models) < len(numbers):
             models.append(self.context.config.model.clone())
@@ -249,7 +249,7 @@ class LocalEngine(Engine):
 
 
 class LocalRelaySession:
-    """A relay that a handler computes in one pass in this process; see ``RelaySession``.
+    """A relay that one handler computes for all clients in this process; see ``RelaySession``.
 
     Args:
         engine: The engine of the clients.
@@ -263,8 +263,8 @@ class LocalRelaySession:
         self._counted: list[ClientId] = []
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
-        """Let one client work on the model."""
-        # The states return to the store at the end only: it measures each state, and a client may have many hops.
+        """Let one client change the model."""
+        # A client may have many hops, and storing a state takes time. New states are therefore stored only at the end.
         if client not in self._states:
             self._states[client] = self._engine.store.get(client)
         self._last = Client(client, self._engine.context, self._states[client])
@@ -274,7 +274,7 @@ class LocalRelaySession:
             return failure(error)
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the last hop, together with its client's new state."""
+        """Accept or reject the last hop's model and its client's new state."""
         self._handler.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state

@@ -36,25 +36,25 @@ ADDRESS = "RAY_ADDRESS"
 """The environment variable with the address of the cluster to join. If it is not set, a local cluster is started."""
 
 START_SECONDS = 300.0
-"""Longest time to wait for a worker while none is ready."""
+"""Seconds to wait for a worker to become ready, while no worker is ready."""
 
 INLINE = 64 << 10
 """Largest size in bytes of a request that is sent with every call; a larger one is put into Ray's object store once."""
 
 AHEAD = 2
-"""Largest number of calls that a worker has at the same time.
+"""Largest number of unfinished calls of a worker.
 
-While it computes the first one, the second one is already there, so that the worker does not wait in between.
+It gets the second call while it computes the first, so that it does not wait between them.
 """
 
 MOST_AT_ONCE = 8
-"""Largest number of clients in a call, except if their work is too short (``CALL_PAYS``)."""
+"""Largest number of clients in a call. Only calls with less work than ``CALL_PAYS`` may have more."""
 
 DEATHS = 3
-"""Number of workers that die during one call before its clients have failed: one of them may cause these deaths."""
+"""If this many workers die during one call, its clients count as failed, because one of them may be the cause."""
 
 CALL_PAYS = 0.005
-"""Seconds of work that a call should have; clients with less work share a call."""
+"""Seconds of work that a call should contain at least; clients with less work share a call."""
 
 
 class ClientError(FedstrataError):
@@ -69,8 +69,8 @@ class RayEngine(Engine):
         store: The store of the clients' states.
         address: The address of the cluster to join. Default: the value of ``RAY_ADDRESS``; without it, a new cluster on
             this machine.
-        workers: Number of workers, of which at most one per client is used. Default: ``training.workers``; without it,
-            one per core of the cluster.
+        workers: Number of workers, which is reduced to the number of clients if it is larger. Default:
+            ``training.workers``; without it, one per core of the cluster.
         pool: Running workers to use instead of new ones; the engine does not stop them at its end.
 
     Raises:
@@ -128,7 +128,7 @@ class RayEngine(Engine):
         return outcomes
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client work on the travelling model; its worker keeps the model for the next hop."""
+        """Let one client change the model of a relay; its worker keeps the model for the next hop."""
         self._states = {}
         sent, state = records.encode(task), self._state(client)
         host: WorkerHandle | None = None
@@ -162,7 +162,7 @@ class RayEngine(Engine):
         self._closing.close()
 
     def _calls(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Call]:
-        """Yield the calls for some requests: clients with the most work first, several with little work in one call."""
+        """Yield the calls for some requests: clients with most work come first, and those with little share a call."""
         by_client = Requests.of(requests, requests)
         work = {client: 1.0 + by_client.work.get(client, 0.0) for client in by_client}
         # A request to several clients is encoded and stored only once.
@@ -215,12 +215,12 @@ class RayEngine(Engine):
 
 @dataclass(frozen=True)
 class Call:
-    """A call that some worker computes.
+    """A remote call, in which a worker computes the answers of some clients.
 
     Args:
         clients: The clients for which the worker answers.
-        work: The work of the call; calls of the same pool use the same unit.
-        send: Sends the call to a worker, and returns Ray's reference to the result.
+        work: The expected work of the call, for comparison with other calls; the unit does not matter.
+        send: A function that sends the call to a worker and returns Ray's reference to the result.
         deaths: Number of workers that died during this call so far.
     """
 
@@ -239,7 +239,7 @@ class WorkerHandle:
         hello: Ray's reference to the result of ``Worker.enter``; None once the result has come and the worker is ready.
         name: The worker's process and machine, for messages.
         running: A mapping from Ray's reference of each unfinished call to the call, in the order of sending.
-        weights: The travelling model of a relay, if this worker has it from the last hop.
+        weights: The current model of a relay, if this worker computed its last hop; otherwise None.
     """
 
     actor: Any
@@ -413,7 +413,7 @@ def _import_ray() -> Any:
 def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], None]:
     """Connect to a Ray cluster, or start one on this machine; return a function that leaves it.
 
-    If this process is connected already, nothing changes and the function does nothing.
+    If this process is connected already, it stays so, and the returned function does nothing.
 
     Args:
         ray: The module ``ray``.

@@ -43,7 +43,7 @@ class WorkerPayload:
 
     Args:
         context: The context, whose data set has empty tensors.
-        arrays: The training samples and the tensors that normalise them: a mapping from fields of the data set.
+        arrays: The data set's tensors, except those of the test set: a mapping from field names to arrays.
         declared: The records that other packages or notebooks declare: a mapping from wire names to classes.
     """
 
@@ -53,7 +53,7 @@ class WorkerPayload:
 
     @classmethod
     def of(cls, context: ClientContext, keys: KeyRing) -> WorkerPayload:
-        """Return a context, with the keys that its clients share, in the form in which it is sent."""
+        """Return the form of a context that is sent to workers; it contains the keys that clients share."""
         data = context.data
         tensors = {
             field.name: value
@@ -148,7 +148,7 @@ class Worker:
         return [self._answer(client, outcomes[client]) for client in requests], seconds
 
     def hop(self, client: ClientId, task: bytes, state: bytes, sent: bytes | None) -> EncodedAnswer:
-        """Let a client work on the travelling model of a relay.
+        """Let a client change the model of a relay.
 
         Args:
             client: The client.

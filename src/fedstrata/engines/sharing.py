@@ -1,4 +1,4 @@
-"""Exchange of trees of tensors between a process and its own forks, through shared memory.
+"""Exchange of tensors in nested containers (trees) between a process and its own forks, through shared memory.
 
 Tensors and arrays are written to shared memory, and read there without a copy. All other values are pickled, as
 ``multiprocessing`` does. This is safe, because both sides are the same program on the same machine.
@@ -80,7 +80,7 @@ class SharedMemory:
             self._gaps.insert(place, (begin, end))
 
     def write(self, tree: Tree) -> bytes:
-        """Write the tensors of a tree to the memory; return the data with which ``read`` returns the tree.
+        """Write the tensors of a tree to the memory; return the bytes from which ``read`` makes the tree again.
 
         Raises:
             MemoryError: No free range is large enough.

@@ -30,7 +30,7 @@ State = Mapping[str, Tree]
 
 
 class Answer(NamedTuple):
-    """A client's reply, and its new state; None if the state did not change."""
+    """A client's reply and its new state, which is None if the state did not change."""
 
     reply: Reply
     state: State | None
@@ -44,7 +44,7 @@ class LocalWorkerPool:
 
     Args:
         count: Number of workers.
-        answering: Computes a client's answer in a worker, from the client, its request and its state.
+        answering: A function that computes a client's answer from the client's id, its request and its state.
 
     Raises:
         OSError: A process cannot be started, or memory cannot be shared.
@@ -78,11 +78,11 @@ class LocalWorkerPool:
             order: The clients, in the order in which their answers are begun.
             requests: The request of each client.
             states: The state of each client that has one.
-            run_locally: Computes a client's answer in this process, and keeps it.
+            run_locally: A function that computes a client's answer in this process, and keeps it.
 
         Returns:
-            The answers that workers computed. A client is missing if ``run_locally`` was called for it, if it raised an
-            exception in a worker, or if its worker died. All are missing if the requests cannot be shared.
+            The answers that workers computed. A client's answer is missing if ``run_locally`` was called for it, if it
+            raised an exception in a worker, or if its worker died; all are missing if the requests cannot be shared.
         """
         asked_for = Requests.of(requests, requests)
         asked = [(client, asked_for.which[client]) for client in order]
@@ -109,7 +109,7 @@ class LocalWorkerPool:
                 for client, reply, state in message:
                     answers[client] = Answer(memory.read(reply), memory.read(state))
         except BaseException:
-            # The workers end too: the next call would otherwise read their answers to this one as its own.
+            # The workers are ended, because the next call would read their answers to this call as its own.
             self._end_workers()
             raise
         self._down.done(data)

@@ -11,7 +11,7 @@ from fedstrata.federation.allowed import Allowed
 
 
 def allowed_in_evaluation(evaluation: Evaluation, rounds: int, *, elsewhere: bool) -> list[Allowed]:
-    """Return the requests that evaluations of a run send to clients, with their bounds.
+    """Return the requests that evaluations of a run may send to clients, with the values that their fields may have.
 
     Args:
         evaluation: The settings of the evaluations.

@@ -23,7 +23,7 @@ from fedstrata.models.model import Model
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 Ask = Callable[[Evaluate], Mapping[ClientId, Evaluated]]
-"""A function that sends a request to all clients. Its result has no entry for clients without a usable reply."""
+"""A function that sends a request to all clients and returns their replies, except those that cannot be used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Evaluates the models of a run.
+    """The evaluator of the models of a run.
 
     Args:
         settings: The settings of the evaluations.
@@ -128,7 +128,7 @@ class Evaluator:
         return _score(confusion_of(predictions), predictions.total_loss, max(len(predictions), 1)), predictions
 
     def _of_pooled(self, sums: EvaluationSums | None, more: dict[str, Any]) -> Score:
-        """Return the score over the test samples of all sites, and add columns to ``more``.
+        """Return the score over the test samples of all sites together, and add columns to ``more``.
 
         Args:
             sums: The sums of all sites, added up; None if no site replied.
@@ -224,7 +224,7 @@ class Evaluator:
         return total, values if by_all else None, sizes
 
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
-        """Return the summary over all clients, and under ``unheard`` the summary over only the unheard clients."""
+        """Return the summary over all clients; its key ``unheard`` is the summary over only the unheard clients."""
         silent = sorted(unheard)
         their_values = np.full_like(values, math.nan)
         their_values[silent] = values[silent]

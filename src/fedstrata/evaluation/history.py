@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Record = dict[str, Any]
-"""One round: plain values, lists and tables that JSON can represent."""
+"""The record of one round: plain values, lists and tables that JSON can represent."""
 
 LOWER = frozenset({"loss", "log-loss", "ece"})
 """The built-in metrics for which lower is better."""
@@ -235,7 +235,7 @@ class History(Sequence[Record]):
         return of_round | self.kept or None
 
     def final(self, name: str) -> float | None:
-        """Return the number of a column for the model that the run saved; None without one.
+        """Return the value that a column has for the model that the run saved; None if it has no number.
 
         If the saved model is that of the last round, this is the last number of the column.
         """
@@ -244,7 +244,7 @@ class History(Sequence[Record]):
         return next((value for record in reversed(self) if (value := _number(record, name)) is not None), None)
 
     def best(self, name: str) -> float | None:
-        """Return the number of a column in the best round; None without one."""
+        """Return the value that a column has in the best round; None if it has no number."""
         best = self.best_round
         return next((_number(record, name) for record in self if record["round"] == best), None)
 
@@ -413,9 +413,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     checksum = None
-    with suppress(
-        OSError, ValueError, AttributeError, RecursionError
-    ):  # a defect of model.json is reported by the functions that need the file
+    # A defect of model.json is reported by the functions that need the file.
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
         checksum = json.loads((path.parent / MODEL).read_text(encoding="utf-8")).get("parameters")
     if checksum not in (None, hashlib.sha256(content).hexdigest()):
         raise DataError(f"{path} is damaged: it is not what the run wrote, by its checksum in {MODEL}")
@@ -479,7 +478,7 @@ def _is_number(value: object) -> bool:
 
 
 def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a run's spec and summary. Return the arguments of ``History`` and the summary (empty if it is missing)."""
+    """Return arguments for ``History`` from a run's spec and summary, and the summary itself (empty if missing)."""
     about: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     try:
@@ -497,7 +496,7 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if (folder / "summary.json").is_file():
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
             about |= {key: summary[key] for key in ("method", "seed", "primary") if key in summary}
-            if summary.get("lower_is_better"):  # the spec does not say it of a class of the user's own
+            if summary.get("lower_is_better"):  # for a user's own metric class, only the summary says so
                 about["lower"] = about.get("lower", LOWER) | {summary["primary"]}
             if "rounds_to_target" in summary:
                 reached = summary["rounds_to_target"].items()

@@ -21,7 +21,7 @@ from fedstrata.data.partitions.base import UNUSED, Assignment
 from fedstrata.evaluation.settings import Evaluation
 
 PLACES = 2**32
-"""More than the samples of any client, so that each client k and sample i have a unique key, k · ``PLACES`` + i."""
+"""More samples than any client has. The key k · ``PLACES`` + i is thus different for each sample i of each client k."""
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -36,13 +36,14 @@ class HeldOut:
 
     Args:
         validation: The indices of the training samples for validation; None if there are none.
-        own_validation: The same samples by client; None if they were not held out from each client.
+        own_validation: The validation samples of each client; None if they are held out before the partition, or not at
+            all.
         own_test: The samples of each client's own test part; None if clients have no test parts.
         own_test_split: The split of the data set that ``own_test`` refers to: ``"train"`` if the test parts were held
             out of training samples, ``"test"`` if a real site or the data set provides them.
         test_clients: All samples of each client that never trains; None if all clients train.
-        numbers: The ids of the clients in the partition: first of the clients that train, then of those that never
-            train. The clients that train get new ids from 0. None if all clients train.
+        numbers: The clients' ids in the partition: first those of the clients that train (which get new ids from 0),
+            then those of the clients that never train. None if all clients train.
     """
 
     validation: Ints | None = None
@@ -65,10 +66,10 @@ class HeldOut:
 
 
 def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
-    """Return the indices of the training samples to hold out before the partition, ascending: a share of each class.
+    """Return the indices of the validation samples to hold out before the partition, ascending: a share of each class.
 
     Raises:
-        SpecError: A class would have no sample in one of the two parts.
+        SpecError: A class would have no sample for validation, or none to train on.
     """
     labels = data.y_train.cpu().numpy()
     wanted = np.array([round(share * len(labels))])
@@ -119,7 +120,7 @@ def hold_out(
         The samples of each client to train on, and the samples that are held out.
 
     Raises:
-        SpecError: A part would be empty.
+        SpecError: A part would be empty, or ``test_clients`` is set at a real site.
     """
     test_clients, numbers, own_test, own_validation = None, None, brought, None
     if settings.test_clients is not None:

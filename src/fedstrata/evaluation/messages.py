@@ -40,7 +40,7 @@ class Evaluated(Reply):
 
 @record("Evaluate")
 class Evaluate(Request):
-    """Evaluate a model on a client's own samples that were held out of training.
+    """A request to evaluate a model on the client's own samples that were held out of training.
 
     Args:
         round: The round after which the model is evaluated.

@@ -110,7 +110,7 @@ class Metric(Setting):
 
 
 class _ByClient(Metric):
-    """A metric whose subclasses define ``by_client`` and not ``of``, to compute the values of all clients at once."""
+    """A base class of metrics that define ``by_client``, which computes all clients' values at once, and not ``of``."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -118,7 +118,7 @@ class _ByClient(Metric):
 
 
 class _OfCounts(_ByClient):
-    """A metric that is a function of three counts per class: correct predictions, samples, and predictions."""
+    """A metric that is computed from three counts of each class: correct predictions, samples, and predictions."""
 
     def each(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
         """Return the value for each class, by default the recall; NaN if it is undefined.
@@ -134,10 +134,7 @@ class _OfCounts(_ByClient):
         return _ratio(hits, actual)
 
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the value over all classes, shape (…): by default, the mean over the classes that have a value.
-
-        The arguments are those of ``each``.
-        """
+        """Return the value over all classes, (…), by default the mean of their values; for arguments, see ``each``."""
         return _mean_of_known(self.each(hits, actual, predicted))
 
     @override
@@ -176,10 +173,11 @@ class MacroF1(_OfCounts):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve: for the second of two classes, otherwise the mean over classes, each against the rest.
+    """Area under the ROC curve: with two classes, that of the second class; with more, the mean of all classes.
 
-    The mean leaves out classes that have no samples or all samples. Real sites send histograms of scores. The value is
-    then approximate, and the record also has an upper bound of its error.
+    The curve of a class separates its samples from all others. The mean leaves out classes to which no sample or every
+    sample belongs. Real sites send histograms of scores. The value is then approximate, and the record also has an
+    upper bound of its error.
 
     Args:
         bins: The number of bins of each class's histogram of scores at a real site.
@@ -197,10 +195,7 @@ class AUROC(_ByClient):
         return _mean_of_known(self._each(predictions, owners, clients))
 
     def _each(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
-        """Return each client's area for each class, shape (clients, C), NaN if undefined.
-
-        With two classes, there is only the column of the second class.
-        """
+        """Return each client's area for each class (of two, only for the second), (clients, C); NaN if undefined."""
         classes = [1] if predictions.classes == 2 else range(predictions.classes)
         return np.stack(
             [_areas(predictions.probabilities[:, c], predictions.labels == c, owners, clients) for c in classes],
@@ -214,7 +209,7 @@ class AUROC(_ByClient):
 
     @override
     def of_sums(self, sums: EvaluationSums) -> float | None:
-        # Two samples in the same bin count half, as a tie does, because the order of their scores is unknown.
+        # The order of two scores in the same bin is unknown. Such a pair counts half, as a tie does.
         below, tied, pairs = self._pairs(sums)
         return none_for_nan(_mean_of_known(_ratio(below + tied / 2, pairs)[None])[0])
 
@@ -227,8 +222,8 @@ class AUROC(_ByClient):
         """Count, for each class, the pairs of a sample of the class and a sample of another class.
 
         Returns:
-            Three counts of pairs, each with one entry per class: with the other sample in a lower bin, with both
-            samples in the same bin, and all pairs.
+            Three counts, each with one entry per class: the pairs in which the other sample is in a lower bin, the
+            pairs with both samples in the same bin, and all pairs.
         """
         scores = sums.scores.numpy().astype(np.float64)
         others, members = (scores[1:] if len(scores) == 2 else scores).transpose(1, 0, 2)
@@ -359,7 +354,7 @@ AnyMetric = Annotated[Metric, FromRegistry(METRICS)]
 
 
 def _counts(predictions: Predictions, owners: Ints, clients: int) -> tuple[Reals, Reals, Reals]:
-    """Count correct predictions, samples, and predictions of each class for each client; each of shape (clients, C)."""
+    """Return three counts of each client and class, (clients, C): correct predictions, samples, and predictions."""
     classes, labels, predicted = predictions.classes, predictions.labels, predictions.predicted
     hit = labels == predicted
 
@@ -373,8 +368,8 @@ def _counts(predictions: Predictions, owners: Ints, clients: int) -> tuple[Reals
 def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: int) -> Reals:
     """Return the area under each client's ROC curve, computed from the ranks of the positives (Mann and Whitney).
 
-    The area is the share of pairs of a positive and a negative sample in which the positive has the higher score; ties
-    count half.
+    A pair consists of a positive and a negative sample. The area is the share of pairs in which the positive sample has
+    the higher score; ties count half.
 
     Args:
         scores: The score of each sample, (N,).

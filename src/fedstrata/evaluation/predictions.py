@@ -108,7 +108,7 @@ def predict(
         device = next(iter(params.values())).device
         norms = [m for m in model.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         for layer in norms:
-            # BatchNorm cannot compute statistics of a single sample, and uses the running ones.
+            # BatchNorm cannot compute statistics of a single sample. It then uses the running statistics.
             layer.train(batch_statistics and n > 1)
         # Make batches of nearly equal size, so that the last batch is not a single sample.
         bounds = np.linspace(0, n, -(-n // batch_size) + 1).astype(int).tolist()

@@ -17,31 +17,32 @@ TARGETS = [0.5, 0.8, 0.9, 0.95]
 
 
 class Evaluation(Setting):
-    """Settings of the evaluations of a run, and of its checkpoints.
+    """Settings of a run's evaluations and checkpoints.
 
     When a run is resumed, ``weight_diversity`` and the settings that decide which samples are used for training
     (``validation``, ``client_test`` and ``test_clients``) must stay the same. All other settings may change.
 
     Args:
-        every: Number of rounds from one evaluation to the next. The last round is always evaluated; 0: only this one.
+        every: Number of rounds from one evaluation to the next. The last round is always evaluated. With 0, it is the
+            only one.
         batch_size: Samples per batch of an evaluation.
         metrics: The metrics to compute; the loss is always computed.
         primary: The metric that decides which round and which setting is best, and that tables, figures and tests show
             first: ``accuracy``, ``loss`` or a metric of ``metrics``. The metric says whether higher or lower is better.
         targets: Accuracies in (0, 1]; the summary gives the first round that reached each of them. To set targets of
             other metrics, give a table that maps a metric to its list, such as ``{ macro-f1 = [0.5] }``.
-        validation: Share of the training samples to hold out for validation. They are held out of each class before
-            the partition, or, if the clients come with the data, of each client. The best round and early stopping
-            then use these samples, and never the test set.
-        client_test: Share of each client's samples, at least one, to hold out as its own test part, spread over its
-            labels. Real sites also hold out such a part, but not if they have separate test samples.
+        validation: Share of the training samples to hold out for validation. This share of each class is held out
+            before the partition. If the clients come with the data, this share of each client's samples is held out
+            instead. The best round and early stopping then use these samples, and never the test set.
+        client_test: Share of each client's samples (at least one sample) to hold out as its own test part, spread over
+            its labels. Real sites also hold out such a part, but not if they have separate test samples.
         test_clients: Share of the clients that never train; the model is evaluated on all their samples.
         fine_tune: Epochs in which each client fine-tunes the global model on its own training samples. The client then
             evaluates this personal model on its own test part. With 0, a client does not fine-tune, but still uses its
             own state, such as BatchNorm's statistics.
-        unheard: Number of evaluations. Clients are reported separately, as unheard, if the server used none of their
-            replies since so many evaluations ago.
-        checkpoint_every: Number of rounds from one checkpoint to the next; 0: no checkpoints.
+        unheard: Number of evaluations after which a client counts as unheard, if the server has used none of its
+            replies in this time. The results of unheard clients are reported separately too.
+        checkpoint_every: Number of rounds from one checkpoint to the next; with 0, there are no checkpoints.
         per_class: Also record the accuracy of every class, and each other metric that is defined for single classes.
         weight_diversity: Record Λ, the mean squared distance of the clients' models from their mean in each round
             (ReBaFL, Eq. 24). SFL and Stratify do not record it, because their clients have no models of their own.
@@ -103,7 +104,7 @@ class Evaluation(Setting):
 
     @property
     def labels(self) -> list[str]:
-        """The names of the metrics in records."""
+        """The names of the metrics, as the records of the rounds use them."""
         return [metric.label for metric in self.metrics]
 
     @property
@@ -113,7 +114,7 @@ class Evaluation(Setting):
 
     @property
     def chosen(self) -> bool:
-        """Whether ``metrics`` differs from its default, only the accuracy."""
+        """Whether ``metrics`` differs from its default, which is the accuracy alone."""
         return self.labels != ["accuracy"]
 
     @property
@@ -151,7 +152,7 @@ class Evaluation(Setting):
     def to_spec(self) -> dict[str, Any]:
         """Return the settings as a table, in which a metric without settings is replaced with its name.
 
-        The default of ``primary``, which is newer than other settings, is left out.
+        ``primary`` is left out if it has its default value, so that specs stay as they were before it existed.
         """
         tables = [plain(metric) for metric in self.metrics]
         table = super().to_spec() | {"metrics": [t["name"] if len(t) == 1 else t for t in tables]}

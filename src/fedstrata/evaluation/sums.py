@@ -15,12 +15,12 @@ Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 EXTREME = 12.0
-"""The log-odds at the outer edges of a histogram of scores; scores beyond them fall into the first or the last bin."""
+"""Histograms of scores range from log-odds −12 to 12; scores beyond fall into the first or the last bin."""
 
 
 @record("EvaluationSums")
 class EvaluationSums(Message):
-    """The sums over some samples from which metrics can be computed; sums over different samples can be added.
+    """Sums over samples, from which metrics can be computed. The sums of two sets of samples can be added.
 
     Args:
         samples: The number of samples.
@@ -29,8 +29,8 @@ class EvaluationSums(Message):
         scores: Two histograms for each class c, (C, 2, B) int64: the scores of the samples of other classes, and of
             those of class c. A sample's score for c is the log-odds of its predicted probability of c. B is 0 if no
             metric uses the scores.
-        calibration: For each bin of confidence, the sum of the confidences and the number of correct predictions,
-            (E, 2) float64.
+        calibration: For each bin of confidence (the largest probability of a sample), the sum of the confidences and
+            the number of correct predictions, (E, 2) float64.
 
     >>> one = sums_of(Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [1.0, 0.0]])))
     >>> (one + one).confusion.tolist()
@@ -84,7 +84,7 @@ def confusion_of(predictions: Predictions) -> Ints:
 
 
 def calibration(predictions: Predictions, owners: Ints, clients: int, bins: int) -> Reals:
-    """Sum up confidences and correct predictions in bins of confidence, for each client.
+    """Sum up confidences and correct predictions for each client and bin of confidence.
 
     Bin k of E bins, counted from 1, holds the samples with a confidence in ((k − 1) / E, k / E].
 

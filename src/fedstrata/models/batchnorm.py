@@ -37,13 +37,13 @@ class ReduceGroup:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensors that all clients of the group pass.
 
-        The call waits until all clients have called it, so that they must call it equally often. All get the same bits.
+        The call waits until all clients have called it, so all must call it equally often. All get the same bits.
         """
         return self._group.add({self._number: tensor})
 
 
 class GroupBrokenError(FedstrataError):
-    """An error at the members of a group that lost another member, so that they cannot continue with the batch."""
+    """An error that the members of a group raise if another member fails, because they cannot finish the batch."""
 
 
 class _FederatedBatchNorm(_BatchNorm):
@@ -97,8 +97,8 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
     """Compute the statistics of the batch over all clients.
 
     Var = Σx²/m − μ² loses precision in float32. Therefore each client computes its mean and the sum of squared
-    distances from it, and from these Σx and Σx² in float64. Only vectors of C numbers are cast to float64, and the
-    clients need only one exchange. The usual algorithm, which first computes the mean over all clients, needs two.
+    distances from it, and from these Σx and Σx² in float64. Only vectors with one number per channel are cast to
+    float64. The clients need one exchange; the usual algorithm, which first averages over all clients, needs two.
 
     Returns:
         The mean, shape (C,), float64; the biased variance, shape (C,), float64; and the number of values per channel.
@@ -126,8 +126,9 @@ class SharedNorm(torch.autograd.Function):
     """The function y = γ x̂ + β with x̂ = (x − μ) / √(σ² + ε), where μ and σ² are statistics over a group of clients.
 
     ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and ∂J/∂σ² by
-    ``share``. These are summed over the group and divided by ``count``, and each client propagates the results to its
-    inputs. For this, σ² is treated as a mean of squared distances from ``centre``.
+    ``share``. The products are summed over the group and divided by ``count``, and each client propagates the results
+    to its inputs. For this, σ² is treated as a mean of squared distances from ``centre``: μ if the statistics are those
+    of the whole batch, and the client's own mean if they are averages of the clients' statistics.
     """
 
     @staticmethod
@@ -152,7 +153,7 @@ class SharedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """∂J/∂x = (∂J/∂x̂ − Σ ∂J/∂x̂ / m − (x − centre) / √(σ² + ε) Σ x̂ ∂J/∂x̂ / m) / √(σ² + ε)."""
+        """Return ∂J/∂x = (∂J/∂x̂ − Σ ∂J/∂x̂ / m − (x − centre) / √(σ² + ε) Σ x̂ ∂J/∂x̂ / m) / √(σ² + ε)."""
         x, weight, mean, inverse, centre = ctx.saved_tensors
         axes = _reduced(x)
         normal = (x - _by_channel(mean, x)).mul_(_by_channel(inverse, x))
@@ -250,8 +251,8 @@ class LocalGroup:
 
     Args:
         size: The number of members.
-        timeout: Seconds that a member waits for the others before it breaks the group; None to wait without a limit,
-            for groups that cannot lose a member.
+        timeout: Seconds that a member waits for the others before it breaks the group; None to wait without a limit, if
+            members that fail always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))
@@ -283,7 +284,7 @@ class LocalGroup:
             self._changed.notify_all()
 
     def leave(self, *members: int) -> None:
-        """Record that members have ended. If the others wait for their tensors, or later do so, the group breaks."""
+        """Record that members have ended. The group breaks if others wait, now or later, for their tensors."""
         with self._changed:
             self._ended.update(members)
             self._abort_if_incomplete()
@@ -301,8 +302,8 @@ class LocalGroup:
             parts: A mapping from member to its tensor.
 
         Raises:
-            GroupBrokenError: A member failed, ended, added two tensors to one sum or one of another shape, or did not
-                add one in time.
+            GroupBrokenError: A member failed, ended or was too late; or it added two tensors to one sum, or a tensor of
+                another shape.
         """
         with self._changed:
             if again := sorted(self._parts.keys() & parts.keys()):

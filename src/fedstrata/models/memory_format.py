@@ -45,7 +45,7 @@ def _runs(module: nn.Module, shape: tuple[int, ...]) -> bool:
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     try:
         with torch.enable_grad():
-            logits = module(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2))  # as ``Dataset.inputs`` returns it
+            logits = module(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2))  # like inputs of a ``Dataset``
             logits.sum().backward()
     except RuntimeError:
         return False
@@ -53,6 +53,6 @@ def _runs(module: nn.Module, shape: tuple[int, ...]) -> bool:
 
 
 def _to_default_format(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    # ``x.contiguous()`` would not do: images of one channel count as contiguous in both formats, so that it would keep
-    # their strides, from which convolutions derive the format.
+    # Images of one channel count as contiguous in both formats. ``x.contiguous()`` would therefore keep their strides,
+    # and convolutions, which derive the format from the strides, would use channels-last format.
     return tuple(x.flatten(1).view(x.shape) if isinstance(x, Tensor) and x.dim() == 4 else x for x in inputs)

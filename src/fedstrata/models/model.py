@@ -88,9 +88,9 @@ class Model:
         return _copies(self._initial_params)
 
     def laid_out(self, values: Mapping[str, Tensor]) -> Params:
-        """Return clones of values, on the module's device and in its memory format.
+        """Return copies of values on the module's device and in its memory format.
 
-        Values from messages and files have neither.
+        Values from messages and files need this conversion.
 
         Args:
             values: A mapping from the name of a parameter or buffer to its value, of the module's shapes.
@@ -251,8 +251,8 @@ class Model:
     def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
         """Let a loaded module use other parameters without copying them, and copy buffers. Shapes are not checked.
 
-        The module and ``params`` then share memory. This is for passes that only read parameters: they must not change
-        until other parameters are loaded or shared.
+        The module and ``params`` then share memory. This is for passes that only read parameters: ``params`` must not
+        change until other parameters are loaded or shared.
 
         Raises:
             RuntimeError: The model is not loaded.

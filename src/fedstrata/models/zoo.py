@@ -44,7 +44,7 @@ class ModelSpec(Setting):
 
 
 class MLP(ModelSpec):
-    """Fully connected layers with ReLU. Samples are flattened (McMahan et al. 2017; Lu et al. 2023, FedSSAR).
+    """Fully connected layers with ReLU, for flattened samples (McMahan et al. 2017; Lu et al. 2023, FedSSAR).
 
     Args:
         hidden: The width of each hidden layer; an empty list gives multinomial logistic regression.
@@ -126,7 +126,7 @@ class Custom(ModelSpec):
         factory: The path ``"package.module:factory"`` of a function that returns a module, or of a subclass of
             ``nn.Module``. It is called as ``factory(shape, classes, **arguments)``. See ``Model`` about features and
             head.
-        arguments: Further arguments of the factory. In a spec, they are keys of ``[model]`` beside ``name``.
+        arguments: Further arguments of the factory. In a spec, they are the keys of ``[model]`` other than ``name``.
     """
 
     factory: str
@@ -220,7 +220,7 @@ def own_module(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> n
     decides its initial values, as for a class that a spec names.
 
     Raises:
-        SpecError: It is neither a module nor a class or function that returns one.
+        SpecError: ``model`` is neither a module nor a class or function that returns one.
     """
     if callable(model) and not isinstance(model, (nn.Module, Model)):
         try:

@@ -1,7 +1,7 @@
-"""Handlers of encoded requests.
+"""Handlers of encoded requests, in which a codec compresses the model and the update.
 
-The client computes the new model from its old one and the changes that it missed. It answers the inner request, encodes
-the change in its reply (such as the model update), and keeps the error that the codec made.
+The client computes the new model from the last one that it received and from the changes since then. It answers the
+inner request, encodes the change in its reply (such as the model update), and keeps the error that the codec made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import finite
 
 MODEL, MEMORY, PENDING = "model", "codec", "pending"
-"""Keys of a client's state: the model that it received last, the error of its encoded changes, an open exchange."""
+"""Keys in a client's state, for the model that it received last, the codec's error, and an unfinished exchange."""
 
 _MODELS = 8
 """Number of model versions that a process keeps, so that clients with the same version share its tensors."""
@@ -45,12 +45,11 @@ class HeldModel:
 
 @record("Residual")
 class Residual:
-    """The error that remains from a client's encoded changes, for error feedback.
+    """The error that the codec made, which is added to the client's next change (error feedback).
 
     Args:
         round: The round of the last change.
-        lost: The part of that change (including earlier errors) that its encoding lost: the change minus the decoded
-            change, as named tensors.
+        lost: The last change (plus the error before it) minus what the server decodes, as named tensors.
     """
 
     round: int
@@ -64,7 +63,7 @@ class Pending:
     Args:
         exchange: The id of the exchange.
         round: The round of the exchange.
-        state: The client's state after the reply, which becomes valid with the second sum.
+        state: The client's new state, which becomes valid when it answers for the second sum.
         reply: The reply without its change.
         change: The change to encode, to which the error of earlier changes has been added.
         behind: Number of samples that contribute to the reply.
@@ -110,7 +109,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
 
 @handles(Coefficients)
 def answer_second(client: Client, request: Coefficients) -> EncodedReply:
-    """Return the client's part of the second sum, with the reply that was computed for the first sum."""
+    """Return the client's term of the second sum, and the reply that it computed for the first sum."""
     pending, codec = client.state.get(PENDING), client.context.communication.up
     if not isinstance(pending, Pending) or pending.exchange != request.exchange or not isinstance(codec, PowerSGD):
         raise FedstrataError(f"this client did not answer the first sum of exchange {request.exchange}")
@@ -125,7 +124,7 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
-    """Return a change plus the error of earlier changes, multiplied by the factor for its age."""
+    """Return a change plus the error of earlier changes, which is multiplied by a factor that depends on its age."""
     before = client.state.get(MEMORY)
     if not isinstance(before, Residual):
         return change
@@ -141,8 +140,8 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
     """Return the parameters of the delivered model, and keep them in the client's state.
 
     Raises:
-        FedstrataError: The changes apply to another version than the client has, or do not lead to the digest of the
-            delivery; or a whole model differs from an earlier one with the same digest.
+        FedstrataError: The changes apply to another version than the client's, or lead to another digest than the
+            delivered one; or the delivery is a whole model that differs from an earlier one with the same digest.
     """
     state, shared = client.state.get(MODEL), client.context.cached(_models)
     held = state if isinstance(state, HeldModel) else None
@@ -180,5 +179,5 @@ def _close(one: Params, other: Params) -> bool:
 
 
 def _models(context: ClientContext) -> OrderedDict[bytes, Params]:
-    """Return an empty table from digests to models, for the last versions that the clients of a process received."""
+    """Return an empty mapping from digests to models, which all clients of the process will share."""
     return OrderedDict()

@@ -24,10 +24,10 @@ from fedstrata.federation.messages import Weights
 
 @handles(Evaluate)
 def evaluate(client: Client, request: Evaluate) -> Evaluated:
-    """Return the sums and metrics of a model on the client's own test or validation part; no state changes.
+    """Evaluate a model on the client's own test or validation samples. The client's state does not change.
 
     Raises:
-        FedstrataError: No samples were held out for this part.
+        FedstrataError: No samples were held out for ``request.part``.
     """
     context = client.context
     held, settings, device = context.held, context.evaluation, context.cached(on_device)
@@ -39,7 +39,7 @@ def evaluate(client: Client, request: Evaluate) -> Evaluated:
     client.authorize_release(len(parts[client.number]))
     local = context.config.training.batch_norm == "local" and bool(context.cached(statistics))
     weights = personal(client, request) if request.personal else request.weights
-    # If clients keep their own BatchNorm statistics, the global model has none: those of each batch are used instead.
+    # If clients keep their own BatchNorm statistics, the global model has none, and those of each batch are used.
     batch_statistics = local and not (request.personal and BUFFERS in client.state)
     predictions = predict(
         device.model,
@@ -58,7 +58,7 @@ def evaluate(client: Client, request: Evaluate) -> Evaluated:
 
 
 def personal(client: Client, request: Evaluate) -> Weights:
-    """Return the client's personal model: the global one with its own BatchNorm statistics, and fine-tuned if asked.
+    """Return the global model with the client's own BatchNorm statistics (if it keeps some), after fine-tuning.
 
     Fine-tuning takes ``request.epochs`` epochs on the client's training samples.
     """

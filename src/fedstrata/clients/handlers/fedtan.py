@@ -1,7 +1,7 @@
 """The handler of FedTAN.
 
-In a client's first step of a round, BatchNorm normalises with statistics over the batches of all clients of the round.
-In later steps it normalises with its running statistics from then.
+In the first step of a round, BatchNorm normalises with statistics that are averaged over the batches of all clients. In
+later steps it normalises with the running statistics that the first step left.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class FitTogether(TrainingRequest):
     weights: Weights
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors with the shapes of the parameters: the update consists of changes of these."""
+        """Return tensors with the names and shapes of the update in the reply."""
         return fit_changes(self.weights, {})
 
     def check(self, reply: FitReply) -> None:
@@ -66,7 +66,7 @@ class FitTogether(TrainingRequest):
 
 @handles(FitTogether)
 def fit_together(client: Client, request: FitTogether) -> FitReply:
-    """Train for a round; BatchNorm normalises over the group in the first step, and keeps the statistics afterwards."""
+    """Train for a round. In the first step, BatchNorm's statistics are averaged over the group."""
     first_batch = min(len(client), client.context.config.training.batch_size)
     client.authorize_release(first_batch)  # the sums are over the first batch only
     shared, model, group = client.context, client.model, client.group
@@ -93,7 +93,7 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
             seen += len(batch.y)
             _freeze(model.module)
         if not losses and group is not None:
-            # A client with fewer than two samples takes no step. It adds zeros to the sums, for which the others wait.
+            # A client with fewer than two samples takes no step. It adds zeros to the sums that the others wait for.
             with averaged(model.module, group, 0.0):
                 torch.autograd.grad(model(params, data.batch(slice(0, 0)).x).sum(), leaves, allow_unused=True)
         after = Weights({name: p.detach().clone() for name, p in params.items()}, model.current_buffers())

@@ -61,13 +61,13 @@ def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> F
         client.state[OBJECTIVE] = outcome.kept
     result = outcome.weights
     if client.context.config.training.batch_norm == "local" and (names := client.context.cached(statistics)):
-        # The client keeps its own statistics. The reply contains those of the request in their place.
+        # The client keeps its own statistics. The reply contains the request's statistics instead.
         client.state[BUFFERS] = {name: b for name, b in result.buffers.items() if name in names}
         sent = {name: b for name, b in request.weights.buffers.items() if name in names}
         result = Weights(result.params, {**result.buffers, **sent})
     counts = (samples, outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
     if not request.counts:
-        # BatchNorm counts batches, which would reveal the number of samples. The counters of the request are sent back.
+        # BatchNorm's counters of batches would reveal the number of samples. The request's counters are sent back.
         counters = {n: b for n, b in request.weights.buffers.items() if not b.is_floating_point()}
         result = Weights(result.params, {**result.buffers, **counters})
     return FitReply(result, *counts, outcome.loss, outcome.message, outcome.steps > 0)

@@ -1,4 +1,4 @@
-"""The handlers of the requests with which samplers learn about clients."""
+"""The handlers of the requests with which samplers learn about clients, such as their sizes and losses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
 
 @handles(Compress)
 def compress(client: Client, request: Compress) -> CompressReply:
-    """Return the gradient of the mean cross-entropy over all samples at the global model, projected and quantized."""
+    """Return the gradient of the global model's mean cross-entropy on all samples, projected and quantized."""
     client.authorize_release(len(client))
     weights = starting_point(client, request)
     flat = torch.zeros(sum(tensor.numel() for tensor in weights.params.values()))

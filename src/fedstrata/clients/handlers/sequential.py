@@ -1,4 +1,4 @@
-"""The handler of sequential federated learning: a model travels from client to client, and each trains it in turn."""
+"""The handler of sequential federated learning: a model travels from client to client, and each client trains it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class VisitReply(Reply):
 
     Args:
         samples: Number of samples of the client, n_k.
-        seen: Number of sample-gradients computed.
+        seen: Total number of samples in the batches of all steps, repetitions included.
         loss: Mean training loss over the steps.
     """
 
@@ -31,7 +31,7 @@ class VisitReply(Reply):
 
 @record("Visit")
 class Visit(Request):
-    """A request to train the travelling model on all samples of the client, with local training as for ``Fit``.
+    """A request to train the model that travels from client to client, on all samples of the client, as for ``Fit``.
 
     Args:
         round: The round, counted from 1.
@@ -54,7 +54,7 @@ class Visit(Request):
 
 @handles_hop(Visit)
 def visit(client: Client, request: Visit, weights: Weights) -> tuple[Weights, VisitReply]:
-    """Train the travelling model on the client's samples."""
+    """Train the model on the client's samples, and return it for the next client."""
     client.authorize_update(len(client))
     data = LocalData(client, np.arange(len(client)))
     outcome = train(client, weights, data, round=request.round, message={})

@@ -18,17 +18,17 @@ from fedstrata.models.model import Model
 CPU = torch.device("cpu")
 
 RESIDENT = 0.25
-"""Largest share of a GPU's memory for the data set. A larger one stays in main memory, and is copied batch by batch."""
+"""Largest share of a GPU's memory that a data set may take. A larger one is copied to the GPU batch by batch."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A device, with the model and the data to compute with.
+    """A device, and the model and the data for computing on it.
 
     Args:
         device: The device.
-        model: The model, which lies on the device.
-        data: The data set, which lies on the device if it is small enough; see ``RESIDENT``.
+        model: The model, whose parameters are on the device.
+        data: The data set, which is on the device if it is small enough (see ``RESIDENT``), otherwise in main memory.
     """
 
     device: torch.device
@@ -58,7 +58,7 @@ def device_of(setting: str) -> torch.device:
 
 
 def on_device(context: ClientContext) -> Placed:
-    """Return the device of the settings, with the model and the data on it.
+    """Return the device that ``training.device`` names, and the model and the data for computing on it.
 
     Raises:
         SpecError: This machine does not have the device.
@@ -75,7 +75,7 @@ def on_device(context: ClientContext) -> Placed:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Return a copy of a tree with all its tensors on a device; its nodes are mappings, tuples and ``Weights``."""
+    """Return nested mappings, tuples and ``Weights`` with all tensors moved to a device."""
     if isinstance(tree, Tensor):
         return tree.to(device)
     if isinstance(tree, Weights):

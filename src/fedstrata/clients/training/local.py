@@ -26,18 +26,18 @@ OBJECTIVE = "objective"
 """The key under which a client's state contains the state of the objective."""
 
 GATHER_LIMIT = 128 << 20
-"""Largest size in bytes of a client's inputs as floats with which they are converted once per round.
+"""A client's inputs are converted to floats once per round, if they take at most this number of bytes as floats.
 
 Larger inputs are converted batch by batch.
 """
 
 
 class LocalData:
-    """The samples that a client uses in a round, which it reads as batches of tensors.
+    """The samples that a client uses in a round, read as batches of tensors.
 
     Args:
         client: The client.
-        chosen: Positions of these samples among the client's own samples, (n,).
+        chosen: Positions of these samples among the client's own samples, shape (n,).
         device: The device on which batches are returned.
     """
 
@@ -54,7 +54,7 @@ class LocalData:
         return self._size
 
     def batch(self, positions: NDArray[np.int64] | slice) -> Batch:
-        """Return the batch of the samples at these positions among the chosen samples."""
+        """Return one batch with the samples at these positions of ``chosen``."""
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions)
         x = self._inputs()[where] if self._fits else self._data.inputs(self._indices[where]).to(self.device)
         return Batch(x, self.y[where])
@@ -62,20 +62,20 @@ class LocalData:
     def _inputs(self) -> Tensor:
         """Return the inputs of all chosen samples as one tensor, which is made at the first call."""
         if self._gathered is None:
-            with torch.inference_mode(False):  # later calls outside inference mode may need them for autograd
+            with torch.inference_mode(False):  # autograd refuses tensors that were made in inference mode
                 self._gathered = self._data.inputs(self._indices).to(self.device)
         return self._gathered
 
     def in_order(self, size: int = 512) -> Iterator[Batch]:
-        """Yield all samples once, as batches in the order of ``chosen``."""
+        """Yield all samples once, in the order of ``chosen``, as batches of at most ``size`` samples."""
         for begin in range(0, len(self), size):
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
         """Yield the mini-batches of a round.
 
-        They come from several epochs, each in a new random order. With ``local_steps`` there are that many batches, all
-        of the same size.
+        Each epoch has a new random order. With ``training.local_steps``, there are exactly that many batches, all of
+        the same size.
 
         Args:
             training: The settings: batch size, and epochs or steps.
@@ -93,7 +93,7 @@ class LocalData:
         done = 0
         while done < steps:
             order = generator.permutation(n)
-            # If the remaining steps use less than half of the samples, these are read batch by batch instead.
+            # Putting all samples in order at once is faster if the remaining steps use at least half of them.
             whole = self._fits and steps - done > n // size // 2
             shuffled = self._permuted(order, once=steps <= batches) if whole else None
             for begin in range(0, n - size + 1 if full_batches else n, size):
@@ -115,14 +115,14 @@ class LocalData:
 
         Args:
             order: Positions among the chosen samples, shape (n,).
-            once: Whether the round has only this epoch. The samples are then read in this order directly, and not
-                gathered in their own order first.
+            once: Whether the round has only this epoch. Then only the reordered inputs are made; otherwise the inputs
+                are first gathered in their original order, and kept for the other epochs.
         """
         where = torch.from_numpy(order)
         if once and self._gathered is None:
             x = self._data.inputs(self._indices[where]).to(self.device)
         elif (inputs := self._inputs()).dim() == 4:
-            # In the data set, the channels of a pixel lie side by side (channels-last). This keeps that format.
+            # Alone, index_select would return the default memory format. Permuted axes keep it channels-last.
             x = inputs.permute(0, 2, 3, 1).index_select(0, where.to(self.device)).permute(0, 3, 1, 2)
         else:
             x = inputs.index_select(0, where.to(self.device))
@@ -136,7 +136,7 @@ class Outcome:
     Args:
         weights: The model after the last step.
         steps: Number of steps, K.
-        seen: Number of sample-gradients computed.
+        seen: Total number of samples in the batches of all steps, repetitions included.
         loss: Mean loss over the steps.
         message: The objective's message to the server.
         kept: The new state of the objective, which the client keeps.
@@ -158,8 +158,8 @@ class TrainingSetup:
         chain: The model as a chain of layers with handwritten gradients; None if autograd computes the gradients.
         trained: Names of the parameters that the objective trains.
         pairs: Whether a step needs at least two samples, as BatchNorm does.
-        corrects: Whether the objective corrects the gradient.
-        finishes: Whether the objective has work to do after the last step.
+        corrects: Whether the objective overrides ``correction``, which is added to each gradient.
+        finishes: Whether the objective overrides ``client_final``, which runs after the last step.
     """
 
     chain: ManualSGD | None
@@ -194,17 +194,18 @@ def train(
 ) -> Outcome:
     """Train on a client's data for one round, starting at ``weights``.
 
-    Each step is SGD with learning rate η, momentum μ and weight decay λ. It follows the gradient g of the objective's
-    loss plus the objective's correction r: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
+    Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. Here w are the parameters, v is the
+    velocity, g the gradient of the objective's loss, r the objective's correction, η the learning rate, μ the momentum,
+    and λ the weight decay.
 
     Args:
         client: The client.
         weights: The model to start with.
         data: The samples to train on.
         round: The round, counted from 1.
-        message: The message that the objective's server side sent.
-        objective: An objective that keeps no state. Default: the objective of the context, whose state the client
-            keeps.
+        message: The message that the server's part of the objective sent.
+        objective: An objective that keeps no state from round to round. Default: the objective of the context, whose
+            state is read from the client's state.
     """
     shared, device, model = client.context, data.device, client.model
     config, training = shared.config, shared.config.training
@@ -270,7 +271,7 @@ def _descend(
     """Take one step on each batch; the parameters change in place.
 
     Returns:
-        The loss before each step, and the number of sample-gradients that were computed.
+        The loss before each step, and the total number of samples in all batches.
     """
     chain, losses, seen = setup.chain, list[Tensor](), 0
     if chain is not None and not (training.momentum or training.clip or setup.corrects):

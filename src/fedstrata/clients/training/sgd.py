@@ -28,10 +28,11 @@ _THRESHOLD = torch.ops.aten.threshold_backward.default
 class SGD:
     """SGD with momentum: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
 
-    An instance keeps the velocity v, so that all its steps must be on the same parameters.
+    Here g is the gradient and r the correction. An instance keeps the velocity v, so all its steps must update the same
+    parameters w.
 
     Args:
-        training: The settings: momentum μ, weight decay λ, and the largest norm for ``clip``.
+        training: The settings: momentum μ, weight decay λ, and ``clip``, the largest norm of g + r.
         lr: The learning rate η.
     """
 
@@ -48,7 +49,7 @@ class SGD:
             gradient: The gradient g, in the shapes of ``params``.
             correction: The objective's correction r, in the shapes of ``params``, or None.
         """
-        # The gradients must not change in place, because two parameters may share one gradient tensor of autograd.
+        # Gradients must not change in place, because autograd may return one tensor as the gradient of two parameters.
         if correction is not None:
             gradient = torch._foreach_add(gradient, correction)
         if self.training.clip is not None:
@@ -77,7 +78,7 @@ class ManualSGD:
     """A chain of linear layers with ReLU between them, as a function of its parameters.
 
     Args:
-        names: For each layer, the names of its weight (out, in) and of its bias (out,), which is "" if it has none.
+        names: For each layer, the names of its weight (out, in) and its bias (out,); "" for a layer without bias.
 
     >>> chain = ManualSGD.of(nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False)))
     >>> params = {"1.weight": torch.zeros(2, 1)}
@@ -90,7 +91,7 @@ class ManualSGD:
 
     @classmethod
     def of(cls, module: nn.Module) -> ManualSGD | None:
-        """Return a module as a chain; None if it is not such a chain, or if one of its layers has a hook."""
+        """Return a module as a chain, or None if the module has other layers, or hooks, which the chain would skip."""
         if any(_has_hooks(part) for part in module.modules()) or any(True for _ in module.buffers()):
             return None
         parts = list(_parts(module, ""))
@@ -130,7 +131,7 @@ class ManualSGD:
 
     @torch.no_grad()
     def gradient(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the mean loss, and its gradients for the parameters in the order of ``params``."""
+        """Return the mean loss over a batch, and its gradient for each parameter, in the order of ``params``."""
         loss, parts = self._backward(params, x, y)
         gradients: Params = {}
         for (weight, bias), (delta, inputs) in zip(self.names, parts, strict=True):
@@ -140,11 +141,11 @@ class ManualSGD:
         return loss, [gradients[name] for name in params]
 
     def _backward(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the mean loss, and for each layer the two factors of its weight's gradient.
+        """Return the mean loss, and for each layer two factors, whose product is the gradient of its weight.
 
         Returns:
-            The loss; and for each layer, the gradient δ of the loss with respect to the layer's output, (B, out), and
-            the layer's input, (B, in).
+            The loss, and for each layer a pair: the gradient δ of the loss with respect to the layer's output,
+            (B, out), and the layer's input, (B, in).
         """
         inputs, output = [x.flatten(1)], x
         for weight, bias in self.names:
@@ -165,10 +166,10 @@ class ManualSGD:
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers that a module calls one after another, each with the prefix of its parameters' names.
 
-    A module that is not a sequence is yielded itself.
+    A module other than ``nn.Sequential`` and ``Classifier`` counts as one layer.
     """
-    if type(module) in (nn.Sequential, Classifier):  # a Classifier lists body and head in the order of their calls
-        # named_children() would yield a layer that occurs twice only once.
+    if type(module) in (nn.Sequential, Classifier):  # both call their children in the order of _modules
+        # A layer may occur twice, but named_children() would yield it only once.
         for child, part in module._modules.items():
             if part is not None:
                 yield from _parts(part, f"{name}{child}.")

@@ -7,8 +7,8 @@ made once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` ad
 Tracing takes a tenth of a second and needs no compiler.
 
 A model cannot be traced if the operations of its forward pass depend on the values of tensors, or if it uses tensors
-other than its parameters. Such a model is trained by autograd. The results are the same, except that sums may be added
-in another order.
+other than its parameters. Such a model is trained with autograd instead. The results of both ways are the same, except
+that sums may be added in another order.
 
 On an MLP, Stratify with single samples is 2.4 times as fast as with autograd; on a convolutional network, 1.9 times
 (``benchmarks/fast_paths.py``).
@@ -88,7 +88,7 @@ class TracedSGD:
             The loss of each sample before its step, (n,).
         """
         step, bound = self._step, self._bound
-        # With a single sample, preparing a oneDNN operation takes longer than the operation saves.
+        # With a single sample, preparing an operation of oneDNN takes longer than oneDNN saves.
         with torch.inference_mode(), _without_onednn():
             samples = zip(torch.split(_plain_strides(x), 1), torch.split(y, 1), strict=True)
             losses = [step(*bound, sample, label, -lr) for sample, label in samples]
@@ -119,7 +119,7 @@ def _without_onednn() -> Iterator[None]:
 def _traced(loss: Loss, params: Params, x: Tensor, y: Tensor) -> fx.Graph:
     """Return the graph of a forward and backward pass.
 
-    Its inputs are the parameters, x and y; its outputs are the gradient of each parameter, and the loss.
+    The graph's inputs are the parameters, x and y. Its outputs are the gradient of each parameter, then the loss.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -132,7 +132,7 @@ def _traced(loss: Loss, params: Params, x: Tensor, y: Tensor) -> fx.Graph:
             by_leaf = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
         return [*by_leaf, value.detach()]
 
-    # Fake tensors have no values. Tracing a pass whose operations depend on values therefore fails, as it should.
+    # Fake tensors have no values. If operations depend on values, tracing fails, instead of giving a wrong graph.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         traced = make_fx(gradients, tracing_mode="fake")(*params.values(), x, y)
@@ -214,14 +214,14 @@ def _bind_views(graph: fx.Graph, params: list[Tensor]) -> list[Tensor]:
 
 
 def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
-    """Let the graph update the parameters at its end, and return only the loss."""
+    """Append updates of all parameters to the graph, and make the loss its only output."""
     output = next(node for node in graph.nodes if node.op == "output")
     (results,) = output.args
     *gradients, loss = results
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = placeholders[: len(gradients)]
-    # These nodes are overwritten: parameters and their views. A gradient that is a product with one of them must not be
-    # fused into an update, because an earlier update may have overwritten it.
+    # The updates overwrite these nodes: parameters and their views. A gradient that is a product with one of them must
+    # be computed before the first update, and so cannot be computed as part of its own update by addmm_.
     changed = _mutated(graph) | set(placeholders[:-2])
     with graph.inserting_after(placeholders[-1]):
         rate = graph.placeholder("rate")  # the negative learning rate, −η
@@ -257,7 +257,7 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
 
     Args:
         graph: The graph, which changes in place.
-        inputs: Tensors or numbers like the inputs of the graph.
+        inputs: Example inputs of the graph: tensors, and a number for the learning rate.
     """
     pools = [node for node in graph.nodes if node.target is _ATEN.max_pool2d_with_indices.default]
     copies = []
@@ -280,7 +280,7 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:
-    """Return the factors of a product; for factors that are views, also the nodes that they are made from."""
+    """Return the factors of a product; if a factor is a view, also the node that it is a view of."""
     roots: set[fx.Node] = set()
     for factor in product.args:
         node = factor

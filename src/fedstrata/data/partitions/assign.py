@@ -36,9 +36,9 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
 def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
     """Divide the samples of every class among the clients, in proportion to a draw of N shares from Dir(α).
 
-    The cuts between clients are rounded down after a random number in [0, 1), the same for all cuts of a class, was
-    added. The expected size of a part is then exactly its share. Without that number, the last client would get half a
-    sample per class too many on average.
+    To each cut between clients, a random number in [0, 1) is added, the same for all cuts of a class, and the sum is
+    rounded down. The expected size of a part is then exactly its share. Without that number, the last client would get
+    half a sample per class too many on average.
 
     Args:
         codes: The class (or domain) of every sample, 0…C−1, (samples,).
@@ -83,7 +83,8 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
         clients, row = np.unique(pending, return_inverse=True)
         mix = log_mix[np.ix_(clients, in_stock)]
         bounds = np.cumsum(np.exp(mix - mix.max(axis=1, keepdims=True)), axis=1)
-        bounds = bounds / bounds[:, -1:] + np.arange(len(clients))[:, None]  # ascending over all rows
+        # Row r of the bounds is shifted to (r, r + 1], so that one search over all rows finds every draw.
+        bounds = bounds / bounds[:, -1:] + np.arange(len(clients))[:, None]
         draws = np.searchsorted(bounds.ravel(), row + rng.random(len(row)), side="right") - row * len(in_stock)
         drawn = in_stock[np.clip(draws, 0, len(in_stock) - 1)]
         order = np.argsort(drawn, kind="stable")

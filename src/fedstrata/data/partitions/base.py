@@ -82,8 +82,8 @@ class Assignment:
     def names(self, dataset: Dataset) -> list[str]:
         """Return the name of each client.
 
-        This is the name in the data set if the data set says which client each sample is from and was divided in this
-        way. Otherwise, it is the client's id, 0 … N − 1, as text.
+        If the data set names its clients and was divided among them, these are their names in the data set. Otherwise,
+        they are the clients' ids, 0 … N − 1, as text.
 
         Args:
             dataset: The data set that was divided.

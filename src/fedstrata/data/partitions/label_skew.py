@@ -33,7 +33,7 @@ class Classes(Partition):
 
     @property
     def covers(self) -> bool:
-        """Whether every sample must have an owner: only without a fixed size."""
+        """Whether every sample must have an owner: True if ``size`` is not set."""
         return self.size is None
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
@@ -95,7 +95,7 @@ class Groups(Partition):
 
     @property
     def covers(self) -> bool:
-        """Whether every sample must have an owner: only without a fixed size."""
+        """Whether every sample must have an owner: True if ``size`` is not set."""
         return self.size is None
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:

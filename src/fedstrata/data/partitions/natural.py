@@ -17,7 +17,7 @@ from fedstrata.data.partitions.base import UNUSED, AnyPartition, Assignment, Cli
 
 
 class Natural(Partition):
-    """One client for each client id of the data, such as a hospital, a writer or a device.
+    """One client for each client id in the data, such as that of a hospital, a writer or a device.
 
     The ids are ``client_train`` of arrays and ``.npz`` files, the column ``data.client`` of a hub data set, or
     ``data.schema.client`` of a table. Clients are numbered in the order of their ids.
@@ -30,7 +30,7 @@ class Natural(Partition):
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
-        """Raise ``SpecError``: this scheme overrides ``split``."""
+        """Raise ``SpecError``, because this scheme divides the data in ``split`` instead."""
         raise SpecError("partition.name", "divides by client ids, which labels do not tell", self.name)
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
@@ -79,7 +79,7 @@ class SingleClient(Partition):
     only: NonNegativeInt | None = None
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
-        """Raise ``SpecError``: this scheme overrides ``split``."""
+        """Raise ``SpecError``, because this scheme divides the data in ``split`` instead."""
         problem = "divides as another partition does, which may take more than labels"
         raise SpecError("partition.name", problem, self.name)
 

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 BUBBLES = 100
-"""The most clients of a picture with a bubble per client and label. The most labels are half as many."""
+"""A picture has a bubble per client and label, up to this number of clients and half this number of labels."""
 NAMED = 20
-"""The most clients whose names in the data set are written below a picture."""
+"""Largest number of clients in a picture that writes the clients' names below it."""
 COLUMNS = 1000
-"""The most clients that a picture shows. If there are more, it shows an evenly spaced selection."""
+"""Largest number of clients that a picture shows. If there are more, it shows an evenly spaced selection."""
 INK = "#1f4e79"
 
 
 def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -> None:
     """Write a picture of the labels that each client holds, with the clients' numbers of samples above it.
 
-    Up to 100 clients are shown with a bubble per client and label, whose area is the number of samples. More clients
-    are shown as a heat map of at most 1,000 clients, sorted by their most frequent label.
+    Up to 100 clients (and 50 labels) are shown with a bubble per client and label, whose area is the number of samples.
+    Otherwise, the picture is a heat map of at most 1,000 clients, sorted by their most frequent label.
 
     Args:
         assignment: The partition.

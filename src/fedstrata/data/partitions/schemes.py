@@ -19,7 +19,7 @@ from fedstrata.data.subsets import largest_remainder
 
 Generator = np.random.Generator
 MOST_SHARDS = 10_000_000
-"""The most shards if clients may be empty, to limit the memory that they need."""
+"""The largest number of shards if clients may be empty (``min_size = 0``), to limit the memory for shards."""
 
 Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
@@ -106,8 +106,8 @@ class Shards(Partition):
 class PowerLaw(Partition):
     """Quantity skew only: client k = 1, 2, … holds samples in proportion to k^(−exponent).
 
-    All clients have the same mix of classes. Sizes are rounded by largest remainder, and clients below ``min_size`` get
-    samples from the largest clients. Li et al. 2020 (FedProx, section 5) use power-law sizes without stating the law.
+    All clients have the same mix of classes. Sizes are rounded with the largest-remainder method, and clients below
+    ``min_size`` get samples from the largest ones. FedProx (Li et al. 2020, section 5) does not state its power law.
 
     Args:
         exponent: The exponent; 0 gives equal sizes.
