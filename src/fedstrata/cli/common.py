@@ -1,4 +1,4 @@
-"""What commands share: reading the spec and its overrides, errors with line numbers, and the folder of a run."""
+"""Functions that several commands use: for specs and overrides, errors with line numbers, output and run folders."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from fedstrata.spec.experiment import Experiment
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""The object to which a command adds its parser."""
+"""The type of the object to which each command adds its own argument parser."""
 R = TypeVar("R")
 
 
 WITH_OUT = "go on from the last checkpoint with the same command and its --out DIR"
-"""The advice after an interrupt of a command that makes a new folder unless it has ``--out``."""
+"""The advice that is printed after an interrupt of a command whose results can only be continued with ``--out``."""
 
 
 def add_command(
@@ -41,7 +41,7 @@ def add_command(
         more: Additional text of the help.
         imports: Whether the command may import code that a spec names, from installed packages or the working
             directory. Commands that only inspect a spec or a result may do so only with ``--trust`` (``add_trust``).
-        defaults: Additional attributes of the parsed options, such as ``work``, the function of the command.
+        defaults: Attributes to set in the parsed options, such as ``work``, the function that executes the command.
     """
     lines = "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines())
     parser = commands.add_parser(
@@ -109,13 +109,13 @@ def experiment(options: argparse.Namespace) -> Experiment:
 
 
 def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
-    """Return the result of ``work``; add the line of the spec file to the message of a ``SpecError`` in it."""
+    """Call ``work`` and return its result. If it raises ``SpecError``, add the line of the spec file to the message."""
     from fedstrata.spec.experiment import with_location
 
     try:
         return work()
     except SpecError as error:
-        # If the wrong key was set with --set, no line of the file is to blame.
+        # If the wrong key was set with --set, the error is not in the file.
         overridden = [override.partition("=")[0].strip() for override in options.overrides]
         by_hand = any(key == error.key or error.key.startswith(f"{key}.") for key in overridden)
         in_file = options.spec and Path(options.spec).is_file() and not by_hand
@@ -124,7 +124,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """Return the error; if it is about an unknown key, add which other sections have a key of this name."""
+    """Return the error. If it is about an unknown key, its message also names other sections that have this key."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")
@@ -172,13 +172,13 @@ def stamp() -> str:
 
 @contextmanager
 def run_folder(given: Path | None, name: str) -> Iterator[Path]:
-    """Yield the given folder, or else a new folder under ``runs``, which is removed again if it stays empty.
+    """Yield the given folder or, without one, a new folder under ``runs``, which is removed at the end if it is empty.
 
     The folder is new even if several processes start in the same second.
 
     Args:
-        given: The folder that the user gave, if any.
-        name: The beginning of a new folder's name; the time follows.
+        given: The folder that the user gave; None to make a new one.
+        name: The beginning of a new folder's name. The current time is appended.
     """
     if given is not None:
         yield given
@@ -192,13 +192,13 @@ def run_folder(given: Path | None, name: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with suppress(OSError):  # rmdir fails if anything was written; nothing is if, for example, the spec is wrong
+        with suppress(OSError):  # rmdir fails if the folder is not empty
             folder.rmdir()
             folder.parent.rmdir()
 
 
 BROKE_DOWN = 3
-"""The exit code if the server could use none of the clients' replies, always or from some round on."""
+"""The exit code if the server could use none of the clients' replies, from the start or some later round to the end."""
 
 
 def show_run(history: History, as_json: bool = False) -> int:

@@ -12,7 +12,7 @@ Completer = Callable[..., Iterable[str]]
 
 
 def keys(prefix: str = "", **_: Any) -> list[str]:
-    """Complete an override: all keys as ``section.key=``, and after ``section=`` the names that the section accepts."""
+    """Complete an override: a key as ``section.key=`` or, after ``section=``, a name that the section accepts."""
     key, equals, _rest = prefix.partition("=")
     settings = known()["settings"]
     if equals:
@@ -32,12 +32,12 @@ def words(**_: Any) -> list[str]:
 
 
 def sections(**_: Any) -> list[str]:
-    """Complete the sections of a spec."""
+    """Complete the first argument of ``fedstrata settings``: a section of a spec."""
     return list(known()["settings"])
 
 
 def names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    """Complete the name of a class in the section that was typed before it."""
+    """Complete the second argument of ``fedstrata settings``: a name that the section in the first argument accepts."""
     return [name for name in known()["settings"].get(parsed_args.section, {"kinds": {}})["kinds"] if name]
 
 
@@ -68,11 +68,11 @@ COMPLETERS: dict[tuple[str, str], Completer] = {
     ("settings", "name"): names,
     ("new", "kind"): kinds,
 }
-"""The completer of each argument. A key consists of the name of a command ("" for all) and that of its argument."""
+"""A mapping from the name of a command ("" for all) and the name of an argument to the argument's completer."""
 
 
 def attach(whole: argparse.ArgumentParser) -> None:
-    """Attach a completer to each argument of the whole parser that has one in ``COMPLETERS``."""
+    """Attach completers to the arguments of all commands that have one in ``COMPLETERS``."""
     for action in whole._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command, parser in action.choices.items():

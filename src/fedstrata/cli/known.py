@@ -127,7 +127,7 @@ def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
-    """Return the whole table, generated from the code; see ``known``."""
+    """Generate the table from the code; ``known`` describes its content."""
     from fedstrata.methods.base import METHODS
     from fedstrata.spec.experiment import Experiment
     from fedstrata.spec.reference import SECTIONS, common, kinds, rows

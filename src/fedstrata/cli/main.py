@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _imports(allowed: bool) -> Iterator[None]:
     """Allow or refuse, during the ``with`` block, that a spec makes fedstrata import code.
 
-    If imports are allowed, the code may also be in the working directory.
+    If it is allowed, the code may be in the working directory.
     """
     if allowed and "" not in sys.path:
         sys.path.insert(0, "")
@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _flat(error: Exception) -> str:
-    """Return the message of an error in one line; that of the system without its number."""
+    """Return the message of an error in one line, without the number of an operating system's error."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)

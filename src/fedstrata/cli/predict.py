@@ -1,4 +1,4 @@
-"""``fedstrata predict``: the classes that a run's model predicts for the rows of a table."""
+"""The command ``fedstrata predict``, which predicts the class of each row of a table with the model of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands ``fedstrata table`` and ``fedstrata sweep``."""
+"""The commands ``fedstrata table``, which compares runs, and ``fedstrata sweep``, which tries settings."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _table(options: argparse.Namespace) -> None:
 
 
 def _print_heading(format: str, data: str, tables: int) -> None:
-    """Print the name of a data set if there are several tables, and the format has a place for it."""
+    """Print the name of a data set as a heading, if there are several tables and the format can show a heading."""
     if tables > 1 and format in ("latex", "markdown", "console"):
         print({"latex": "% ", "markdown": "\n", "console": ""}[format] + f"On {printable(data or 'unnamed data')}:\n")
 

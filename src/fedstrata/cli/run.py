@@ -1,4 +1,4 @@
-"""The commands ``fedstrata run`` and ``fedstrata compare``."""
+"""The commands ``fedstrata run``, for one experiment, and ``fedstrata compare``, for several methods and seeds."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _compare(options: argparse.Namespace) -> int:
         watch = progress.of_runs(rounds)
         given = {"seeds": seeds, "out": out, "engine": options.engine, "references": references, "jobs": jobs}
         asked = common.located(options, partial(compare, experiments, **given, watch=watch))
-    runs = histories(load_runs(out).finished())  # also those that the folder has from before
+    runs = histories(load_runs(out).finished())  # also runs that were in the folder before
     if options.json:
         common.print_json(
             {"folder": str(out), "report": str(out / "report.html"), "rows": to_json(compare_table(runs))}

@@ -24,8 +24,8 @@ KINDS = {
     "partition": "who holds which data",
     "metric": "how good the model is",
 }
-"""A mapping from each kind of file that ``fedstrata new`` can write to its purpose; the folder ``templates`` has the
-files."""
+"""A mapping from each kind of file that ``fedstrata new`` can write to its purpose. The folder ``templates`` contains
+their templates."""
 
 SHELLS = {
     "bash": 'eval "$(fedstrata completion bash)"    # in ~/.bashrc',
@@ -106,7 +106,7 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 NOT_BY_HAND = ("communication.codec", "evaluation.metrics", "callbacks", "data.schema.columns.NAME")
-"""Sections whose keys ``--set`` cannot change, because a section is inside a list or has a placeholder in its name."""
+"""Sections whose keys ``--set`` cannot change: those in a list, and one with ``NAME``, a name that the user chooses."""
 
 
 def _example(entry: dict[str, Any]) -> str:
@@ -128,9 +128,9 @@ def explanations(word: str) -> list[dict[str, Any]]:
             path that ends with one of these.
 
     Returns:
-        A dict for each meaning. If the word is a key, ``section`` is its section, ``kinds`` are the classes in the
-        section that have it (empty if all have it), ``about`` is its meaning, ``takes`` are the accepted values, and
-        ``default`` is its default. If the word is a section or a class, ``key`` is empty, and ``has`` are its keys.
+        A dict for each meaning. If the word is a key: ``key``; its ``section``; ``kinds``, the names of the classes in
+        the section that have it (empty if all have it); ``about``, its meaning; ``takes``, the accepted values; and its
+        ``default``. If the word is a section or a class, ``key`` is empty, and ``has`` is a list of its keys.
 
     Raises:
         SpecError: The word does not have a meaning; the message suggests a similar word.

@@ -166,7 +166,7 @@ def claims() -> list[Claim]:
 
 
 def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
-    """Judge a claim by the results that are there; ``quick`` means that they are at small scale."""
+    """Judge a claim by the available results; ``quick`` means that these are of experiments at small scale."""
     about = claim.about
     if claim.kind == "reading":
         reading = readings()[about["reading"]]
@@ -181,7 +181,7 @@ def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
 
 
 class _Case:
-    """A claim about a row of a table and other rows, with the results of the table."""
+    """A claim that compares a row of a table with other rows, and the results of the table."""
 
     def __init__(self, claim: Claim, known: Results, quick: bool) -> None:
         self.claim, self.about, self.name = claim, claim.about, f"{claim.paper}/{claim.about['table']}"
@@ -195,7 +195,7 @@ class _Case:
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
     def has(self, column: str, *rows: str) -> bool:
-        """Return whether a column has all these rows."""
+        """Return True if a column has all these rows."""
         return set(rows) <= set(self.table.rows_of(column))
 
     def values(self, row: str, column: str, metric: str = "") -> dict[int, float]:
@@ -203,9 +203,9 @@ class _Case:
         return over_seeds(self.cells, row, column, metric or self.table.metric)
 
     def label(self, column: str, other: str, *, all_columns: int) -> str:
-        """Return the name of a comparison with another row in a column.
+        """Return a text that names a comparison with another row in a column.
 
-        The column or the row is left out if it is the same in all comparisons of the claim.
+        It leaves out the column or the other row if it is the same in all comparisons of the claim.
         """
         where = [column] * (bool(column) and all_columns > 1)
         return " ".join(where + [f"− {other}"] * (len(self.others) > 1))
@@ -216,7 +216,7 @@ Part = tuple[str, Difference]
 
 
 def _verdict(orders: Sequence[Order], wanted: Order = "above") -> Verdict:
-    """Return the verdict on a claim that all comparisons have the order ``wanted``.
+    """Return the verdict on a claim, which says that all comparisons have the order ``wanted``.
 
     >>> _verdict(["above", "above"]), _verdict(["above", "not run"]), _verdict(["above", "below", "not run"])
     ('holds', 'not yet', 'in part')
@@ -269,7 +269,7 @@ def _above(case: _Case) -> tuple[Verdict, str]:
 
 
 def _near(case: _Case) -> tuple[Verdict, str]:
-    """Judge whether a row is at most ``within`` points worse in each column than in a reference column."""
+    """Judge whether a row's metric is, in each column, at most ``within`` points below that in a reference column."""
     row, reference = case.row, case.about["reference"]
     columns = [column for column in case.table.columns if column != reference and case.has(column, row)]
     pairs = [(case.values(row, column), case.values(row, reference)) for column in columns]
@@ -295,7 +295,7 @@ COUNTED = {"bytes_up": "bytes of the clients' answers", "bytes_down": "bytes to 
 
 
 def _ratio(case: _Case) -> tuple[Verdict, str]:
-    """Judge whether a count of a row, divided by that of another row, is at most ``most`` and at least ``least``."""
+    """Judge whether the ratio of a row's count (see ``COUNTED``) to another row's is from ``least`` to ``most``."""
     row, other, metric = case.row, case.other, case.about["metric"]
     by_column = []
     for column in (column for column in case.table.columns if case.has(column, row, other)):
@@ -339,13 +339,13 @@ def _less(
 ) -> tuple[Verdict, str]:
     """Judge whether a figure that is computed from a row's curve is smaller than the figure of each other row.
 
-    It must be smaller in all columns that have both rows. If runs have few evaluations, intervals that are corrected
-    over many columns are too wide for any verdict. Then a claim can be ``pooled``, and the mean over the columns is
-    judged.
+    It must be smaller in all columns that have both rows. The claim can set ``pooled``: then only the mean over these
+    columns is judged. This is for runs with few evaluations, where the correction for many columns would make all
+    intervals too wide for a verdict.
 
     Args:
         case: The claim.
-        figures: Returns the figures of the row and of another row, from their two curves.
+        figures: A function that takes the curves of the row and of another row, and returns their figures.
         resolution: The unit to which the figures are rounded.
         description: A description of the figures, for the evidence.
     """

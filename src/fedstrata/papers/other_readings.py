@@ -1,6 +1,6 @@
-"""Other interpretations of methods, such as in published code, to test whether they explain figures that differ.
+"""Variants of methods, such as those in published code, to test if they explain why our figures differ from a paper's.
 
-A spec names them by path: ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``. They have no other use.
+A spec names a variant by its path: ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Losing:
         return getattr(self._federation, name)
 
     def ask(self, clients: Iterable[int], request: Any, **options: Any) -> dict[int, Any]:
-        """Return the replies that arrive: those of the clients that the availability ``bernoulli`` has online."""
+        """Return the replies that arrive, which the availability model ``bernoulli`` draws at random."""
         replies = self._federation.ask(clients, request, **options)
         answered = np.array(list(replies), dtype=np.int64)
         arrives = Bernoulli(p=self._p).online(answered, self._federation.round, self._federation.config.seed)
@@ -56,11 +56,11 @@ class Lost(Recipe):
 
 
 class LostSCAFFOLD(Lost, SCAFFOLD):
-    """SCAFFOLD in which a client's control variate c_k changes even if its reply, and so its part of c, is lost."""
+    """SCAFFOLD in which a client's c_k also changes if its reply is lost. The server's c then misses this change."""
 
 
 class LostFedDyn(Lost, FedDyn):
-    """FedDyn in which a client's dual variable λ_k changes even if its reply, and so its part of h, is lost."""
+    """FedDyn in which a client's λ_k also changes if its reply is lost. The server's h then misses this change."""
 
 
 class PublishedScaffold(Scaffold):

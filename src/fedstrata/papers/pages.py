@@ -70,7 +70,7 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
 
 
 def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Return a mapping from each file that is missing and each cell without a figure to a description of the problem.
+    """Return a mapping from the name of each missing file, and of each cell without a figure, to the problem as text.
 
     Args:
         wanted: The tables that were run.
@@ -244,9 +244,9 @@ def _seeds(cells: Cells, row: str, column: str) -> str:
 
 
 def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
-    """Return a note about the results that an earlier version of fedstrata made, as lines.
+    """Return lines with a note about the results that an earlier version of fedstrata made.
 
-    It says how much they differ from the first rounds of a run with this version.
+    The note says how much their first rounds differ from those of a run with this version.
     """
     if not results:
         return []
@@ -281,7 +281,7 @@ def _here(estimate: Estimate) -> str:
 
 
 def _left(table: Table, row: str, column: str, seconds: Mapping[tuple[str, str], float]) -> str:
-    """Return a text with the command that runs missing cells, and their expected duration."""
+    """Return a text with the command that runs the missing cells of a row and column, and their expected duration."""
     rounds = next(cell.spec["training"]["rounds"] for cell in table.cells() if (cell.row, cell.column) == (row, column))
     a_round = seconds.get((row, column))
     takes = "time unknown" if a_round is None else duration(a_round * rounds * len(table.seeds) / 3600)

@@ -28,7 +28,7 @@ Ints = NDArray[np.int64]
 Holds = Literal["holds", "in part", "not"]
 DRAWS = 200_000
 FEW_MORE = 1.05
-"""If a paper says that a method needs few more bytes or operations than the baseline, the ratio may be at most this."""
+"""The largest ratio of a method's bytes or operations to the baseline's that still counts as "few more"."""
 EXACT, DRAWN = 0.01, 0.05
 """A figure counts as right up to this relative error: ``EXACT`` if it is computed exactly, and ``DRAWN`` if it is an
 average of random draws."""
@@ -95,7 +95,7 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
 
     Args:
         sizes: N_h, the number of clients in each stratum.
-        deviations: S_h, the standard deviation in each stratum.
+        deviations: S_h, the spread of the clients in each stratum; see ``fedstrata.sampling.allocation.spread``.
         places: m, the number of draws.
 
     >>> neyman_bias([10, 10], [1.0, 1.0], 4)
@@ -125,7 +125,7 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
     """
     n = len(lengths)
     clients, strata = np.arange(n), np.zeros(n, dtype=np.int64)
-    # Drawing all clients at once shows the probability with which each client is drawn.
+    # Draw all clients, because the result contains the probability with which a draw chooses each client.
     all_drawn = draw(clients, strata, np.array([n]), np.array([n]), lengths, False, np.random.default_rng(0))
     total = 0.0
     for k in range(n):
@@ -142,7 +142,7 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 
     Args:
         sizes: n_k, the number of samples of each participant, shape (m,).
-        bound: M, the bound of the numbers that participants report.
+        bound: M; participants report numbers from 1 to M − 1.
         epsilon: ε, the privacy budget of a report.
         draws: The number of estimates.
     """
@@ -156,15 +156,15 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 
 
 def keep_errors(size: int, participants: int, bound: int, epsilon: float, fraction: float = 0.1) -> float:
-    """Return the root mean square of p̃ − p (FedSTaS, Lemma 2.2), for n* = q n wanted samples.
+    """Return the root mean square of p̃ − p (FedSTaS, Lemma 2.2), the error of the probability of keeping a sample.
 
-    p = q is the wanted probability of keeping a sample. p̃ = min(1, n*/ñ) is the probability under privacy, with the
-    estimate ñ of the number of all samples n.
+    n* = q n of all n samples are wanted, so that p = q. Under privacy, n is only known as an estimate ñ, and
+    p̃ = min(1, n*/ñ).
 
     Args:
         size: n_k, the number of samples of every participant.
         participants: m, the number of participants.
-        bound: M, the bound of the numbers that participants report.
+        bound: M; participants report numbers from 1 to M − 1.
         epsilon: ε, the privacy budget of a report.
         fraction: q, the fraction of samples to keep.
 
@@ -197,13 +197,13 @@ def label_variance(labels: Ints, batch: int) -> float:
 
 
 def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
-    """Return how often a sample of each client is used per epoch on average, in Stratify with uniform selection.
+    """Return how often an average sample of each client is used in an epoch, with Stratify's uniform selection.
 
     All samples have one label. A client can be drawn until all its samples have been used in the epoch.
 
     Args:
         counts: The number of samples at each client.
-        cap: The largest frequency f_l of a label in an epoch.
+        cap: The cap of the label's frequency f_l, which is the number of its samples that an epoch uses.
         batch: The number of positions in a batch.
         seed: The seed of the draws.
 
@@ -317,7 +317,7 @@ def _label_variance() -> Made:
     counts = np.full(classes, samples)
     orders = [schedule(frequencies(counts), generator) for _ in range(20)]
     scheduled = float(np.mean([label_variance(order, batch) for order in orders]))
-    # For random draws from all samples; and for batches of a client that has only one label.
+    # The first value is for random draws from all samples, the second for a client that has only one label.
     random, alone = (1 - 1 / classes) / batch, 1 - 1 / classes
     text = (
         f"{scheduled:.4f} by the schedule, {random:.4f} by random draws from all samples, {alone:.1f} at a client with "
@@ -450,7 +450,7 @@ def _less_variance() -> Made:
 def _prototype_operations() -> Made:
     once, twice = ({m: training_operations(m, epochs) for m in ("fedavg", "rebafl")} for epochs in (1, 2))
     epoch = {method: twice[method] - once[method] for method in once}
-    # What remains besides training is equal for both methods, such as evaluations, and cancels out.
+    # Operations besides training, such as evaluations, are equal for both methods and cancel out.
     prototypes = (once["rebafl"] - epoch["rebafl"]) - (once["fedavg"] - epoch["fedavg"])
     values = {
         str(epochs): (epochs * epoch["rebafl"] + prototypes) / (epochs * epoch["fedavg"]) for epochs in (1, 5, 20)

@@ -1,6 +1,7 @@
 """Run the cells of tables, and keep their results in files.
 
-Several processes may run cells at the same time; each cell is run once, and resumed from its checkpoint after a kill.
+Several processes may run cells at the same time, and each cell is run by only one of them. A cell whose process was
+killed is resumed from its checkpoint.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def run(
         runs: The folder that contains the run folders.
         quick: Whether to run the experiments at small scale.
         seeds: The seeds to run; None for all seeds.
-        show: Is called with a line about every finished cell.
+        show: A function that is called with a line about every finished cell.
 
     Returns:
         A mapping from the name of each cell that failed to its error.
@@ -98,7 +99,7 @@ def run(
 
 
 def run_one(table: Table, cell: Cell, out: Path, runs: Path) -> dict[str, Any] | None:
-    """Run a cell, unless it is finished or another process runs it.
+    """Run a cell if it is not finished and no other process runs it.
 
     Returns:
         The results of the cell; None if it was not run.

@@ -84,7 +84,7 @@ class Table:
     Args:
         paper: The paper, a key of ``PAPERS``.
         name: The name of the table, which is the name of its file without the suffix.
-        title: The title. It names the data that are used in place of data that are not available.
+        title: The title. If the paper's data are not available, it names the data that replace them.
         source: The place of the table in the paper.
         metric: A key of ``METRICS``.
         seeds: The seeds with which every row and column is run.
@@ -94,12 +94,12 @@ class Table:
         columns: A mapping from each column to the settings that it changes in the spec.
         only: A mapping from each column that does not have all rows to its rows.
         spec: The spec that all cells share, as nested tables.
-        published: The paper's figures in percent: a mapping from each row to a mapping from columns.
+        published: A mapping from each row to a mapping from columns to the paper's figures, in percent.
         seconds: A mapping from rows to the expected seconds per round on one core; the key "" stands for all other
             rows.
         notes: Notes for the reader of the page.
         order: Tables with a smaller number run first.
-        quick: The settings that ``--quick`` changes in every cell, to run it at small scale.
+        quick: The settings that ``--quick`` changes in every cell, so that its experiment is small.
         version: The version of the results. A commit that changes results of this table raises it, and the cells are
             run again.
     """
@@ -137,7 +137,7 @@ class Table:
         return [row for row in self.rows if row in self.only.get(column, self.rows)]
 
     def comparisons(self) -> list[tuple[str, str, str]]:
-        """Return all comparisons, each as (column, row, other row). Tests are corrected over all of them."""
+        """Return all comparisons, each as (column, row, other row). The p-values of all are corrected together."""
         rows = {column: self.rows_of(column) for column in self.columns}
         base = [(c, row, self.baseline) for c in rows if self.baseline in rows[c] for row in rows[c]]
         base = [each for each in base if each[1] != self.baseline]

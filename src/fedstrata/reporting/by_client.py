@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ByClient = dict[str, dict[str, Estimate]]
-"""A mapping from clients, by name, to an estimate for each label."""
+"""A mapping from the name of each client to a mapping from each label to an estimate."""
 
 NOT_RESULTS = ("client", "name", "in_partition", "train_samples", "samples", "heard")
 """Columns of a run's table of clients that are not results."""
 
 
 def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -> ByClient:
-    """Return each client's result with each label's model, over the seeds.
+    """Estimate a result of each client, such as the accuracy on its test samples, for each label over its seeds.
 
     Args:
         runs: The histories of each label's seeds.
         column: A column of results in the runs' tables of clients (``clients.csv``).
 
     Returns:
-        The clients in the order of the runs' tables. A client without a value, such as one without samples of a class,
-        has an empty estimate.
+        The estimates of each client, in the order of the runs' tables. If a client has no value, for example because it
+        has no samples of a class, the estimate is empty.
 
     Raises:
-        SpecError: No run has a table of clients, the column is unknown, or the clients of several seeds are different
-            ones because each seed divides the data in another way.
+        SpecError: No run has a table of clients; the column is unknown; or there are several seeds, and each divides
+            the data into other clients.
     """
     results = {label: [history.clients for history in members] for label, members in runs.items()}
     rows = [row for members in results.values() for table in members for row in table]
@@ -67,7 +67,7 @@ def _number(cell: object) -> float | None:
 
 
 def _cells(table: ByClient, column: str) -> tuple[list[str], list[list[str]]]:
-    """Return the labels, and a row of text per client: its name, and mean and interval for each label."""
+    """Return the labels, and a row of text per client: its name, then the mean and interval of each label."""
     how, labels = tables.measure(f"final_{column}"), list(next(iter(table.values())))
     rows = []
     for name, estimates in table.items():
@@ -84,7 +84,7 @@ def _cells(table: ByClient, column: str) -> tuple[list[str], list[list[str]]]:
 
 
 def caption(table: ByClient, column: str) -> str:
-    """Return a sentence that explains the numbers."""
+    """Return a sentence that explains the numbers of the table."""
     estimates = [estimate for row in table.values() for estimate in row.values()]
     seeds, unit = max(estimate.n for estimate in estimates), ", in %" if column == "accuracy" else ""
     over = "one seed" if seeds == 1 else f"mean over {seeds} seeds"
@@ -107,7 +107,7 @@ def to_markdown(table: ByClient, column: str) -> str:
 
 
 def to_latex(table: ByClient, column: str) -> str:
-    """Return the table for a paper, with all text escaped; it needs the package booktabs."""
+    """Return the table in LaTeX, with all text escaped. The document must load the package booktabs."""
     labels, rows = _cells(table, column)
     headings, *lines = (list(map(contrasts.escape, cells)) for cells in (["client", *labels], *rows))
     return contrasts.latex_table(contrasts.escape(caption(table, column)), headings, lines)

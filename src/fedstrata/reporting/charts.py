@@ -1,4 +1,4 @@
-"""The data of the HTML report's charts, for JSON: curves, participation, and heat maps of classes and clients."""
+"""Collect the data of the HTML report's charts as JSON values: curves, participation, and heat maps."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 NUMBERS = 300_000
-"""Approximately the most numbers in all curves of a data set together, so that a page can be sent by mail."""
+"""The approximate limit of numbers in all curves of a data set together. It keeps a page small enough for mail."""
 POINTS = 400
-"""The most points of a curve."""
+"""The most points to draw per curve."""
 OWN = 24
-"""The most columns that can be drawn among those that only some methods record."""
+"""The most columns to draw of those that only some methods record."""
 BARS = 240
 """The most bars of the participation chart; if a run has more rounds, several rounds share a bar."""
 CLASSES = 40
-"""The most classes of a confusion matrix."""
+"""The most classes for which confusion matrices are shown."""
 CLIENTS = 200
 """The most clients of a heat map; if there are more, it shows an evenly spaced selection."""
 CELLS = 80_000
 """The most cells of all heat maps of clients together."""
 
 DASHES: dict[Dash, list[int]] = {"-": [], "--": [8, 4], ":": [2, 3], "-.": [8, 3, 2, 3]}
-"""A mapping from each style of lines to the lengths of its dashes and gaps in pixels."""
+"""A mapping from each line style to the lengths of its dashes and gaps in pixels."""
 
 FATE_NAMES = (*(name for name, _ in FATES.values()), "refused")
-"""The outcomes of invited clients, in stacking order."""
+"""The outcomes of invited clients, in the order in which the participation chart stacks them."""
 
 _SOURCES = {name: name.replace("_", " ") for name in ("test", "validation", "clients", "test_clients")}
 _SOURCES["personal"] = "personal models"
@@ -94,10 +94,10 @@ def _total(history: History, key: str) -> float:
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
     """List the columns that can be drawn over the rounds, the primary metric first.
 
-    Other metrics of the evaluation come next, then the methods' own columns that change.
+    Other metrics of the evaluation come next, then columns that only some methods record, if their values change.
     """
     changes: dict[str, bool] = {}
-    """A mapping from each column to whether it is a method's own and its values change in some run."""
+    """A mapping from each column to True if only some methods record it and its values change in some run."""
     for history in (history for members in runs.values() for history in members):
         for name in history.columns:
             varies = is_own(name) and not changes.get(name) and len(set(history.column(name)[1].tolist())) > 1
@@ -120,7 +120,7 @@ def is_own(name: str) -> bool:
 
 
 def named(key: str) -> Quantity:
-    """Return the name of a column for readers, with the unit, and the factor of its values.
+    """Return the name of a column in charts, with its unit, and the factor from recorded values to that unit.
 
     >>> named("clients.accuracy.worst_10").name, named("validation.loss").name, named("test.ece").factor
     ('clients: accuracy, worst tenth, %', 'validation loss', 1.0)
@@ -138,7 +138,9 @@ def named(key: str) -> Quantity:
 
 
 def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str], points: int) -> dict[str, Any]:
-    """Return means and standard deviations over seeds in selected rounds, and the budgets spent until each round.
+    """Return the curves of a label: each column's mean and standard deviation over seeds in selected rounds.
+
+    The amount of each resource in ``axes`` that was spent until each of these rounds is added.
 
     Args:
         members: The histories of one label's seeds.
@@ -148,7 +150,7 @@ def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str
     """
     bands = {}
     for name in names:
-        with suppress(SpecError):  # only other methods have this column
+        with suppress(SpecError):  # this method does not record the column
             bands[name] = over_seeds(members, name)
     rounds = _thin([band.rounds for band in bands.values()], points)
     curves: dict[str, Any] = {"round": rounds.tolist(), "y": {}}
@@ -167,12 +169,12 @@ def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str
 
 
 def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any, Any]:
-    """Select the rounds to draw: all rounds in which a column has values.
+    """Select the rounds to draw: all rounds in which any column has values.
 
-    If there are too many, rounds of the first column are selected, which are evenly spaced.
+    If these are too many, evenly spaced rounds of the first column are selected.
 
     Args:
-        rounds: The rounds in which each column has values, (R,) per column.
+        rounds: An array for each column, (R,): the rounds in which the column has values.
         points: The most rounds to select.
     """
     every = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rounds]))
@@ -185,7 +187,8 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 def fates(run: Run) -> dict[str, Any]:
     """Count how many invited clients returned, dropped out, and so on, for each bar of the participation chart.
 
-    A run's records count refused answers as failed. They are separated here with the help of the events.
+    A run's records count refused answers as failed. Its events tell which answers were refused, so that this function
+    counts them apart.
 
     Returns:
         A table for JSON: ``run`` is the name of the run, ``rounds`` the number of its rounds, ``each`` the number of
@@ -206,7 +209,7 @@ def fates(run: Run) -> dict[str, Any]:
 
 
 def _classes(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:
-    """Return the accuracy in each class, in percent, and the confusion matrix of each label; None if not recorded."""
+    """Return each label's accuracy per class, in percent, and its confusion matrix; None if no run recorded them."""
     rows = [_class_accuracy([run.history for run in members]) for members in runs.values()]
     counts = max((len(row) for row in rows if row is not None), default=0)
     if not counts:
@@ -244,7 +247,7 @@ def _last_classes(history: History) -> Floats | None:
 
 
 def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
-    """Return the sum of the last confusion matrices of all seeds; None if there are none, or of different sizes."""
+    """Return the sum of the last confusion matrices of all seeds; None if there are none or their sizes differ."""
     matrices = [matrix.counts for run in members if (matrix := _matrix(run.history)) is not None]
     if not matrices or len({matrix.shape for matrix in matrices}) > 1:
         return None
@@ -253,7 +256,7 @@ def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
 
 
 def _matrix(history: History) -> Confusion | None:
-    """Return the confusion matrix of the saved model, by default that of the last evaluation; None without one."""
+    """Return the confusion matrix of the saved model; None if it was not recorded."""
     if history.model_round is None:
         return history.confusion.get("last")
     return next((matrix for matrix in history.confusion.values() if matrix.round == history.model_round), None)
@@ -266,14 +269,14 @@ def _class_names(run: Run) -> list[str]:
 
 
 def _by_name(rows: Iterable[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Return the rows of a table of clients by the clients' names; a client without a name has its number."""
+    """Return a mapping from the name of each client, or its id if it has no name, to its row."""
     return {row.get("name", row["client"]): row for row in rows}
 
 
 def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     """Return one heat map (labels × clients) for each seed and metric.
 
-    Seeds are not averaged, because the same client holds other samples with another seed.
+    Results are not averaged over seeds, because with another seed, the client of the same id holds other samples.
     """
     maps = list[dict[str, Any]]()
     for seed in dict.fromkeys(run.name for members in runs.values() for run in members):
@@ -310,7 +313,7 @@ def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
 
 
 def _numbers(rows: Iterator[dict[str, Any]]) -> list[str]:
-    """List the metrics in the rows of the clients' tables; ``heard`` comes last."""
+    """List the metrics in the rows of the clients' tables. ``heard``, a client's last used reply, comes last."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, (int, float)))
     return sorted((name for name in names if name not in _NOT_METRICS), key=lambda name: name == "heard")
 
@@ -328,6 +331,6 @@ def _list(values: Floats) -> list[float | None]:
 
 
 def _short(value: float) -> float:
-    """Round to five digits, which is enough for a chart."""
+    """Round to five significant digits, which is enough for a chart."""
     short = float(f"{value:.5g}")
     return int(short) if short.is_integer() else short

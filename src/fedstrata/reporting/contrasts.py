@@ -1,4 +1,4 @@
-"""Compare labels with a baseline label: intervals, differences paired by seed, and tests, as tables of many formats."""
+"""Compare labels with a baseline label by differences paired by seed, and format the comparisons as tables."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Budget(NamedTuple):
     """A resource that runs use, such as bytes sent.
 
     Args:
-        columns: The columns whose sum is the amount used in a round.
+        columns: The columns of a round's record whose sum is the amount used in the round.
         unit: The unit in which the amount is shown.
-        axis: The label of an axis.
+        axis: The title of a chart axis that shows the amount.
         factor: The factor from the recorded unit to the shown unit.
     """
 
@@ -54,7 +54,7 @@ BUDGETS = {
     "seconds": Budget(("seconds",), "s", "time, s"),
     "simulated_seconds": Budget(("simulated_seconds",), "simulated s", "simulated time, s"),
 }
-"""The budgets at which the primary metric can be compared."""
+"""The resources that can be limited in comparisons: the primary metric is compared at equal amounts of one of them."""
 
 LESS = ("train_loss", "samples", "seconds", "simulated_seconds", *TRAFFIC)
 """The columns, besides metrics, for which lower is better."""
@@ -67,14 +67,14 @@ class Contrast:
     """A measure of one label, and its difference to the baseline.
 
     Args:
-        key: The key of the measure.
-        label: The label.
+        key: The key of the measure, such as ``final_accuracy``.
+        label: The label of the runs.
         seeds: The number of the label's runs.
         value: The estimate of the measure over these runs.
-        difference: The difference to the baseline, paired by seed; None if this is the baseline or there is none.
-        stuck: The number of runs in which the server could use none of the clients' replies, always or from some round
-            on.
-        kept: Which model its runs kept, see ``tables.kept``.
+        difference: The difference to the baseline, paired by seed; None for the baseline itself, or without a baseline.
+        stuck: The number of runs in which the server could use none of the clients' replies, from the start or from
+            some later round to the end.
+        kept: A text that says which model the runs kept; see ``tables.kept``.
     """
 
     key: str
@@ -87,21 +87,22 @@ class Contrast:
 
     @property
     def marked(self) -> str:
-        """The label, with a mark if some run is ``stuck``."""
+        """The label, followed by the mark ``STUCK`` if ``stuck`` is above 0."""
         return f"{self.label} {tables.STUCK}" if self.stuck else self.label
 
 
 @dataclass(frozen=True)
 class Contrasts:
-    """The comparisons of a table.
+    """The comparisons of all labels with one baseline, which make up a table.
 
     Args:
         rows: The comparisons, sorted by measure and then by label.
         measures: A mapping from the key of each measure to its display.
         baseline: The label that the others are compared with; None if there is only one label.
-        test: The test of the p-values.
-        budgets: The amounts at which the primary metric M is compared, by ``M_at_KIND``, in recorded units.
-        directions: For each measure 1 if higher is better, -1 if lower is better, and 0 if neither is.
+        test: The test that gives the p-values.
+        budgets: A mapping from each key ``M_at_KIND`` to the amount of the resource KIND at which the primary metric M
+            is compared, in recorded units.
+        directions: A mapping from the key of each measure to 1 if higher is better, -1 if lower is better, else 0.
     """
 
     rows: tuple[Contrast, ...]
@@ -125,18 +126,18 @@ def contrast(
     baseline: str | None = None,
     test: Test = "t",
 ) -> Contrasts:
-    """Compare labels by given measures; by default by the primary metric: final, at equal bytes and at equal samples.
+    """Compare labels by measures. Default: the primary metric at the end, at equal bytes and at equal samples.
 
-    The value at a budget is that of the last evaluation within the budget. A run that spent less has no value.
+    The value at a budget is that of the last evaluation within the budget. A run that spent less in total has no value.
 
     Args:
         runs: The histories of each label's seeds.
-        metrics: Measures of ``MEASURES``, ``final_M`` and ``best_M`` of a metric M, ``rounds_to_T``, or columns of the
-            records, whose value for the saved model counts, by default the last one.
-        at: The amounts of ``BUDGETS`` at which the primary metric is compared; None for the largest that all runs
-            reached.
-        baseline: A label. Default: the first label.
-        test: The test of paired differences; its p-values are corrected by Holm over the whole table.
+        metrics: The measures: keys of ``MEASURES``; ``final_M`` or ``best_M`` of a metric M; ``rounds_to_T`` of a
+            target T; or columns of the records, of which the value for the saved model is compared.
+        at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. An amount of None
+            stands for the largest amount that all runs reached.
+        baseline: The label with which the others are compared. Default: the first label.
+        test: The test of paired differences. Its p-values are corrected for all comparisons of the table (Holm).
 
     Raises:
         SpecError: The label, measure or budget is unknown, or a run did not record the budget.
@@ -151,7 +152,7 @@ def contrast(
     for key in [*(metrics if asked else [f"final_{tables.primary(runs)}"]), *budgets]:
         by_label = {label: [_value(history, key, budgets) for history in members] for label, members in runs.items()}
         is_known = any(value is not None for each in by_label.values() for value in each)
-        # If all runs spend equally much, the accuracy at a budget equals the final accuracy and is not shown again.
+        # If all runs spend the same amount, the value at this budget equals the final value, and is not shown again.
         if not asked and (by_label in values.values() or not is_known):
             continue
         values[key], measures[key] = by_label, _measure(key, budgets, runs)
@@ -192,7 +193,7 @@ def _difference(
 
 
 def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | None], asked: bool) -> dict[str, float]:
-    """Return the amount of each budget, by the key of its measure."""
+    """Return a mapping from the key of each measure at a budget, such as ``accuracy_at_bytes``, to the amount."""
     budgets, metric = {}, tables.primary(runs)
     for kind, amount in at.items():
         if kind not in BUDGETS:
@@ -209,7 +210,7 @@ def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | Non
 
 
 def _spent(history: History, kind: str, metric: str) -> Floats:
-    """Return the amount spent until each evaluation with the metric, or until the end of a run without any."""
+    """Return the amount spent until each evaluation of the metric; without evaluations, that of the whole run."""
     rounds, _ = history.points(column_of(metric))
     return spent(history, BUDGETS[kind].columns, rounds if len(rounds) else np.array([history[-1]["round"]]))
 
@@ -224,11 +225,13 @@ def _value(history: History, key: str, budgets: Mapping[str, float]) -> float | 
 
 
 def value_at(history: History, kind: str, budget: float, metric: str = "accuracy") -> float | None:
-    """Return a metric in the last evaluation within a budget; None without one, or if the run spent less.
+    """Return a metric in the last evaluation within a budget.
+
+    The value is None if there is no such evaluation, or if the whole run spent less than the budget.
 
     Args:
         history: A run.
-        kind: One of ``BUDGETS``.
+        kind: A key of ``BUDGETS``.
         budget: The amount in recorded units: bytes, samples or seconds.
         metric: The metric, on the test set.
     """
@@ -369,7 +372,7 @@ def to_markdown(table: Contrasts) -> str:
 
 
 def to_latex(table: Contrasts) -> str:
-    """Return a table of labels and measures for a paper, with all text escaped; it needs the package booktabs.
+    """Return a LaTeX table with a row per label and a column per measure. It needs the package booktabs.
 
     The best mean of each measure is bold. Intervals, differences and tests are in a comment above the table.
     """
@@ -390,7 +393,7 @@ def to_latex(table: Contrasts) -> str:
 
 
 def latex_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a LaTeX table in the style of booktabs; all texts are escaped already."""
+    """Return a LaTeX table in the style of booktabs. All texts must be escaped already."""
     lines = [
         r"\begin{table}",
         r"\centering",
@@ -405,7 +408,7 @@ def latex_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[s
 
 
 def _latex_column(table: Contrasts, key: str, rows: Sequence[Contrast]) -> list[str]:
-    """Return the cells of a measure; the best means are bold, if every seed of their label has a value."""
+    """Return the cells of a measure, with the best mean in bold. A label with a missing value is never the best."""
     how, sign = table.measures[key], table.directions[key]
     means = {
         row.label: sign * row.value.mean for row in rows if row.value.mean is not None and row.value.n == row.seeds
@@ -457,7 +460,7 @@ def escape(text: str) -> str:
 
 
 def _mathematics(cell: str) -> str:
-    """Format a cell of numbers for LaTeX, in mathematics mode."""
+    """Format a cell of numbers in the mathematics mode of LaTeX."""
     if cell == tables.MISSING:
         return "--"
     value, bracket, note = cell.partition(" (")
@@ -490,7 +493,7 @@ def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
 
 
 def to_json(rows: Sequence[tables.Row], table: Contrasts) -> list[dict[str, Any]]:
-    """Return ``tables.to_json(rows)``, and add ``interval``, ``budget`` and ``difference`` to each compared measure."""
+    """Return ``tables.to_json(rows)`` with ``interval``, ``budget`` and ``difference`` added to compared measures."""
     plain = tables.to_json(rows)
     for row in table.rows:
         cell = next(each for each in plain if each["label"] == row.label).setdefault(row.key, {})

@@ -24,9 +24,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 Dash = Literal["-", "--", ":", "-."]
 DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 INK, GRID = "#22272e", "#d5d9de"
-"""The colours of text and lines, and of the grid."""
+"""The colour of text and axes, and the colour of the grid."""
 MARKED = 25
-"""The most points of a curve whose points are marked."""
+"""A curve with at most this many points has a marker at each point."""
 
 TRAFFIC = ("bytes_up", "bytes_down")
 
@@ -36,7 +36,7 @@ FATES = {
     "clients_late": ("late", "#56b4e9"),
     "clients_failed": ("failed", "#d55e00"),
 }
-"""A mapping from each column that counts invited clients to the name and colour of their outcome, in stacking order."""
+"""A mapping from the column that counts each outcome of invited clients to the outcome's name and colour in charts."""
 
 
 class Quantity(NamedTuple):
@@ -72,7 +72,7 @@ def quantity(column: str) -> Quantity:
 
 
 class Band(NamedTuple):
-    """The rounds, and the mean and sample standard deviation over seeds, (R,) each. The deviation of one seed is 0."""
+    """A curve: its rounds, and the mean and standard deviation over seeds in each, (R,). With one seed, ``sd`` is 0."""
 
     rounds: Ints
     mean: Floats
@@ -80,7 +80,7 @@ class Band(NamedTuple):
 
 
 def over_seeds(histories: Sequence[History], column: str) -> Band:
-    """Compute a column's mean and standard deviation in the rounds that all seeds have.
+    """Compute a column's mean and standard deviation over seeds, in each round in which all seeds have a value.
 
     A seed without values in the column is ignored. If a seed ended early, the curve ends with it, because the mean of
     the other seeds alone would jump.
@@ -142,7 +142,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     else:
         _style(axes, "sent and received since the start, MB", shown.name)
         if axes.has_data():
-            axes.set_xscale("log")  # the data that methods send differ by orders of magnitude
+            axes.set_xscale("log")  # methods send amounts of data that differ by orders of magnitude
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
@@ -168,7 +168,7 @@ def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
         if len(band.rounds) == 0 or (column != "clients_returned" and not band.mean.any()):
             continue
         base = np.zeros(len(band.rounds)) if base is None else base
-        if len(base) != len(band.rounds):  # a column that has values in other rounds cannot be stacked
+        if len(base) != len(band.rounds):  # a column with values in other rounds cannot be stacked
             continue
         low, high = (np.append(values, values[-1]) for values in (base, base + band.mean))
         axes.fill_between(_edges(band), low, high, step="post", color=colour, alpha=0.85, linewidth=0, label=name)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 EVENTS = 10
 """The most events of a label that are shown in full."""
 NAMED = 12
-"""The most clients of an event, and the most entries of a list, that are shown."""
+"""The most entries of a list, such as the clients of an event, that are shown."""
 PICTURES = 1_000_000
 """The most bytes of all pictures of partitions together."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -109,7 +109,7 @@ def assets(names: Sequence[str]) -> dict[str, Any]:
     scripts = [_asset(name) for name in names]
     scripts[0] = Markup(f"/*\n{_asset('uPlot.LICENSE')}*/\n{scripts[0]}")
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    # With these hashes, the browser runs only these scripts, and none that a name in a spec might contain.
+    # With these hashes, the browser runs only these scripts. It does not run a script that a name in a spec contains.
     trusted = " ".join(f"'sha256-{each}'" for each in hashes)
     return {"styles": [_asset(name) for name in STYLES], "scripts": scripts, "trusted": trusted}
 
@@ -200,9 +200,9 @@ def _cell(text: str, value: float | None, *below: str) -> dict[str, Any]:
 
 
 def _partitions(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """Return the pictures of the partitions, each once, with the names of the runs that have it.
+    """Return every distinct picture of a partition, with the names of the runs that have this partition.
 
-    Once their total size exceeds ``PICTURES``, only the names are returned.
+    After the total size of the pictures exceeds ``PICTURES``, further ones are left out, and only their runs are named.
     """
     owners: dict[bytes, list[tuple[str, str]]] = {}
     for label, members in runs.items():
@@ -264,7 +264,7 @@ def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def constants(members: Sequence[History]) -> dict[str, str]:
-    """Return a mapping from each of the method's own columns that is constant in all rounds and seeds to its value."""
+    """Return the names and values of the method's own columns whose value is the same in all rounds and seeds."""
     values: dict[str, set[float]] = {}
     for history in members:
         for name in filter(is_own, history.columns):

@@ -1,4 +1,4 @@
-"""Pictures of runs, as Matplotlib figures and as files. They need neither a screen nor global state of Matplotlib."""
+"""Pictures of runs, as Matplotlib figures and as files. Neither a screen nor ``pyplot`` is needed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plot(
 def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
     """Write the primary metric over the rounds and over the data sent, as PNG and as PDF.
 
-    The first figure has the name of the metric, such as ``accuracy``, and the second is ``traffic``.
+    The files of the first figure are named after the metric, such as ``accuracy.png``; the others are ``traffic.*``.
 
     Returns:
         The paths of the files.

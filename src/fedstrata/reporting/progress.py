@@ -26,7 +26,7 @@ DRAW_EVERY = 0.25
 
 
 def _remaining(task: Task, now: float) -> str:
-    """Estimate the remaining time as text; it is empty until a part of the task is done, and when all are done."""
+    """Estimate the remaining time as text. It is empty before the first part of the task is done and after the last."""
     done, total = task.completed, task.total or 0
     new = done - task.fields["first"]
     if new < 1 or done >= total:
@@ -41,7 +41,7 @@ class Progress:
     ten seconds.
 
     Args:
-        quiet: Whether to show nothing.
+        quiet: Whether to hide all progress.
         console: The console to write to. Default: standard error.
         clock: A function that returns the time in seconds.
 
@@ -109,7 +109,7 @@ class Progress:
         if bars is None or self._console is None:
             return
         task, note = printable(task), printable(note)
-        if task not in self._ids:  # parts that were done before do not count for the remaining time
+        if task not in self._ids:  # the remaining time is estimated without parts that were done before this call
             begin: dict[str, Any] = {"first": done, "began": now}
             self._ids[task] = bars.add_task(task, completed=done, total=total, note=note, visible=visible, **begin)
         bars.update(self._ids[task], completed=done, total=total, note=note, visible=visible)

@@ -1,4 +1,4 @@
-"""The strata (client groups) of a run's sampler, and the labels that their clients hold."""
+"""Find the strata (client groups) of a run's client sampler, and count the labels that their clients hold."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class View:
     Args:
         round: The number of rounds that are done.
         clients: The ids of the clients that the sampler has grouped, ascending, shape (n,).
-        points: The vector of each client by which the sampler groups clients, shape (n, d).
-        strata: The stratum of each client, in 0 … H − 1, shape (n,).
+        points: The vector that represents each client when the sampler groups clients, shape (n, d).
+        strata: The stratum of each client, an id in 0 … H − 1, shape (n,).
         labels: The number of samples with each label at each client, shape (n, C). The server does not know them.
         title: The title of the picture.
-        class_names: The names of the labels. If empty, a picture shows their numbers.
+        class_names: The names of the labels. If empty, a picture shows the labels as integers.
     """
 
     round: int

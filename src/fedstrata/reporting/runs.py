@@ -25,7 +25,7 @@ class Run:
     """The content of a run folder.
 
     Args:
-        label: The name in reports, which runs with other seeds share.
+        label: The name in reports. Runs that differ only by their seeds have the same label.
         history: The records of all rounds.
         folder: The path of the run folder.
         events: The events; empty if none were recorded.
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name that tells this run from others of its label: its seed, or its folder's name without a seed."""
+        """A name that is unique among the runs of a label: the seed, or the folder's name if the seed is not known."""
         return self.folder.name if self.history.seed is None else f"seed {self.history.seed}"
 
     @property
@@ -85,9 +85,10 @@ class Runs(dict[str, list[Run]]):
 def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
     """Read the runs of run folders and compare folders, and group them by label.
 
-    A compare folder has folders ``LABEL/seed-S/``. A single folder ``LABEL`` is accepted too. The labels of a compare
-    folder are in the order of the comparison, or sorted by name if the order is not known. The label of a run folder is
-    its name. If several folders have equal labels, the names of their parent folders are put before the labels.
+    A compare folder contains run folders ``LABEL/seed-S/``. A single folder ``LABEL`` is accepted too. The labels of a
+    compare folder are in the order of the comparison, or sorted by name if the order is not known. The label of a
+    single run folder is its name. If several folders have equal labels, the names of parent folders are put before the
+    labels.
 
     Args:
         folders: One folder, or several.
@@ -111,8 +112,8 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
 def keep_order(folder: Path, labels: Iterable[str]) -> None:
     """Write the order of a comparison's labels into its folder.
 
-    Labels that are added to a comparison come after those that it has, so that its first label, the baseline of tables,
-    stays. Labels that include all of the comparison's labels decide the order.
+    New labels are put after those that the folder already lists, so that the first label, the baseline of tables,
+    remains the first. If ``labels`` contains all labels that the folder lists, the order of ``labels`` is written.
     """
     before, labels = _order(folder), list(labels)
     write_json(folder / LABELS, list(dict.fromkeys([*(() if {*before} <= {*labels} else before), *labels])))
@@ -165,7 +166,7 @@ def _find(folder: Path) -> list[Path]:
 
 
 def _labels(groups: list[Path]) -> dict[Path, str]:
-    """Return a mapping from each path to its label: the shortest end of the path in which no other path ends."""
+    """Return a mapping from each path to its label: the shortest end of the path that no other path has."""
     labels: dict[Path, str] = {}
     for group in groups:
         ends = [group.parts[-depth:] for depth in range(1, len(group.parts))]

@@ -1,9 +1,9 @@
 """Statistics over a few seeds: means with intervals, differences paired by seed, tests and their correction.
 
-There are two procedures. ``paired_difference`` with ``holm`` is for tables of any runs. ``planned_differences`` judges
-the papers' claims: an order is stated only with at least ``MIN_SEEDS`` seeds, and only if the interval of the
-difference excludes zero. Its intervals are Student's t, simultaneous at 95 % over all planned comparisons (Bonferroni).
-Its p-values are corrected over the same family (Holm).
+There are two procedures. ``paired_difference`` with ``holm`` is for tables of any runs. ``planned_differences`` is for
+judging the papers' claims: its intervals are Student's t intervals that all hold together with 95 % confidence
+(Bonferroni), and its p-values are corrected for all planned comparisons (Holm). One method is said to be above another
+only with at least ``MIN_SEEDS`` seeds, and only if the interval of their difference excludes zero.
 
 SciPy is imported when it is first needed.
 """
@@ -50,12 +50,12 @@ ALIKE = 1e-12
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean and the spread of a number over seeds.
+    """The mean and the spread of a value over seeds.
 
     Args:
-        mean: The mean over the seeds that have the number; None if none has.
-        sd: Their sample standard deviation; None for fewer than two.
-        n: The number of these seeds.
+        mean: The mean of the values that are known; None if no seed has a value.
+        sd: The sample standard deviation of these values; None for fewer than two.
+        n: The number of seeds that have a value.
         interval: The 95 % interval of the mean by Student's t; None for fewer than ``MIN_SEEDS``.
     """
 
@@ -66,7 +66,7 @@ class Estimate:
 
     @classmethod
     def over(cls, values: Iterable[float | None], bounds: Range = UNBOUNDED) -> Estimate:
-        """Compute the estimate of the seeds' values; None stands for a missing value.
+        """Compute the mean, spread and interval of the seeds' values; None stands for a missing value.
 
         Args:
             values: The value of each seed.
@@ -106,8 +106,8 @@ class Difference:
         mean: The mean over the pairs; None without pairs.
         n: The number of pairs, which are the seeds that both have.
         interval: The 95 % interval of the mean, see ``paired_difference``; None for too few pairs.
-        p: The two-sided p-value, not corrected; None for fewer pairs than the test's ``FEWEST``, and if all differences
-            are equal, so that no test is possible.
+        p: The two-sided p-value, not corrected. It is None for fewer pairs than the test's ``FEWEST``, and if all
+            differences are equal, because a test is then impossible.
         corrected: The p-value after ``holm`` over all comparisons of a table.
     """
 
@@ -123,7 +123,9 @@ class Difference:
         return replace(self, mean=mean, interval=interval)
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return the order that the interval shows, after ``margin`` is added: ``above`` if it is positive, and so on.
+        """Return the order that the interval, moved up by ``margin``, shows; or the reason why it shows none.
+
+        The order is ``above`` if both ends of the moved interval are positive, and ``below`` if both are negative.
 
         >>> Difference(1.5, 3, (0.5, 2.5)).order(), Difference(1.0, 3, (-0.5, 2.5)).order()
         ('above', 'no order shown')
@@ -142,16 +144,15 @@ class Difference:
 def paired_difference(
     values: Values[K], baseline: Values[K], test: Test = "t", *, resolution: float | None = None, together: int = 1
 ) -> Difference:
-    """Compute the difference to a baseline, paired by seed.
+    """Compute the mean difference between values and the baseline's values with the same seeds.
 
     Args:
         values: A mapping from each seed to a number; None stands for a missing number.
         baseline: The numbers of the baseline.
-        test: ``"t"``, the paired t-test, or ``"wilcoxon"``, the signed ranks.
-        resolution: The unit to which the numbers are rounded. If given, the interval is Student's t, otherwise
-            ``bootstrap_interval`` of at least ``MIN_SEEDS`` pairs. The standard deviation of t is at least
-            resolution / √6, that of the rounding errors: otherwise, three differences that are equal by chance would
-            give an interval of length zero.
+        test: ``"t"``, the paired t-test, or ``"wilcoxon"``, Wilcoxon's signed-rank test.
+        resolution: The unit to which the numbers are rounded; None for a bootstrap interval of at least ``MIN_SEEDS``
+            pairs. With a unit, the interval is Student's t. Its standard deviation is then at least resolution / √6,
+            which is that of the rounding errors, so that a few equal differences do not give an interval of length 0.
         together: The number of simultaneous t intervals, see ``t_interval``.
 
     Raises:
@@ -189,7 +190,7 @@ def planned_differences(
     """Compute the differences of all planned comparisons, whose intervals and p-values are corrected as one family.
 
     Args:
-        pairs: The values and the baseline of each planned comparison; they are empty if it was not run.
+        pairs: The values and the baseline's values of each planned comparison; both are empty if it was not run.
         resolution: The unit to which the values are rounded.
         bounds: The smallest and the largest possible difference, to which the intervals are limited.
     """
@@ -215,7 +216,7 @@ def cut(interval: Range | None, to: Range) -> Range | None:
 def bootstrap_interval(values: Floats) -> Range:
     """Compute the 95 % percentile bootstrap interval of a mean, with a fixed seed.
 
-    It is too narrow for few values. In 2,000 trials with normal numbers it contained the true mean in 51 % with 2
+    It is too narrow for few values. It contained the true mean of normal numbers in 51 % of 2,000 trials with 2
     values, 75 % with 3, 85 % with 5 and 91 % with 10. BCa intervals are not better (51, 72, 84 and 90 %). See
     ``benchmarks/bootstrap_coverage.py``.
 
@@ -234,7 +235,7 @@ def _p(differences: Floats, test: Test, rounding: float) -> float | None:
 
     if test == "t":
         return float(stats.ttest_1samp(differences, 0.0).pvalue)
-    steps = np.round(differences / rounding)  # so that differences that are equal except for rounding share a rank
+    steps = np.round(differences / rounding)  # equal differences share a rank, whatever their rounding errors
     if np.count_nonzero(steps) < FEWEST[test]:  # Wilcoxon's test ignores pairs of equal numbers
         return None
     return float(stats.wilcoxon(steps).pvalue)

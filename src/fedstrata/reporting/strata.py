@@ -91,7 +91,7 @@ def draw_strata(view: View, path: Path | str) -> None:
 
 
 def _pies(axes: Axes, where: Floats, labels: Ints, colours: list[tuple[float, float, float, float]]) -> None:
-    """Draw a small pie chart per client; each slice is a marker."""
+    """Draw a small pie chart per client. Each slice is drawn as a marker of a scatter plot."""
     from matplotlib.path import Path as Outline
 
     axes.scatter(where[:, 0], where[:, 1], s=110, facecolors="white", edgecolors=GRID, linewidths=0.8)
@@ -101,6 +101,6 @@ def _pies(axes: Axes, where: Floats, labels: Ints, colours: list[tuple[float, fl
             angle = 2 * np.pi * np.linspace(ends[c], ends[c + 1], max(3, int(40 * (ends[c + 1] - ends[c]))))
             rim = np.stack([np.sin(angle), np.cos(angle)], axis=1)
             outline = Outline(np.concatenate([[[0.0, 0.0]], rim, [[0.0, 0.0]]]))
-            # Matplotlib scales a marker by its extent; this size puts all slices of a pie on one circle.
+            # Matplotlib scales a marker by its extent. With this size, all slices of a pie have the same radius.
             size = 90 * float(np.abs(rim).max()) ** 2
             axes.scatter([x], [y], marker=outline, s=size, color=colours[c], linewidths=0)

@@ -30,7 +30,7 @@ def summary_panel(history: History) -> Panel:
 
 
 def summary_lines(history: History) -> list[tuple[str, str]]:
-    """Return the lines of the panel, each as a pair of a word and its value."""
+    """Return the lines of the panel, each as a pair of a heading and a text."""
     summary = history.summary
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     metric = history.primary
@@ -78,7 +78,7 @@ def _shown(metric: str, value: float | None) -> str:
 
 
 def failures(history: History) -> str | None:
-    """Return a text with the number of failures in a run's events, and the reason of the first; None if none failed."""
+    """Return a text with the count of each kind of failure in a run, and the first reason; None without failures."""
     path = history.path / "events.jsonl" if history.path is not None else None
     events = read_jsonl(path) if path is not None and path.exists() else []
     # After a crash, the log may contain an entry about the repair, which is not an event and has no kind.

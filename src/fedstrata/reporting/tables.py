@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 MISSING = "–"
 STUCK = "†"
-"""Marks labels with runs in which the server could use none of the clients' replies, always or from some round on."""
+"""The mark of labels with runs that are stuck; see ``Row.stuck``."""
 ABREAST = 4
 """The most labels that fit side by side on a terminal."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One label of a table.
+    """A row of a table: the measures of one label, estimated over its runs.
 
     Args:
-        label: The name of the runs, such as the method.
+        label: The name that the runs share, such as that of the method.
         seeds: The number of runs.
         cells: A mapping from the key of each measure to its estimate.
-        stuck: The number of runs in which the server could use none of the clients' replies, always or from some round
-            on.
-        kept: Which model its runs kept, see ``kept``; None if they kept that of the last round.
-        at_once: The keys of default targets that all its runs reached in their first evaluated round.
+        stuck: The number of runs in which the server could use none of the clients' replies, from the start or from
+            some later round to the end.
+        kept: A text that says which model the runs kept, see ``kept``; None if they kept that of the last round.
+        at_once: The keys ``rounds_to_T`` of default targets T that all runs reached in their first evaluated round.
     """
 
     label: str
@@ -43,13 +43,13 @@ class Row:
 
     @property
     def marked(self) -> str:
-        """The label, with a mark if some run is ``stuck``."""
+        """The label, followed by the mark ``STUCK`` if ``stuck`` is above 0."""
         return f"{self.label} {STUCK}" if self.stuck else self.label
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of the table.
+    """The display of a measure as a column of a table.
 
     Args:
         heading: The name of the column, with the unit.
@@ -77,9 +77,9 @@ MEASURES = {
     "bytes_down": Measure("MB down", 1e-6, 1),
     "seconds": Measure("seconds", 1, 1),
 }
-"""The columns of every table; columns of targets come before ``samples``.
+"""The columns of every table. The columns of targets are inserted before ``samples``.
 
-If the primary metric is another one, its final and best values come first, and the best accuracy has no column.
+If the primary metric is not the accuracy, its final and best values come first, and the best accuracy has no column.
 """
 
 _TARGET = "rounds_to_"
@@ -95,10 +95,10 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
         runs: A mapping from each label to the histories of its seeds.
 
     Returns:
-        Rows with a cell per key of ``MEASURES``, ``final_M`` and ``best_M`` of the primary metric M, ``rounds_to_T``
-        for each target T of any history, and the columns ``test.NAME`` and ``clients.NAME.worst_10`` of other metrics
-        for the saved model. Accuracies are fractions, and data are bytes. Seeds that never reached a target are left
-        out of its cell, and of its ``n``.
+        Rows with a cell for each of these keys: those of ``MEASURES``; ``final_M`` and ``best_M`` of the primary metric
+        M; ``rounds_to_T`` of each target T of any history; and, for other metrics of the saved model, ``test.NAME`` and
+        ``clients.NAME.worst_10``. Accuracies are fractions, and amounts of data are in bytes. A seed that never reached
+        a target is not counted in the target's cell.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
     measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
@@ -134,9 +134,9 @@ def primary(runs: Mapping[str, Sequence[History]]) -> str:
 
 
 def kept(members: Sequence[History]) -> str | None:
-    """Return which model runs kept: a text such as ``round of the best validation auroc``, empty if it is unknown.
+    """Return a text that says which model the runs kept, such as ``round of the best validation auroc``.
 
-    None if no run kept another model than that of the last round.
+    It is empty if some run kept another model, and None if all runs kept the model of the last round.
     """
     members = [history for history in members if history.saved is not None]
     if not members:
@@ -181,7 +181,7 @@ def reached(history: History, key: str) -> int | None:
 
 
 def _at_once(history: History, key: str) -> bool:
-    """Return whether the targets are the default, and a run reached this one in its first evaluated round."""
+    """Return True if a run has the default targets, and reached this one in its first evaluated round."""
     first, _ = history.points("accuracy")
     return history.targets == TARGETS and len(first) > 0 and reached(history, key) == first[0]
 
@@ -214,7 +214,7 @@ def bounds(key: str) -> Range:
 
 
 def metric_of(key: str) -> str:
-    """Return the metric that a measure or column is about; the key itself if it is about none.
+    """Return the metric that a measure or column is about; the key itself if it is not about a metric.
 
     >>> metric_of("best_auroc"), metric_of("test.auroc"), metric_of("clients.auroc.mean"), metric_of("bytes_up")
     ('auroc', 'auroc', 'auroc', 'bytes_up')
@@ -262,7 +262,7 @@ def keys(rows: Sequence[Row]) -> list[str]:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Return sentences that explain the numbers, if any are needed."""
+    """Return sentences that explain the numbers; the text is empty if none are needed."""
     sentences, counts = list[str](), sorted({row.seeds for row in rows})
     if counts and counts != [1]:
         seeds = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
@@ -272,7 +272,7 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_kept(models: Mapping[str, str | None]) -> list[str]:
-    """Return a sentence about the models that final values describe, if they are not the models of the last rounds.
+    """Return a sentence that says which models final values describe; an empty list if all are of the last round.
 
     Args:
         models: The result of ``kept`` for each label.
@@ -288,7 +288,7 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
-    """Return a sentence about the runs that are stuck, as a list; the list is empty if no run is.
+    """Return a sentence about the runs that are stuck (see ``Row.stuck``); an empty list if there are none.
 
     Args:
         stuck: A mapping from each label to its number of runs whose clients' replies could not be used.
@@ -327,8 +327,8 @@ def rich_table(headings: Iterable[str], rows: Iterable[Sequence[str]], *, whole_
     Args:
         headings: The headings of the other columns.
         rows: The cells.
-        whole_words: Whether columns are wide enough for the words of their heading. Deviations are then below the
-            means, so that columns are narrow.
+        whole_words: Whether each column is at least as wide as the longest word of its heading. To save width, each
+            deviation is then written below its mean.
     """
     from rich import box
     from rich.table import Table
@@ -375,10 +375,10 @@ def markdown_row(cells: Iterable[str]) -> str:
 
 
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the rows as tables for JSON: ``label``, ``seeds``, and ``mean``, ``sd`` and ``n`` of each measure.
+    """Return a dict for JSON per row: ``label``, ``seeds``, and ``mean``, ``sd`` and ``n`` of each measure.
 
-    If some runs of a label are stuck, ``stuck`` is their number.
-    ``kept`` says which model final values describe, if it is not that of the last round.
+    If some runs of a label are stuck, ``stuck`` is their number. If final values do not describe the model of the last
+    round, ``kept`` says which model they describe.
     """
     return [
         {"label": row.label, "seeds": row.seeds}

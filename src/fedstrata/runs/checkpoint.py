@@ -1,4 +1,4 @@
-"""Checkpoints, which stay usable if the process is killed at any moment, and which detect damaged files.
+"""Save and load checkpoints. They stay usable if the process is killed at any moment, and damaged files are detected.
 
 ``checkpoint/round-R/`` holds the server's state and a manifest, which lists the checkpoint's files with their
 checksums. The state of each client is in a file of its own under ``checkpoint/clients/`` and is written only if it
@@ -50,7 +50,7 @@ class Checkpoint:
         round: The last round that was complete when the checkpoint was saved.
         state: The method's state.
         clients: A mapping from each client that has a state to the state's file.
-        remote: Whether the sites keep the clients' states; the checkpoint then has none.
+        remote: Whether the clients' own machines (sites) keep the clients' states, so that the checkpoint has none.
         identity: The run's identity; None if the checkpoint has none.
         logs: A mapping from the names of the run's logs, such as ``metrics.jsonl``, to the checksum of the last line
             that they had when the checkpoint was saved.
@@ -94,14 +94,14 @@ def save(
         round: The last complete round.
         state: The method's state.
         store: The clients' states. Only states that changed since the last checkpoint are written.
-        remote: Whether the sites keep the clients' states; ``store`` then has none.
+        remote: Whether the clients' own machines (sites) keep the clients' states, so that ``store`` has none.
         identity: The run's identity; see ``fedstrata.runs.identity``.
         logs: A mapping from the names of the run's logs to the checksum of their last line.
         loop_state: The state of the loop over rounds.
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
-    # Checkpoints of this round or later ones must be damaged: otherwise the run would have been resumed from them.
+    # Remove checkpoints of this round and later ones. They are damaged: otherwise the run would have resumed from them.
     for stale in _complete(folder):
         if stale.name >= _name(round):
             shutil.rmtree(stale)
@@ -154,7 +154,7 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
 def _read(path: Path) -> Checkpoint:
     manifest = _manifest(path)
     if _name(manifest["round"]) != path.name:
-        # The folder has a wrong name. If it were used, the next checkpoint would list clients' states of another round.
+        # Refuse a renamed folder, because the next checkpoint would otherwise list clients' states of another round.
         raise ValueError(f"it is of round {manifest['round']}")
     data = (path / STATE).read_bytes()
     if _digest(data) != manifest["state"]:

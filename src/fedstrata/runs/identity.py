@@ -28,7 +28,7 @@ from fedstrata.models.model import Model
 from fedstrata.spec.experiment import Experiment
 
 RESULTS = 2
-"""The version of the results. A commit that changes the results of any spec increases it.
+"""The version of the results of specs. A commit that changes the results of any spec increases it.
 
 ``tests/integration/test_golden.py`` detects such changes. The commit also increases the ``version`` of each table in
 ``fedstrata.papers`` whose results it changes.
@@ -64,13 +64,13 @@ def well_formed(identity: object) -> bool:
 
 
 def about_data(data: Dataset) -> str:
-    """Return the description that stands for the user's own data in a spec: their checksum and their shape."""
+    """Return the text that represents the user's own data in a spec: their checksum, sizes and shape."""
     sizes = f"{data.train_size} training and {len(data.y_test)} test samples of shape {data.shape}"
     return f"sha256 {fingerprint_of_data(data)}: {sizes}, {data.classes} classes"
 
 
 def about_model(model: Model) -> str:
-    """Return the description that stands for the user's own module in a spec: its checksum, class and size."""
+    """Return the text that represents the user's own module in a spec: its checksum, class and number of parameters."""
     cls, count = type(model.module), sum(w.numel() for w in model.params().values())
     return f"sha256 {fingerprint_of_model(model)}: {cls.__module__}.{cls.__qualname__}, {count} parameters"
 
@@ -156,7 +156,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
 
 
 def _may_change(key: str) -> MayChange | None:
-    """Return the mark of a setting that may change when a run is resumed; None if the setting may not change."""
+    """Return the ``MayChange`` mark of a setting, which permits changes in resumed runs; None if it has no mark."""
     section, name = key.split(".")[0], ".".join(key.split(".")[1:2])
     field = Experiment.model_fields.get(section)
     cls = field.annotation if field else None
@@ -170,7 +170,7 @@ def _grows(was: Any, will: Any) -> bool:
 
 
 def _rounds_decide(spec: Mapping[str, Any]) -> str | None:
-    """Return a setting whose effect on every round depends on the total number of rounds; None if there is none."""
+    """Return a setting that makes every round depend on the total number of rounds; None if there is none."""
     for key, value in spec.items():
         if key.rpartition(".")[2] == "schedule" and value == "cosine":
             return f"{key} = 'cosine'"
@@ -215,7 +215,7 @@ def _bytes(tensor: Tensor | None) -> bytes:
 
 
 def _digest(*parts: bytes) -> str:
-    """Return the SHA-256 of all parts; lengths are included, so that ("ab", "c") and ("a", "bc") differ."""
+    """Return one SHA-256 of all parts and their lengths, so that ("ab", "c") and ("a", "bc") differ."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)

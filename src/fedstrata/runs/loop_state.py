@@ -63,8 +63,8 @@ class LoopState:
     """The state of the loop over rounds.
 
     Args:
-        last_reply: For each client, the last round in which the server used its reply, or 0, shape (N,). Empty if the
-            clients have no test parts of their own.
+        last_reply: The last round in which the server used a reply of each client, or 0 before the first, shape (N,).
+            Empty if the clients have no test parts of their own.
         evaluated: The last evaluated rounds, at most ``evaluation.unheard`` of them.
         last: The last evaluation.
         best: The evaluation that is best by the primary metric; the first of them if several are equal.
@@ -72,7 +72,7 @@ class LoopState:
         stopped: The reason why the run ends before its last round; empty if it does not.
         final_model: The model to save at the end of the run, and its round; None to save the model of the last round.
         score: The last evaluation in this process, with all its results.
-        late_events: Events that happened after the round's events had been written.
+        late_events: Events that happened after the events of their round had been written to the log.
     """
 
     last_reply: NDArray[np.int64]
@@ -86,11 +86,11 @@ class LoopState:
     late_events: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, channel: CompressionState | None) -> SavedLoopState:
-        """Return the part to store in a checkpoint, with ``channel``, the server's state of compression."""
+        """Return the part to store in a checkpoint. It includes ``channel``, the server's state of compression."""
         return SavedLoopState(self.last_reply, self.evaluated, self.last, self.best, self.memory, self.stopped, channel)
 
     def restore(self, saved: SavedLoopState) -> None:
-        """Take over the state that a checkpoint holds."""
+        """Replace this state with the state that a checkpoint contains."""
         if len(saved.heard) == len(self.last_reply):
             self.last_reply = saved.heard.copy()
         self.evaluated, self.last, self.best = list(saved.evaluated), saved.last, saved.best
@@ -110,9 +110,10 @@ class LoopState:
             self.best = self.last
 
     def unheard(self, evaluations: int) -> list[int]:
-        """Return the clients of which the server used no reply after the first of the last ``evaluations`` evaluations.
+        """Return the ids of the clients of which the server has not used a reply recently.
 
-        If there were fewer evaluations, these are the clients of which it never used a reply.
+        "Recently" means after the first of the last ``evaluations`` evaluations or, if there were fewer evaluations,
+        since the start.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

@@ -40,13 +40,13 @@ CUSTOM = "custom"
 """The value of ``model.name`` in a spec if the model is the user's own module."""
 
 OF_ROWS = ("label", "columns", "missing", "delimiter")
-"""The keys of a schema that matter for new rows; the others are about the division of the run's rows."""
+"""The keys of a table's schema that are needed to read new rows; the others only say how a run divides its rows."""
 
 
 def describe_model(prepared: Prepared) -> dict[str, Any]:
     """Return the content of ``model.json``: all that inference needs, except the parameters.
 
-    JSON holds all values exactly: a float is written as the shortest text that reads as the same float64.
+    No value is rounded: JSON writes a float as the shortest text that is read as the same float64.
 
     Args:
         prepared: The experiment.
@@ -100,13 +100,13 @@ def _checksum(about: Mapping[str, Any]) -> str:
 def load(run_dir: str | Path, model: nn.Module | Model | None = None) -> Predictor:
     """Load the final model of a run for inference.
 
-    Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. If the run's spec names a factory
-    of your own, ``"module:factory"``, its Python module is imported, but not if you give ``model``.
+    Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. If the run's spec names your own
+    factory of the model, ``"module:factory"``, its Python module is imported, unless you pass ``model``.
 
     Args:
         run_dir: The run folder, or any folder with these two files.
-        model: If the run trained a module of your own: a module with the same architecture. Its parameters do not
-            matter, and it is not changed.
+        model: A module with the same architecture, if the run trained a module of your own. Its parameters are ignored,
+            and it is not changed.
 
     Raises:
         SpecError: The folder has no run, the run has not ended, or ``model`` is missing or does not fit.
@@ -139,7 +139,7 @@ class Predictor:
     """A trained model for inference: it prepares samples as the training samples were prepared.
 
     The model of a table takes rows with the columns of ``schema``, as they are in the file or data frame. It imputes
-    missing values and encodes categories as the run did, and refuses a cell as the run did, with its row and column.
+    missing values and encodes categories as the run did. The error about an invalid cell names its row and column.
 
     On the run's test set, the predictions have exactly the run's ``final_accuracy``, because they are computed in the
     same batches. To compute on a GPU, move ``module`` there.
@@ -165,7 +165,7 @@ class Predictor:
         self.schema: Schema | None = None if self._features is None else self._features.schema
         """The columns of a table, and the cells that each accepts; None if the run trained on arrays.
 
-        ``schema.names()`` are the names of the features, in their order in ``shape``.
+        ``schema.names()`` are the names of the features, in the order in which ``module`` takes them.
         """
         self._batch_size, self._batch_statistics = int(about["batch_size"]), bool(about["batch_statistics"])
         normalisation = about["normalisation"]
@@ -190,8 +190,8 @@ class Predictor:
             labels that were True and False as strings.
 
         Raises:
-            DataError: A cell does not match the schema, or a value is missing and has no rule. Or the samples are not
-                numbers, not finite, or have another shape than the training samples.
+            DataError: A cell does not match the schema, or a value is missing in a column that has no rule for missing
+                values. Or the samples are not finite numbers, or have another shape than the training samples.
             SpecError: The rows lack a column.
         """
         numbers = np.concatenate([logits.argmax(dim=1).cpu().numpy() for logits in self._logits(x)])
@@ -289,11 +289,7 @@ def _labels(names: list[str]) -> tuple[int | str, ...]:
 
 
 def _require_model(folder: Path) -> None:
-    """Require both files of the final model.
-
-    Raises:
-        SpecError: A file is missing.
-    """
+    """Raise ``SpecError`` if a file of the final model is missing."""
     if not (folder / WEIGHTS).is_file():
         if not (folder / "spec.toml").is_file():
             raise SpecError("run_dir", f"no run folder: it has neither {WEIGHTS} nor spec.toml", str(folder))
@@ -314,7 +310,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Read ``model.json``.
 
     Raises:
-        DataError: The file is damaged, or has a later format.
+        DataError: The file is damaged, or a later version of fedstrata wrote it in a new format.
     """
     try:
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -335,7 +331,7 @@ def _features_of(about: Mapping[str, Any]) -> Features | None:
 
     Raises:
         ValueError: Schema, imputed values and features do not belong together.
-        SpecError: The schema is not a schema.
+        SpecError: The schema is invalid.
     """
     if (table := about.get("table")) is None:
         return None
@@ -371,10 +367,10 @@ def _check(about: Mapping[str, Any]) -> None:
 
 
 def _build(about: Mapping[str, Any], model: object, folder: Path) -> Model:
-    """Build the architecture; its parameters have arbitrary values."""
+    """Build a model with the architecture of the run and arbitrary parameters."""
     if isinstance(model, (Model, nn.Module)):
         module = model.module if isinstance(model, Model) else model
-        return Model(copy.deepcopy(module), head="")  # inference needs no features, so any layer may be the head
+        return Model(copy.deepcopy(module), head="")  # inference does not use the head
     if model is not None:
         raise SpecError("model", "expected an nn.Module or a fedstrata Model, or nothing", type(model).__name__)
     name = about["model"]["name"]
@@ -414,11 +410,7 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
 
 
 def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Require that the module and the file have tensors of the same names, dtypes and shapes.
-
-    Raises:
-        SpecError: A tensor is missing or differs; the error names the first one.
-    """
+    """Raise ``SpecError`` about the first tensor that differs in name, dtype or shape between module and file."""
     expected = {**model.params(), **model.buffers()}
     for name in expected | dict(tensors):
         here, stored = _size(expected.get(name)), _size(tensors.get(name))

@@ -68,8 +68,8 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | N
         data: Data of your own instead of the spec's: a ``Dataset``, ``(x_train, y_train, x_test, y_test)``, or a
             mapping with these keys.
         model: A model of your own instead of the spec's. Pass its class, or a function that makes it: the spec's seed
-            then decides its initial values; see ``fedstrata.models.zoo.own_module``. Training of a module that exists
-            already starts from its own parameters, whatever the seed.
+            then decides its initial values; see ``fedstrata.models.zoo.own_module``. If you pass a module object,
+            training starts from its parameters, whatever the seed.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -109,12 +109,12 @@ def assemble(
     brought: Assignment | None = None,
     fitting: Assignment | Statistics | None = None,
 ) -> Prepared:
-    """Prepare an experiment on data that are loaded and split, and check its settings against them.
+    """Prepare an experiment on data that are already loaded and split among clients, and check its settings.
 
     Args:
         spec: The experiment.
         dataset: The data set.
-        assignment: The samples of each client, as far as they are known here.
+        assignment: The samples of each client that are in ``dataset``.
         model: See ``prepare``.
         sizes_known: Whether ``assignment`` has the samples of all clients; False if sites keep their own data.
         validation: The indices of training samples that were held out before the partition.
@@ -183,14 +183,14 @@ def assemble(
 
 
 def trained_on(data: Dataset, assignment: Assignment, held: HeldOut) -> Iterator[NDArray[np.int64]]:
-    """Iterate over the clients: the indices of each client's samples, without those that are held out of training."""
+    """Return an iterator that yields, for each client, the indices of its samples that are not held out of training."""
     trains = np.ones(data.train_size, dtype=bool)
     trains[held.samples] = False
     return (rows[trains[rows]] for rows in map(assignment.__getitem__, range(len(assignment))))
 
 
 def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:
-    """Return an assignment of all samples that belong to clients or are held out; the server may use the others."""
+    """Return an assignment of all samples that the server may not use: those of clients, and held-out samples."""
     if held.validation is None:
         return assignment
     used = np.union1d(assignment.indices, held.validation)
@@ -200,7 +200,7 @@ def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:
 def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
     """Try a forward pass in training mode; return True if it draws random numbers."""
     x = dataset.inputs(slice(0, 2), "train" if dataset.train_size else "test")
-    x = x if len(x) else torch.zeros(1, *dataset.shape)  # the server of real sites may have no samples
+    x = x if len(x) else torch.zeros(1, *dataset.shape)  # the server of a deployment may have no samples
     before, draws = torch.get_rng_state(), _Draws()  # type: ignore[no-untyped-call]
     loaded = model.loaded(model.params(), model.buffers(), train=True)
     try:

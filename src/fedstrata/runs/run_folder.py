@@ -42,14 +42,14 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""Columns that count missing replies, without the prefix ``clients_``, and the reason that each stands for."""
+"""A mapping from each column that counts missing replies, without its prefix ``clients_``, to the reason in words."""
 
 LONG = 100
 """If a ``given`` partition has more sample indices than this, they are written to a separate file."""
 
 
 def rounds_done(folder: Path) -> int:
-    """Return the number of rounds that a run has recorded so far. The run may be going on in another process."""
+    """Return the number of rounds that a run has recorded so far. The run may still be running in another process."""
     try:
         with (folder / METRICS).open("rb") as file:
             return sum(1 for _ in file)
@@ -58,7 +58,7 @@ def rounds_done(folder: Path) -> int:
 
 
 def is_over(path: Path, rounds: int) -> bool:
-    """Return True if a folder holds a finished run: its model, its summary, and all ``rounds`` or an early stop."""
+    """Return True if a folder has the model and summary of a run that did all ``rounds`` or was stopped early."""
     if not ((path / SUMMARY).exists() and (path / WEIGHTS).exists()):
         return False
     history = History.load(path)
@@ -156,8 +156,8 @@ class RunFolder:
         rounds, values = history.points(f"validation.{history.primary}" if validated else column_of(history.primary))
         known = dict(zip(rounds.tolist(), values.tolist(), strict=True))
         if loop_state.best is not None and loop_state.best.value != known.get(loop_state.best.round):
-            loop_state.best = None  # another primary metric decided that this evaluation was the best
-        # Compare the last lines too: the logs' running checksum does not notice missing lines or another run's file.
+            loop_state.best = None  # it was the best by the primary metric of an earlier spec
+        # Compare the last lines too: the checksums within a log do not reveal missing lines, or a log of another run.
         for name, last in self.checkpoint.logs.items() if self.checkpoint is not None else ():
             if last and not self._logs[name].holds(last):
                 problem = f"{self.path / name} is not what it was when the checkpoint of round {done} was made"
@@ -170,7 +170,7 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         if self.prepared.config.sizes is not None and not (self.path / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.path / "partition.png")
-        # Write the events of round 0 (the method's ``init``) or, in a resumed run, of clients' states that were lost.
+        # Write the events of round 0 (the method's ``init``) or, in a resumed run, those about lost client states.
         self.write_events(simulation)
 
     def _write_spec(self, folder: Path) -> None:
@@ -208,7 +208,7 @@ class RunFolder:
         self._log(METRICS, record)
 
     def save_checkpoint(self, simulation: Simulation, *, force: bool = False) -> None:
-        """Append the late events, and save a checkpoint if one is due.
+        """Append the events that happened after the round's events were written, and save a checkpoint if one is due.
 
         With ``force``, a checkpoint is saved even if none is due, but not if ``evaluation.checkpoint_every`` is 0.
         """
@@ -263,9 +263,9 @@ class RunFolder:
         return f"the model never took a step: in {len(history)} rounds no reply could be used ({why})"
 
     def _broken_down(self) -> str:
-        """Return a warning if replies came in each of the last rounds, and none could be used; otherwise an empty text.
+        """Return a warning if clients failed and no reply could be used in the last rounds; otherwise an empty text.
 
-        A single such round at the end causes no warning: it may be chance.
+        There must be at least two such rounds, because a single one may be chance.
         """
         dead = list(takewhile(lambda r: r["clients_failed"] and not r["clients_returned"], reversed(self.history)))
         if len(dead) < 2:
@@ -363,7 +363,7 @@ def prepare_again(folder: Path, key: str) -> Prepared:
 
     Raises:
         SpecError: It is not a run folder, or its spec, data or code have changed since the run.
-        DataError: The data are missing or damaged, or the run was given arrays, which no file holds.
+        DataError: The data are missing or damaged, or the run used arrays that were passed to it in Python.
     """
     prepared = prepare(spec_of(folder, key))
     if (before := identity_in(folder)) is not None:

@@ -37,7 +37,7 @@ from fedstrata.stratify import client_batch, client_single
 from fedstrata.stratify.masking import client as masking
 
 Watcher = Callable[[Mapping[str, Any]], None]
-"""A callback that is only a function: it is called with the record of every round."""
+"""A callback that is a plain function; it is called with the record of every round."""
 
 HANDLERS = Handlers(
     [
@@ -73,11 +73,11 @@ HANDLERS = Handlers(
 
 
 def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
-    """Return the context, which holds what all clients of a process share.
+    """Return the context: the settings, data and handlers that all clients of a process share.
 
     Args:
         prepared: The experiment.
-        keys: The store of the keys that mask labels; by default, the store of this machine.
+        keys: The store of the keys that mask labels. Default: the store of this machine.
     """
     method = prepared.spec.method
     handlers = HANDLERS + method.all_handlers()
@@ -106,7 +106,7 @@ class Simulation:
         listener: A function that is called with the round and the replies of every exchange with clients.
 
     Raises:
-        SpecError: The engine is unknown, or it would not find the clients' states.
+        SpecError: The engine is unknown, or it cannot continue from the checkpoint; see ``refuse_elsewhere``.
 
     >>> import fedstrata as fs
     >>> spec = fs.Experiment(training={"rounds": 3}, partition=fs.IID(clients=4), evaluation={"every": 0})
@@ -210,9 +210,9 @@ class Simulation:
             if self.round in self._evaluated_rounds:
                 record |= self._record_evaluation()
         finally:
-            self._collect_events()  # also those before an error or an interruption
+            self._collect_events()  # also if an error or an interruption ends the round
         record |= federation.log.metrics()
-        # Put the method's metrics after these columns, and let them not replace a column of the same name.
+        # Put the method's metrics after these columns. If a metric has the name of a column, the column is kept.
         record = {**record, **metrics, **record}
         record["seconds"] = time.perf_counter() - began
         return record
@@ -276,10 +276,10 @@ class Simulation:
         return events
 
     def client_table(self) -> list[dict[str, Any]]:
-        """Return one row per client: its sample counts and its results, by default those of the last evaluation.
+        """Return one row per client: its sample counts, and its results in the last evaluation.
 
-        After ``leave``, the results are those of the model that it chose. The list is empty if clients have no test
-        parts of their own.
+        If ``leave`` was called, the results are those of the model that it chose. The list is empty if clients have no
+        test parts of their own.
         """
         held, sizes = self.prepared.held, self.prepared.config.sizes
         if held.own_test is None:
@@ -323,7 +323,7 @@ class Simulation:
         return record | score.more
 
     def evaluate_saved(self) -> dict[str, Any]:
-        """Return the evaluation of the model that ``leave`` chose; empty if its round was evaluated, or without one."""
+        """Evaluate the model that ``leave`` chose. The dict is empty if there is none, or its round was evaluated."""
         final = self.loop_state.final_model
         if final is None or final[1] in self._evaluated_rounds:
             return {}
@@ -358,7 +358,7 @@ def run_prepared(
     *,
     resume: bool = False,
 ) -> History:
-    """Run an experiment that is prepared; see ``fedstrata.run``.
+    """Run a prepared experiment; see ``fedstrata.run``.
 
     Args:
         prepared: The experiment.
@@ -392,7 +392,7 @@ def run_prepared(
                 raise
             folder.log(record, simulation)
             # Call callbacks before the round's checkpoint, which contains their memory. Functions have no memory and
-            # are called after it.
+            # are called after the checkpoint.
             failed = None
             for callback in watching:
                 try:
@@ -440,7 +440,7 @@ def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
     """Refuse to continue a run with an engine that would not find the clients' states.
 
     Args:
-        was: Whether the sites kept the clients' states so far; the checkpoint then has none.
+        was: Whether the clients' own machines (sites) kept the clients' states so far, so that the checkpoint has none.
         will: Whether the sites keep the clients' states with the engine that would continue the run.
         engine: The name of the engine.
 

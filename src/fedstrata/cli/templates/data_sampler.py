@@ -12,11 +12,11 @@ class Half(fs.DataSampler):
     """Every sample is used in a round with the same probability.
 
     Args:
-        share: The probability.
+        share: The probability that a sample is used.
     """
 
     share: float = Field(default=0.5, gt=0, le=1)  # a setting: --set method.data_sampler.share=0.2
 
     def keep(self, federation, state, clients):
-        """Return the probability, the state (which stays unchanged), and values for the round's record."""
+        """Return the probability of using a sample, the unchanged state, and values for the round's record."""
         return self.share, state, {"kept": self.share}
