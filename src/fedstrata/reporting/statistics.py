@@ -14,15 +14,13 @@ import math
 import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from fedstrata.base.arrays import Floats
 from fedstrata.base.errors import SpecError
 
-if TYPE_CHECKING:
-    pass
 
 K = TypeVar("K", bound=Hashable)
 

@@ -1,7 +1,7 @@
 """Experiments over sites (processes or organisations that hold clients' data), with NVIDIA FLARE ("NVFlare").
 
-A run uses NVFlare's simulator or a deployment. The server's side is ``engine``, with ``directory``, ``messenger`` and
-``relay``; a site answers in ``site_server``. ``job`` connects both to NVFlare's Collab API, and only NVFlare's
-processes import it. ``simulator``, ``rehearsal``, ``provision`` and ``local_deployment`` start runs. A job does not
-contain code: it names classes of the installed package.
+A run uses NVFlare's simulator (``simulator``), real machines (``provision``, ``submit``), a trial of these on one
+machine (``local_deployment``), or a single process (``rehearsal``). ``engine``, ``directory``, ``messenger`` and
+``relay`` are the server's side, and ``site_server`` is a site's side. ``job`` connects both to NVFlare's Collab API;
+only NVFlare's processes import it. A job does not contain code: it names classes of the installed package.
 """

@@ -1,4 +1,4 @@
-"""The certificates of a federation: check those of a party (the server, a site or the administrator), or renew them."""
+"""Check and renew the certificates of a party: the server, a site or the administrator of a federation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 ROOT_DAYS = 3650
-"""Days that a federation's root certificate is valid: longer than the certificates that it signs, so that they can be
-renewed."""
+"""Days for which a federation's root certificate is valid. It outlives the certificates that it signs, so that it can
+renew them."""
 
 WARNED = timedelta(days=30)
 """A party is warned if its certificate expires in less than this time."""
@@ -41,7 +41,7 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
 
 
 def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]:
-    """Yield the problems of a party's certificates, each as a pair: True if it keeps the party out, and a text.
+    """Yield each problem of a party's certificates: whether it stops the party from taking part, and a description.
 
     Args:
         kit: The party's folder.
@@ -95,15 +95,15 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
 
     Args:
         authority: The folder with the root certificate and its private key.
-        path: The old certificate; the party's private key is not needed.
-        days: The days that the new certificate is valid.
+        path: The file of the old certificate, which is replaced. The party's private key is not needed.
+        days: Days for which the new certificate is valid.
 
     Returns:
         The time at which the new certificate expires, which is never after the root expires.
 
     Raises:
         DataError: The folder or the old certificate cannot be read.
-        FedstrataError: Another root signed the old certificate.
+        FedstrataError: The root in ``authority`` did not sign the old certificate.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -121,7 +121,7 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
         raise FedstrataError(f"{path} was not made by the root in {authority}: another federation's") from None
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), root.not_valid_after_utc)
-    begin = min(now, end) - timedelta(hours=1)  # another machine's clock may be behind
+    begin = min(now, end) - timedelta(hours=1)  # so that it is valid at once where a clock is slow
     new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), x509.random_serial_number(), begin, end)
     for extension in old.extensions:
         new = new.add_extension(extension.value, extension.critical)

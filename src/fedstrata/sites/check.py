@@ -1,4 +1,4 @@
-"""Checks of a party before it starts: settings, policy, data, certificates, and the server."""
+"""Check a party (server, site or administrator) before it starts: settings, policy, data, certificates, connection."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.settings import SiteSettings
 
 PART = Path("local") / "part.json"
-"""The file in a site's folder with its client's id, the number of clients, and whether the site needs test samples."""
+"""The file in a site's folder that contains the id of the site's client, the total number of clients, and whether the
+site needs test samples."""
 
 SPEC = Path("local") / "spec.toml"
 """The file in a site's folder with the spec of the experiment."""
 
 CLOCKS = 60.0
-"""Seconds by which this machine's clock may differ from the server's before a warning."""
+"""A warning is given if this machine's clock and the server's differ by more than these seconds."""
 
 SECONDS = 10.0
 """Seconds within which the server must answer."""
@@ -53,8 +54,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder.
         server: Whether to connect to the server.
-        data: Whether to read the site's data. If so, a job that the policy refuses is a problem. If not, it is only a
-            warning, because the party may start for another job.
+        data: Whether to read the site's data too. If not, a job that the policy refuses is only a warning and not a
+            problem, because the party may start for another job.
 
     Raises:
         FedstrataError: ``kit`` is not a party's folder.
@@ -90,7 +91,7 @@ def _settings(kit: Path) -> str:
 
 
 def _policy(kit: Path) -> str:
-    """Check now that the policy can be read; a site itself reads it only when a job begins."""
+    """Check that the policy can be read. Otherwise, an error in it would be noticed only when a job begins."""
     if not (kit / POLICY).exists():
         return f"policy: there is no {POLICY}: the defaults hold, by which no job is approved"
     Policy.read(kit)
@@ -115,7 +116,7 @@ def _job(kit: Path) -> str:
 
 
 def _data(kit: Path) -> str:
-    """Check that the site's data fit the spec, by computing the statistics that the server asks for before a run."""
+    """Check that the site's data fit the spec: compute the statistics that the server asks for before a run."""
     from fedstrata.sites.data_schema import UnusableDataError, survey_of
     from fedstrata.sites.wire import Survey
 

@@ -1,4 +1,4 @@
-"""The configuration files of a job, as NVFlare reads them, and errors as JSON."""
+"""Write the configuration files of a job for NVFlare, and convert errors to JSON and back."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CLASSES = (
     "fedstrata.sites.job.Server",
     "fedstrata.sites.job.Site",
 )
-"""The classes that a job may name. Sites allow no others."""
+"""The only classes that a job's configuration may name."""
 
 ERROR = "error.json"
 """The file in a run folder with the error that ended the run."""
 
 
 RESULT = "fedstrata"
-"""The name of the run folder in the result of a deployed job."""
+"""The name of the run folder inside the result that NVFlare stores for a deployed job."""
 
 
 def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> None:
@@ -36,8 +36,8 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     Args:
         folder: The folder of the job.
         plans: The experiments that the job's server runs.
-        specs: The spec of each plan as TOML. Each spec gets its own file: a site can then review it, and NVFlare does
-            not treat braces in it as placeholders.
+        specs: The spec of each plan as TOML. Each spec is written to its own file and not into the JSON, so that a site
+            can review it, and NVFlare does not treat braces in it as placeholders.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,8 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     common: dict[str, Any] = {"format_version": 2, "task_data_filters": [], "task_result_filters": []}
     controller, executor, server, client = CLASSES
     arguments: dict[str, Any] = {"collab_obj_ids": [], "props": {}}
-    # NVFlare creates components before workflows, and our component prepares the thread pools of the controller.
+    # The server is a component and not a workflow. So NVFlare creates it before the controller, and the server's
+    # constructor can prepare the controller's thread pools.
     components = [{"id": "server_", "path": server, "args": {"plans": [*map(asdict, plans)]}}]
     workflow = {"id": "controller", "path": controller, "args": {"server_obj_id": "server_", **arguments}}
     write_json(config / "config_fed_server.json", {**common, "components": components, "workflows": [workflow]})
@@ -65,20 +66,20 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
 
 
 def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
-    """Return the name of a job: a hash of its specs and plans, by which 'submit' recognises a job that runs already."""
+    """Return the name of a job: a hash of specs and plans, so that 'submit' recognises a job that already runs."""
     content = json.dumps([[asdict(plan), spec] for plan, spec in zip(plans, specs, strict=True)], sort_keys=True)
     return f"fedstrata-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def described(error: Exception) -> dict[str, Any]:
-    """Return an error as a table for JSON, from which ``raised`` restores the error."""
+    """Return a table for JSON that describes an error, and from which ``raised`` restores the error."""
     arguments = error.__reduce__()[1] if isinstance(error, FedstrataError) else ()
     packed = [each if isinstance(each, str) else {} if each is ... else {"shown": repr(each)} for each in arguments]
     return {"kind": type(error).__name__, "arguments": packed, "message": str(error)}
 
 
 def raised(path: Path) -> FedstrataError:
-    """Return the error that a server wrote to a file, of the same class if it is an error of fedstrata."""
+    """Restore the error that a server wrote to a file. An error of another library becomes a ``FedstrataError``."""
     table = json.loads(path.read_text(encoding="utf-8"))
     kind = getattr(errors, str(table["kind"]), None)
     if isinstance(kind, type) and issubclass(kind, FedstrataError):
@@ -87,7 +88,7 @@ def raised(path: Path) -> FedstrataError:
 
 
 class _Shown(str):
-    """A text whose ``repr`` is the text itself, in place of a value that JSON cannot hold."""
+    """The ``repr`` of a value that JSON cannot hold. Its own ``repr`` is the same text, so messages do not change."""
 
     __slots__ = ()
 
@@ -96,7 +97,7 @@ class _Shown(str):
 
 
 def _unpacked(packed: str | Mapping[str, str]) -> object:
-    """Return an argument of an error. An empty table stands for ``...``, with which errors mark a missing value."""
+    """Restore an argument of an error from JSON. An empty table stands for ``...``, which marks a missing value."""
     if isinstance(packed, str):
         return packed
     return _Shown(packed["shown"]) if packed else ...

@@ -1,4 +1,4 @@
-"""Sites' own data: check them against the spec's ``[data]``, compute their statistics, and make a client's data set."""
+"""Check a site's own data against the spec's ``[data]``, compute their statistics, and make a client's data set."""
 
 from __future__ import annotations
 
@@ -45,28 +45,30 @@ STATISTICS = "statistics"
 """The file in the server's run folder with the statistics of all sites' training samples at the start of the run."""
 
 FEWEST = 2
-"""Fewest training samples of a site, because the mean of a single sample would reveal the sample."""
+"""Fewest training samples that a site may have, because the mean of a single sample would reveal the sample."""
 
 MOST_CLIENTS = 1_000_000
 """Most clients of a job, because the memory that a site needs grows with their count."""
 
 MORE = "'fedstrata check' at the site, and its log, say more"
-"""Added to the public part of an error about a site's data: says where the private part can be read."""
+"""The end of an error about a site's data that is sent to the server. It says where the full error can be read."""
 
 _PREPARING = Lock()
-"""Held while a site draws initial parameters, because all sites of one process share PyTorch's random generator."""
+"""A lock that is held while a site draws initial parameters, because all sites of one process share PyTorch's random
+generator."""
 
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 
 
 class UnusableDataError(DataError):
-    """A site's data do not fit the spec. The text is only the public part of the error, so it may leave the site."""
+    """A site's data do not fit the spec. The text of this error reveals nothing more, so it may leave the site."""
 
 
 def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = False) -> ClientContext:
-    """Return the context of one site's clients.
+    """Return the context (data, model and settings) that the clients of one site share.
 
-    Their data are the site's own file, or else the data that the spec names, divided by the spec's partition.
+    The data come from the site's own file. In a run about data that the spec names, they come from these data, which
+    the spec's partition divides.
 
     Args:
         begin: The server's first message, which describes the run.
@@ -120,7 +122,8 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     Args:
         survey: The server's question.
         data: The site's own data file.
-        least: The policy's minimum of samples behind any number that leaves the site; the spec may require more.
+        least: Fewest samples that the site's policy requires for any value that leaves the site; the spec may require
+            more.
 
     Raises:
         SpecError: The spec is wrong, or the data file is missing.
@@ -145,16 +148,16 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
 
 
 def description_of(spec: Experiment) -> str:
-    """Return a hash of all that the spec says of the data and that decides whether a site's data fit."""
+    """Return a hash of those settings of a spec that decide whether a site's data fit the spec."""
     free = {"name", "normalize", "shift", "scale"}
     description = json.dumps([spec.data.model_dump(mode="json", exclude=free), spec.partition.min_size], sort_keys=True)
     return hashlib.sha256(description.encode()).hexdigest()
 
 
 def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
-    """Return the site's file, if the spec describes the data completely.
+    """Return the site's file after a check that the spec describes the data completely.
 
-    A description that the site's rows would complete, such as the list of classes, is refused.
+    For example, the list of classes must be in the spec, and is not taken from the site's rows.
 
     Raises:
         SpecError: The site has no file, or the description is incomplete.
@@ -170,7 +173,7 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
 def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Dataset, Assignment, Assignment | None]:
     """Return a site's data set, the assignment of its training samples to clients, and that of its test samples.
 
-    The last is None if the file has no test samples, or if the spec takes test samples from the training samples.
+    The third value is None if the file has no test samples, or if the spec holds out training samples for tests.
     """
     data_set = read_own(spec.data, path, client=client, seed=spec.seed)
     least = max(spec.partition.min_size, FEWEST)
@@ -184,24 +187,18 @@ def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Da
 
 
 def _unfit(path: Path, public: str, private: str = "") -> DataError:
-    """Return an error about a site's file.
-
-    Args:
-        path: The file.
-        public: The text that may leave the site.
-        private: The text for the site itself. Default: ``public``.
-    """
+    """Return an error about a site's file. Only its public text may leave the site; the site sees the private text."""
     return DataError(f"{path}: {private or public}").publicly(public)
 
 
 @contextmanager
 def _public_errors() -> Iterator[None]:
-    """Log errors about data at the site, and raise them with their public part only."""
+    """Log any error of the ``with`` block, and raise an error with only the text that may leave the site."""
     try:
         yield
     except Exception as error:
-        # An error without a public part may contain data, so only a general text leaves the site. The key of a setting
-        # may be named, because the server knows the spec.
+        # The text of any other error may contain data, so only a general text leaves the site. The key of a setting may
+        # be named, because the server knows the spec.
         known = isinstance(error, (DataError, SpecError))
         LOG.error("%s", error, exc_info=None if known else error)
         key = error.key if isinstance(error, SpecError) else ""
@@ -218,7 +215,7 @@ def _assigned_to(client: int, size: int, clients: int) -> Assignment:
 
 
 def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepared:
-    """Prepare the experiment at the server if sites have their own data; the server has at most test samples.
+    """Prepare an experiment on the sites' own data at the server, which has test samples or no samples at all.
 
     Args:
         spec: The experiment.
@@ -244,17 +241,17 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
 
 
 def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume: bool) -> Prepared:
-    """Return the experiment with the statistics of the sites' data; ask the sites for them if the run is new.
+    """Return the experiment with data that are normalised with all sites' statistics. A new run asks sites for these.
 
     Args:
         prepared: The experiment, from ``prepare_server``.
         engine: The engine of the sites.
         folder: The server's run folder, where the statistics are kept.
-        resume: Whether the run is resumed. It then keeps the statistics from its beginning.
+        resume: Whether the run is resumed. A resumed run uses the statistics that were stored when it began.
 
     Raises:
         SiteLostError: All sites are unreachable.
-        FedstrataError: The data of all sites do not fit the spec.
+        FedstrataError: Too few sites have data that fit the spec.
     """
     unfitted, path = prepared.data.unfitted, folder / STATISTICS
     assert unfitted is not None
@@ -275,14 +272,7 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
     """Refuse a spec if sites' answers would disclose what the method keeps private.
 
     Sums over test samples disclose the number of samples of each class, and statistics disclose the number of samples.
-
-    Args:
-        spec: The experiment.
-        empty: A data set without samples, made from the spec's description of the data.
-        tests: Whether the server has test samples.
-
-    Raises:
-        SpecError: The answers would disclose it.
+    ``tests`` says whether the server has test samples.
     """
     evaluation, conceals = spec.evaluation, spec.method.conceals
     sizes = "sizes" in conceals
@@ -366,13 +356,9 @@ def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Datase
 
 
 def _rows(data: Data, schema: Schema, table: Table, held: NDArray[np.bool_]) -> Dataset:
-    """Make a data set from the rows of a table; its features are computed later, with all sites' statistics.
+    """Make a data set from the N rows of a table; ``held``, (N,), is True for each row that is a test sample.
 
-    Args:
-        data: The spec's description of the data.
-        schema: The completed schema of the table.
-        table: The rows, (N, …).
-        held: True for rows that are test samples, (N,).
+    The features are computed later, with all sites' statistics.
     """
     classes = schema.classes or ()
     cells = torch.from_numpy(parsed(table, schema))

@@ -27,7 +27,7 @@ class SiteDirectory:
         site_of_client: The name of each client's site; the index is the client's id.
         is_reachable: Returns whether a site is likely to answer now. Raises an error if the job is over.
         least: Fewest sites that must answer, before the first round and in every round.
-        fewer: What to do when fewer sites answer.
+        fewer: What to do when fewer than ``least`` sites answer.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class SiteDirectory:
         self.least, self.fewer = least, fewer
         self.sites = sorted(set(site_of_client))
         self.excluded: dict[str, str] = {}
-        """A mapping from each site that could not begin to the reason."""
+        """The sites that are left out of the run, each with the reason."""
         self._warned: dict[str, str] = {}
         self._lost: set[str] = set()
         """Sites that did not answer the last message in time."""
         self._refusing: dict[str, str] = {}
-        """A mapping from each site whose policy refuses everything until this job ends to the reason."""
+        """The sites whose policy refuses everything until this job ends, each with the reason."""
 
     def clients_of(self, site: str) -> list[ClientId]:
-        """Return the clients of a site, in ascending order."""
+        """Return the ids of a site's clients, in ascending order."""
         return [client for client, its_site in enumerate(self.site_of_client) if its_site == site]
 
     def participants(self) -> list[str]:
@@ -79,7 +79,11 @@ class SiteDirectory:
             self._refusing[site] = f"site {site}: {error}"
 
     def status(self, site: str) -> tuple[str, str]:
-        """Return a site's state (``in``, ``refused``, ``gone`` or ``late``), and the reason if it is not ``in``."""
+        """Return a site's state and the reason for it.
+
+        The states are ``in`` (it takes part; without a reason), ``refused``, ``gone`` (it cannot be reached) and
+        ``late`` (its last answer did not come in time).
+        """
         if site in self.excluded:
             return "refused", self.excluded[site]
         if not self.is_reachable(site):
@@ -106,7 +110,7 @@ class SiteDirectory:
         self._refuse_fewer(count)
 
     def gather(self) -> None:
-        """Before an exchange, make sure that enough sites can be reached: wait or raise, as ``fewer`` says.
+        """Make sure before an exchange that enough sites can be reached. If not, ``fewer`` says what to do.
 
         Raises:
             FedstrataError: Too few sites can be reached, and ``fewer`` is ``abort``.
@@ -116,13 +120,13 @@ class SiteDirectory:
         self._refuse_fewer(len(self.present()))
 
     def require_enough(self, outcomes: Iterable[object]) -> None:
-        """After an exchange, end the run if too few sites answered.
+        """End the run after an exchange if too few sites answered.
 
-        Otherwise the run would rush through its remaining rounds without clients. It can be resumed when the sites are
-        back.
+        Without this check, a run would rush through its remaining rounds without clients. It can be resumed when the
+        sites are back.
 
         Args:
-            outcomes: The answers and errors of the exchange, for the message if all sites are unreachable.
+            outcomes: The answers and errors of the exchange. The error quotes them if all sites are unreachable.
 
         Raises:
             SiteLostError: All sites are unreachable.
@@ -132,7 +136,7 @@ class SiteDirectory:
         self.require_willing(self.excluded)
         out = self._lost | self.excluded.keys()
         if self.fewer == "wait" and len(self.present()) < self.least:
-            return  # gather waits for sites before the next exchange
+            return  # ``gather`` will wait for sites before the next exchange
         if out >= set(self.sites):
             raise SiteLostError(f"no site can be reached; {'; '.join(map(str, outcomes))}")
         self._refuse_fewer(len(self.sites) - len(out))
@@ -141,7 +145,7 @@ class SiteDirectory:
         """End the run if waiting cannot help, because too many sites refuse all requests until the job ends.
 
         Args:
-            excluded: The excluded sites that will not take part again.
+            excluded: Those excluded sites that cannot take part again.
 
         Raises:
             FedstrataError: Fewer sites than required are left, and ``fewer`` is not ``go-on``.

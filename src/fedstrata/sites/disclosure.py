@@ -1,4 +1,4 @@
-"""Everything that a job may ask its clients, so that a site can decide on it: in plain English and as a table."""
+"""Describe everything that a job may ask its clients, as text and as a table, so that sites can accept or refuse it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FACTS: dict[Fact, str] = {
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a job asks.
+    """Everything that a job may ask of a site and its clients.
 
     Args:
         job: The hash of the job's spec; a site approves a job by this hash.
@@ -41,7 +41,7 @@ class Declaration:
         own_data: Whether sites bring their own data. If so, each site also sends a fingerprint of its file.
         conceals: The facts about clients that the method keeps private.
         extremes: Whether the statistics contain minimum and maximum values, each of which reveals a single sample.
-        privacy: The minimum of samples per answer that the spec sets.
+        privacy: The spec's privacy settings: the smallest number of samples behind an answer.
     """
 
     job: str
@@ -98,7 +98,7 @@ class Declaration:
 
 
 def hash_of(spec: Experiment) -> str:
-    """Return the hash that names a job and its run. It depends on the settings, not on how the spec is written."""
+    """Return the hash that identifies a job and its run. It depends on the settings, not on how the spec is written."""
     return hashlib.sha256(spec.to_toml().encode()).hexdigest()[:16]
 
 
@@ -118,9 +118,9 @@ def declaration_of(
 
     Args:
         spec: The experiment.
-        agreed: The values that server and clients agreed on (such as the number of classes), if they are known.
-            Default: those that the spec contains.
-        clients: The number of clients, if ``agreed`` is not given and the spec does not contain it.
+        agreed: The values that server and clients agreed on, such as the number of classes. Default: those that the
+            spec contains.
+        clients: The number of clients; not used with ``agreed``. Default: the number in the spec, or 1.
         own_data: Whether the clients are sites that bring their own data. Default: whether the spec describes such
             data.
     """
@@ -139,7 +139,7 @@ def declaration_of(
 
 
 def _survey(spec: Experiment) -> str:
-    """Describe the statistics of a site's own data that the spec needs; empty if it needs none."""
+    """Describe in words which statistics of its own data a site must send; empty if the spec needs none."""
     data = spec.data
     columns = (data.schema.columns or {}) if data.schema is not None else {}
     rules = {column.impute for column in columns.values()} - {None, "constant"}

@@ -31,11 +31,11 @@ class NVFlareEngine(Engine):
     In a relay, one model travels from client to client, and each client trains it; one such step is a hop.
 
     Args:
-        config: What server and clients agreed on; ``sizes`` may be unknown.
+        config: The settings that server and clients share.
         messenger: Sends messages to the sites.
         sums: Adds up tensors over the sites, for clients that compute together as a group.
         spec: The experiment as TOML.
-        run: The name under which the sites keep this run.
+        run: The name of the run, under which the sites store their clients' states.
         direct: Whether the model of a relay goes from site to site. If not, it returns to the server after each hop.
         log_heads: A file to which the heads (last checksums) of the sites' ledgers are written after each round;
             optional.
@@ -65,11 +65,11 @@ class NVFlareEngine(Engine):
         self._pending_events: list[EngineEvent] = []
         self._unsaved: set[str] = set()
         self._asked: dict[str, list[ClientId]] = {}
-        """A mapping from each site of the last exchange to its clients that were asked."""
+        """The sites of the last exchange, each with the ids of its clients that were asked."""
         self._relays = 0
 
     def survey(self, unfitted: Unfitted, *, tests: bool) -> Statistics:
-        """Return the statistics of all sites' training samples, added up in the order of their clients.
+        """Ask all sites for the statistics of their training samples, and return the total.
 
         A site whose data do not fit the spec takes no part, and an event gives the reason.
 
@@ -79,7 +79,7 @@ class NVFlareEngine(Engine):
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: No site has data that fit the spec.
+            FedstrataError: Too few sites have data that fit the spec.
         """
         sites = list(dict.fromkeys(self.directory.site_of_client))
         total = self.config.clients
@@ -93,7 +93,7 @@ class NVFlareEngine(Engine):
     def _begin(
         self, bodies: Mapping[str, Message], kind: type[Message], check: Callable[[str, Any], None]
     ) -> dict[str, Any]:
-        """Ask sites before the first round, and exclude those that cannot take part.
+        """Send each site a message before the run begins, and exclude the sites that cannot take part.
 
         Args:
             bodies: A mapping from each site to the message for it.
@@ -104,7 +104,7 @@ class NVFlareEngine(Engine):
             A mapping from each site that can take part to its answer.
 
         Raises:
-            FedstrataError: Too few sites are left, and ``fewer`` is not ``wait``.
+            FedstrataError: No site can take part; or fewer sites than required can, and ``fewer`` does not allow it.
         """
         outcomes: dict[str, Any] = {}
         wanted = dict(bodies)
@@ -122,7 +122,7 @@ class NVFlareEngine(Engine):
             wanted = {site: body for site, body in bodies.items() if site not in outcomes}
             if len(outcomes) >= self.directory.least or self.directory.fewer != "wait":
                 break
-            self.directory.require_willing(())  # not those excluded so far: a site may correct its data meanwhile
+            self.directory.require_willing(())  # excluded sites count as willing, because they may correct their data
             self.directory.wait(lambda: False, BEGIN_AGAIN)
         for site in wanted:
             self._note("absent", site, self.directory.excluded[site])
@@ -130,14 +130,13 @@ class NVFlareEngine(Engine):
         return outcomes
 
     def _note(self, kind: str, site: str, reason: str, clients: list[ClientId] | None = None) -> None:
-        """Add an event about clients of a site. Default: all clients of the site."""
+        """Add an event about some clients of a site; by default, about all of them."""
         self._pending_events.append((kind, self.directory.clients_of(site) if clients is None else clients, reason))
 
     def restore(self, round: int) -> None:
-        """Let every site set up its clients, with their states after ``round``; 0 for a new run.
+        """Let every site restore its clients' states after ``round``, or begin a new run (round 0).
 
-        A site that cannot do so, or whose data changed since the run began, takes no part, and an event gives the
-        reason.
+        A site that cannot do so, or whose data changed since the run began, takes no part. An event gives the reason.
 
         Raises:
             SiteLostError: All sites are unreachable.
@@ -163,7 +162,7 @@ class NVFlareEngine(Engine):
                 self._note("state lost", site, reason, lost)
 
     def save(self, round: int) -> None:
-        """Let every site write its clients' states to its disk; an event reports each site that no longer can."""
+        """Let every site write its clients' states to its disk. An event reports when a site begins to fail at this."""
         bodies = {site: Save(round) for site in self.directory.participants()}
         for site, outcome in self.messenger.ask_all(bodies, Done).items():
             if not isinstance(outcome, FedstrataError):
@@ -179,7 +178,7 @@ class NVFlareEngine(Engine):
             yield self._pending_events.pop(0)
 
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """Send one message to every site with requests to its clients, and return the reply of each client."""
+        """Send each site one message with the requests to all its clients, and return the reply of each client."""
         self._asked = {}
         for client in sorted(requests):
             self._asked.setdefault(self.directory.site_of_client[client], []).append(client)
@@ -191,7 +190,7 @@ class NVFlareEngine(Engine):
         refuse_random(self.config)
         excluded = self.directory.excluded
         if missing := [site for site in bodies if site in excluded]:
-            # The sum cannot be completed without the missing clients, so the others need not compute their terms.
+            # A group's sums need terms of all its clients, so the clients at the other sites need not be asked.
             lost = {client: Failure(excluded[site]) for site in missing for client in self._asked[site]}
             others = Failure("another of the group is absent", bystander=True)
             return {client: lost.get(client, others) for client in requests}
@@ -235,7 +234,7 @@ class NVFlareEngine(Engine):
         return replies
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Send the model to the client's site, and get it back."""
+        """Let a client train the model, which is sent to its site and back, and return the new model and the reply."""
         site = self.directory.site_of_client[client]
         self._relays += 1
         self._asked = {site: [client]}
@@ -250,14 +249,14 @@ class NVFlareEngine(Engine):
         return outcome.weights, reply
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay. With ``direct``, the model goes from site to site, otherwise through the server."""
+        """Begin a relay. If ``direct`` is True, its model goes from site to site, and otherwise through the server."""
         if not self.direct:
             return super().relay(kind, weights)
         self._relays += 1
         return SiteRelay(self.messenger, self._relays, weights)
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Let the next message to each site say which of its clients' answers count."""
+        """Tell each site with its next message which of its clients' answers count."""
         counted = set(accepted)
         for site, clients in self._asked.items():
             ack = Commit(self.messenger.exchange, [client for client in clients if client in counted])
@@ -265,7 +264,7 @@ class NVFlareEngine(Engine):
         self._asked = {}
 
     def _write_log_heads(self) -> None:
-        """Write the new heads of the sites' ledgers to the file, so that a ledger that is cut later can be detected."""
+        """Append new heads of the sites' ledgers to the file. They reveal if a site removes entries from its ledger."""
         heads, written = self.messenger.log_heads, self._log_heads_written
         changed = {site: head for site, head in heads.items() if written.get(site) != head}
         if self._log_heads_file is not None and changed:

@@ -1,4 +1,4 @@
-"""The description of a federation, its server and its sites, which is read from ``sites.toml``."""
+"""The description of a federation (its server and its sites), as it is read from ``sites.toml``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from fedstrata.spec.experiment import Experiment
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")
 LONGEST_NAME = 64
-"""The most letters of a name in a certificate."""
+"""The largest number of characters of a name in a certificate."""
 RESERVED = ("server", "admin", "authority", "result")
-"""Names of other folders in the folder of a deployment."""
+"""Names that no site may have, because other folders in the folder of a deployment have them."""
 
 
 class SiteEntry(Setting):
-    """A site.
+    """The entry of a site in ``sites.toml``.
 
     Args:
         data: The path of its data file, on the site's machine. The site's own settings can name the file instead.
         keys: The folder on the site's machine with the keys that all sites share to mask labels.
-        allow: Top-level packages from which a spec may name ``module:Class`` at the site.
+        allow: Top-level packages at the site. A spec may name code in them, as ``module:Class``.
         catalog: Data sets and files on the site's machine that a spec may name, for a trial without own data.
         tells: Whether the server may see this site's metrics separately, in addition to the sums over all sites.
     """
@@ -43,14 +43,14 @@ class SiteEntry(Setting):
 
 
 class ServerEntry(Setting):
-    """The server.
+    """The entry of the server in ``sites.toml``.
 
     Args:
         host: The server's host name, to which sites connect.
         port: The port to which sites and administrators connect; it must be open.
         data: The server's file of test samples, if sites have their own data. Without it, each site measures the model
             on a part of its own data (``evaluation.client_test``).
-        allow: Top-level packages from which a spec may name ``module:Class`` at the server.
+        allow: Top-level packages at the server. A spec may name code in them, as ``module:Class``.
         catalog: Data sets and files at the server that a spec may name.
     """
 
@@ -62,16 +62,16 @@ class ServerEntry(Setting):
 
 
 class Sites(Setting):
-    """A federation.
+    """The content of ``sites.toml``, which describes a federation.
 
     Args:
-        federation: The name of the federation, in the certificates.
+        federation: The name of the federation, which its certificates contain.
         patience: Seconds within which a site must answer.
         least: Fewest sites that must answer, before the first round and in every round.
-        fewer: What to do when fewer sites answer: ``wait`` until enough answer again, ``abort`` the run, or ``go-on``
-            with fewer.
-        relay: The way of a model that clients train in turn: ``direct`` from site to site, encrypted from end to end,
-            or back to the ``server`` after every client.
+        fewer: What to do when fewer than ``least`` sites answer: ``wait`` until enough answer again, ``abort`` the run,
+            or ``go-on`` with fewer.
+        relay: The way of a model that clients train in turn. ``direct``: from site to site, encrypted from end to end.
+            ``server``: back to the server after every client.
         days: Days that the certificates are valid.
         server: The server.
         own_data: Whether each site is one client with its own data, which the spec's ``[data]`` describes. If not, the
@@ -127,8 +127,8 @@ class Sites(Setting):
 
         Args:
             name: The name of the site.
-            base_dir: The folder to which relative paths refer in a trial on this machine. None keeps them as they are,
-                for the site's own machine.
+            base_dir: The folder to which relative paths refer in a trial on this machine. None if they refer to the
+                site's own machine; they are then not changed.
         """
         entry = self.site[name]
         given: dict[str, Any] = {key: path_of(getattr(entry, key), base_dir) for key in ("data", "keys")}
@@ -151,7 +151,7 @@ class Sites(Setting):
 
 
 def path_of(given: str | None, base_dir: Path | None) -> Path | None:
-    """Return a path that ``sites.toml`` gives, made absolute with ``base_dir``; see ``Sites.settings_of``."""
+    """Convert the text of a path in ``sites.toml`` to a path, which is absolute if ``base_dir`` is given."""
     if given is None:
         return None
     path = Path(given).expanduser()
@@ -159,7 +159,7 @@ def path_of(given: str | None, base_dir: Path | None) -> Path | None:
 
 
 def policy_of(spec: Experiment, sites: Sites) -> Policy:
-    """Return the initial policy of sites: it allows only this job and its method, with otherwise cautious defaults."""
+    """Return the initial policy of sites: it allows only this job. ``sites.policy`` replaces its cautious defaults."""
     defaults: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
     defaults |= {"rounds": spec.training.rounds, "relay": sites.relay}
     given = {key: getattr(sites.policy, key) for key in sites.policy.model_fields_set}

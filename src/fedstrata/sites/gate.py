@@ -25,8 +25,8 @@ heartbeats are checked too."""
 class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """Lets NVFlare check names against the server's list: at registration, at each heartbeat and when a job arrives.
 
-    NVFlare asks whether a name is disabled, and then verifies the name with the party's certificate. Our list answers
-    this question of NVFlare's, because a name that a party gives at any other place is not verified.
+    NVFlare verifies a party's name with its certificate only in one place, just after it asks whether the name is
+    disabled. Our list answers that question. In other places, a party could give a false name.
 
     Args:
         records: The folder of NVFlare's records, which is in the server's folder.
@@ -40,7 +40,7 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         self._lock = threading.Lock()  # heartbeats arrive in many threads, and a client must be logged out only once
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
-        """Make NVFlare ask our list, and log out the clients that are no longer on it."""
+        """Let NVFlare check names against our list, and log out the clients that are not on it any more."""
         if event_type not in _LOOKED_AT:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""Refuses requests that a job does not declare or a site's policy forbids, before a client of the site handles them."""
+"""Refuse requests that a job does not declare or a site's policy forbids, before a client of the site handles them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ BUNDLED = ("digits",)
 
 
 def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool) -> Declaration:
-    """Return everything that a job may ask, if the job reads only files that the site allows.
+    """Return everything that a job may ask, after a check that the job reads only files that the site allows.
 
-    The site's policy may still refuse the job. The files that the spec names are not opened here.
+    Files are not opened here, and the site's policy is not checked.
 
     Args:
         text: The spec as TOML.
@@ -54,17 +54,12 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
     """Refuse a spec that names data or files at a party (a site, or the server) that are not in its catalog.
 
     Args:
-        table: The spec.
-        catalog: The party's catalog.
-        data: Whether the party reads the data that the spec names.
-
-    Args:
         table: The spec as parsed TOML.
-        catalog: The data sets and files that the site allows.
-        data: Whether to check the name of the data set too.
+        catalog: The data sets and files that the party allows.
+        data: Whether to check the name of the data set too, because the party reads the data that the spec names.
 
     Raises:
-        RuleError: The spec names such data or such a file.
+        RuleError: The spec names data or a file that is not in the catalog.
     """
     accepted = ", ".join((*BUNDLED, *catalog))
     where = f"accepted here: {accepted}, by 'catalog' in its own settings (local/fedstrata.toml)"
@@ -87,18 +82,19 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 
 @contextmanager
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
-    """Let the ``with`` block read a site's data, one job at a time, and limit how many guesses about them jobs can try.
+    """Let the ``with`` block read a site's data for a job, and limit the number of trials by which jobs can guess them.
 
-    Whether the data fit a job's description reveals something of the data. So each different description counts,
-    whether the data fit it or not. A request that fails counts until the same request succeeds, for example after the
-    site corrected its file. A job that the site approved is never refused here, but its trials count.
+    A job learns whether the data fit its description, which reveals something about the data. So each different
+    description counts as a trial. A request that fails also counts, until the same request succeeds, for example after
+    the site corrected its file. A job that the site approved is never refused here, but its trials count. Only one job
+    can be in the block at a time.
 
     Args:
         folder: The site's folder.
         policy: The site's policy, which sets the limit.
         job: The hash of the job's spec.
         description: A hash of the spec's description of the data.
-        request: The request, as bytes.
+        request: The encoded request, by which a repeated request is recognised.
 
     Raises:
         RuleError: Other jobs have used all trials that the policy allows.
@@ -110,7 +106,7 @@ def data_trial(folder: Path, policy: Policy, job: str, description: str, request
         trials |= json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
         def count(kind: str, entry: str) -> None:
-            if entry not in trials[kind] and len(trials[kind]) < policy.surveys:  # at the limit, more have no effect
+            if entry not in trials[kind] and len(trials[kind]) < policy.surveys:  # more entries have no effect
                 trials[kind].append(entry)
             replace_file(path, json.dumps(trials).encode(), mode=0o600)
 
@@ -128,13 +124,13 @@ def data_trial(folder: Path, policy: Policy, job: str, description: str, request
 
 
 SAVE_SECONDS = 1.0
-"""Seconds between two writes of a quota's counts during a job."""
+"""Least seconds between two writes of a quota's counts during a job."""
 
 COUNTS = ("starts", "exchanges", "bytes")
 
 
 class Quota:
-    """Counts a job's starts, exchanges and bytes at a site, over all its starts, and keeps the counts in a file.
+    """The counts of a job's starts, exchanges and bytes at a site, which a file keeps from one start to the next.
 
     The same job may run in two processes. Each adds its own counts to the file.
 
@@ -151,7 +147,7 @@ class Quota:
         """The total number of clients, then the ids of the clients at this site; empty until the job names them."""
         self._in_file, self._saved = dict.fromkeys(COUNTS, 0), 0.0
         self.lock = threading.Lock()
-        """Held while counts change, because several threads send answers."""
+        """A lock that is held while counts change, because several threads send answers."""
         self._read()
 
     def start(self, policy: Policy | None) -> None:
@@ -167,18 +163,18 @@ class Quota:
             self.starts += 1
 
     def save(self) -> None:
-        """Add the counts to the file."""
+        """Add the counts since the last write to the file."""
         with self._changing():
             pass
 
     def save_now_and_then(self) -> None:
-        """Save at most once per second; a site that is killed thus loses about one second of counts."""
+        """Save at most once per second, so that a site that is killed loses only the counts of about one second."""
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Read the file before the ``with`` block, and write it in one step after the block."""
+        """Read the file before the ``with`` block, and replace it after the block."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self.lock, self.alone():
             self._read()
@@ -198,7 +194,8 @@ class Quota:
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
         """Record which clients a job says are at this site, and refuse a later change.
 
-        With other ids, other samples would be held out as test samples, and the differences could reveal samples.
+        With other ids, other samples would be held out for tests. The difference between two answers could then reveal
+        a sample.
 
         Args:
             clients: The ids of the clients at this site.
@@ -225,7 +222,7 @@ class Quota:
         replace_file(self._survey, answer, mode=0o600)
 
     def surveys(self) -> list[bytes]:
-        """Return the site's answers to the surveys of all jobs."""
+        """Return the site's encoded answers to the surveys of all jobs."""
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
     def alone(self) -> BaseFileLock:
@@ -234,8 +231,8 @@ class Quota:
 
 
 REPEATS = 3
-"""How often a group that failed may be asked the same again. The number is limited, because terms of sums may leave the
-site each time."""
+"""How often a request may be repeated to clients whose group (clients that compute together) failed. There is a limit,
+because terms of sums may leave the site each time."""
 
 Position = tuple[int, int]
 """A point of a run: the round (0 before the first round), and the index of the phase in ``PHASES``."""
@@ -248,11 +245,11 @@ class Match:
     Args:
         client: The client that is asked.
         request: The request as it arrived.
-        number: The index of ``allowed`` in the job's declaration.
+        number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.
         position: The position of the run once the request is answered.
-        digests: If a group answers: the hashes of all forms in which the same request may be repeated. Otherwise empty.
-        again: Whether the request repeats the client's last request to a group.
+        digests: The hashes of all forms in which the request may be repeated to a group; empty without a group.
+        again: Whether the client, as a member of a group, already got this request, so that it is now repeated.
     """
 
     client: ClientId
@@ -278,14 +275,15 @@ class Guard:
         self.declaration, self.policy, self.quota = declaration, policy, quota
         self.position: Position = (round, len(PHASES) - 1 if round else 0)
         self.times_in_run: dict[str, int] = {}
-        """How often each client answered each request that is limited per run. It is stored in checkpoints."""
+        """How often each client answered each request that is limited per run. A key consists of a client's id and the
+        index of the declaration's entry. Checkpoints contain this mapping."""
         self._relay_over = -1
-        # These four are reset when a phase begins:
+        # The next three are reset when a phase begins.
         self._times: dict[tuple[ClientId, int], int] = {}
         self._orders: dict[tuple[ClientId, type[Order]], Order] = {}
         self._last_digests: dict[tuple[ClientId, int], tuple[bytes, ...]] = {}
         self._repeats: dict[tuple[ClientId, int], int] = {}
-        # The last request and its digests, because many clients get the same request.
+        # The last request and its digests are kept, because many clients get the same request.
         self._digests: tuple[Request | None, tuple[bytes, ...]] = (None, ())
 
     @property
@@ -345,7 +343,7 @@ class Guard:
             order.asked(ordered)
 
     def answered(self, match: Match | None, reply: Any) -> None:
-        """Count a reply. For limits per run only replies count, not requests, because a client may not answer."""
+        """Count a reply. Limits per run count replies and not requests, because a client may fail to answer."""
         if match is None:
             return
         rule = match.allowed.rule
@@ -356,10 +354,10 @@ class Guard:
             self._orders[match.client, rule.order].answered(match.request, reply)
 
     def begin_exchange(self) -> None:
-        """Count an exchange, or a task of a relay.
+        """Count a message with questions to clients (an exchange), or with a task of a relay.
 
         Raises:
-            RuleError: The policy does not allow any more.
+            RuleError: The job has used all exchanges that the policy allows.
         """
         with self.quota.lock:
             if self.policy is not None and self.quota.exchanges >= self.policy.exchanges:
@@ -368,10 +366,7 @@ class Guard:
             self.quota.exchanges += 1
 
     def leave(self, size: int) -> None:
-        """Count bytes that are about to leave the site.
-
-        Args:
-            size: The number of bytes.
+        """Count ``size`` bytes that are about to leave the site.
 
         Raises:
             RuleError: The job's answers would exceed the limit of the policy.
@@ -384,22 +379,18 @@ class Guard:
             self.quota.bytes = total
 
     def save(self, round: int) -> None:
-        """Save the quota when clients' states are stored; refuse a round that the job does not have.
-
-        Raises:
-            RuleError: The job does not have the round.
-        """
+        """Save the quota when clients' states are stored; raise ``RuleError`` if the job does not have the round."""
         if not 0 <= round <= self.declaration.rounds:
             raise RuleError("rounds", f"round {round}; accepted: 0 to {self.declaration.rounds}")
         self.quota.save()
 
     def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
-        """Refuse a hop that would show the server a model that must go from site to site.
+        """Refuse a hop (a client's training in a relay) that would show the server a model that goes from site to site.
 
         Args:
             relay_id: The id of the relay.
             back: Whether the model returns to the server.
-            brought: Whether the server sends a model that another site trained.
+            brought: Whether the message of the server contains a model that another site trained.
 
         Raises:
             RuleError: The hop would show the model to the server, or the relay is over.
@@ -411,12 +402,12 @@ class Guard:
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:
-        """Refuse all later hops of a relay whose model the server has fetched, if the policy's ``relay`` is direct."""
+        """Refuse all later hops of a relay whose model the server has fetched, if ``policy.relay`` is ``direct``."""
         if self.policy is not None and self.policy.relay == "direct":
             self._relay_over = relay_id
 
     def _entry(self, request: Request, relay: bool, together: bool) -> tuple[int, Allowed, Position]:
-        """Return the entry that allows a request, with its index before it and the run's next position after it."""
+        """Return the index of the entry that allows a request, the entry, and the run's position after the request."""
         problem: RuleError | None = None
         for number, allowed in enumerate(self.declaration.allowed or ()):
             if not allowed.includes(request):
@@ -464,10 +455,10 @@ class Guard:
         return position
 
     def _refuse_early(self, match: Match) -> None:
-        """Refuse a request until its client has answered the request that must come first (``after`` of its rule).
+        """Refuse a request until its client has answered the request that its rule names in ``after``.
 
-        The first request replaces labels by other ids, which later requests use. A site that lost its checkpoint must
-        answer it again.
+        The earlier request replaces labels by other ids, which later requests use. A client must answer it again if its
+        site lost the checkpoint.
         """
         first = match.allowed.rule.after
         numbers = [n for n, allowed in enumerate(self.declaration.allowed or ()) if allowed.request is first]
@@ -492,9 +483,9 @@ class Guard:
             raise RuleError("repeat", f"{allowed.label} once more; accepted: {allowed.times} time(s) {when}")
 
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:
-        """Return the ``Order`` checks that apply to a request and to the request inside it, each with its request.
+        """Return the ``Order`` checks for a request and for the request that may be inside it, each with its request.
 
-        A repeated request is not checked again. If it is inside an envelope, the envelope is new and is checked.
+        A repeated request is not checked again, but the new request around it is. New checks are stored with ``keep``.
         """
         orders: list[tuple[Order, Any]] = []
         allowed: Allowed | None = match.allowed
@@ -525,5 +516,5 @@ def _name(client: ClientId, number: int) -> str:
 
 
 def _round_of(request: Any, phase: Phase, now: int) -> int:
-    """Return the round of a request. A request without one belongs to round ``now``, or 0 if it is of enrolment."""
+    """Return the round that a request names; by default ``now``, or 0 in the phase before the first round."""
     return int(getattr(request, "round", 0 if phase == "enrolment" else now))

@@ -1,4 +1,4 @@
-"""A site's answers, each computed only once even if the question is repeated, and the site's heartbeats."""
+"""Compute each answer of a site only once, even if the question is repeated, and send the site's heartbeats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEARTBEAT = 1.0
 """Seconds between two heartbeats of a site."""
 
 AT_WORK = -1
-"""Stands for the size of an answer as long as the site computes it."""
+"""A heartbeat contains this instead of the size of an answer while the site computes the answer."""
 
 
 class LateError(WireError):
@@ -29,10 +29,10 @@ class RequestCache:
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._newest, self._answer = 0, Future[bytes]()
         self.pulse = (0, 0)
-        """The number of the last question that was begun, and the size of its answer in bytes, or ``AT_WORK``."""
+        """The number of the last question that the site began, and the size of its answer in bytes (or ``AT_WORK``)."""
 
     def answer(self, number: int, work: Callable[[], bytes]) -> bytes:
-        """Return the answer to a question: call ``work``, or return what its first call for this question returned.
+        """Return the answer to a question. It is computed only when the question is asked for the first time.
 
         Args:
             number: The number of the question. Numbers ascend; 0 stands for a question that is never repeated.

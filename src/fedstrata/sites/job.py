@@ -51,7 +51,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """The server of a job, which runs one experiment after another.
 
     Args:
-        plans: The experiments: the fields of one ``JobSpec`` each, as a table, because a job's configuration is JSON.
+        plans: The experiments. Each is a table of the fields of a ``JobSpec``, because a job's configuration is JSON.
     """
 
     def __init__(self, plans: list[dict[str, Any]]) -> None:
@@ -73,14 +73,14 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
         Args:
             number: The number of the last question that the site began.
-            size: The size of its answer in bytes; ``AT_WORK`` while the site works on it.
+            size: The size in bytes of the answer to that question; ``AT_WORK`` while the site works on it.
         """
         if self._transport is not None and not self._transport.struck(collab.caller):
             self._transport.hear(collab.caller, number, size)
 
     @collab.publish  # type: ignore[untyped-decorator]
     def add_up(self, data: bytes) -> bytes:
-        """Receive the terms of a site's clients in a sum; return the total when those of all sites have arrived."""
+        """Receive the terms of a sum from a site, wait for those of the other sites, and return the encoded total."""
         if self._sums is None or self._transport is None:
             raise FedstrataError("no run has begun")
         if self._transport.struck(collab.caller):
@@ -116,7 +116,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
                         raise
                 finally:
                     if plan.sites and folder.is_dir():
-                        # The administrator fetches the job's result folder, so it gets a copy of the run folder.
+                        # The administrator fetches NVFlare's result folder, so the run folder is copied to it.
                         without = shutil.ignore_patterns("checkpoint")
                         shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
         finally:
@@ -131,7 +131,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             spec = spec.model_copy(update={"tracking": Tracking()})
         resume = (folder / SPEC).exists()
         if resume and is_over(folder, spec.training.rounds):
-            return  # the run is complete, and only its result was not fetched; this does not need the sites
+            return  # the run was complete before; the job only brings the result, which does not need the sites
         site_of_client = plan.site_of_client(sorted(transport.sites))
         prepared = prepare_server(spec, settings.data, len(site_of_client)) if plan.own_data else prepare(spec)
         self._sums = Sums(plan.patience)
@@ -174,7 +174,8 @@ def _caller(site: Any, end: JobEnd) -> Call:
 def _settings(root: Path) -> SiteSettings:
     """Read a party's settings, and adapt ``sys.path``.
 
-    In a deployment, Python must not import code from the folder in which NVFlare unpacks jobs, so it is removed.
+    In a deployment, the folder in which NVFlare unpacks jobs is removed from the path, so that their code is not
+    imported.
     """
     settings = SiteSettings.read(root)
     if not settings.simulated:
@@ -185,7 +186,7 @@ def _settings(root: Path) -> SiteSettings:
 
 
 class Site:
-    """A site's part of a job; its settings are in the site's folder."""
+    """The part of a job that runs at a site. The site's settings are in its folder."""
 
     def __init__(self) -> None:
         bound_growth()
@@ -194,7 +195,7 @@ class Site:
 
     @collab.init  # type: ignore[untyped-decorator]
     def init(self) -> None:
-        """Read the site's settings. If they are wrong, the site refuses all questions; the others go on without it."""
+        """Read the site's settings. If they are wrong, this site refuses all questions; other sites still take part."""
         root, cache = Path(collab.workspace.get_root_dir()), RequestCache()
         self._progress = SiteProgress(root / STATUS)
         try:
@@ -207,7 +208,7 @@ class Site:
             self._problem = f"its settings cannot be used ({type(error).__name__}); the log of the site says more"
         server = collab.server
         heartbeat(cache, lambda number, size: server(expect_result=False).heartbeat(number, size), RunAborted)
-        # A second thread, so that a slow disk does not delay heartbeats.
+        # The progress is written in a second thread, so that a slow disk does not delay heartbeats.
         heartbeat(cache, lambda number, size: self._progress.write(), RunAborted)
 
     def _made(self, root: Path) -> SiteServer:
@@ -225,7 +226,7 @@ class Site:
             def fetch(data: bytes, left: float) -> object:
                 return others[target](timeout=min(FETCH, left), secure=settings.secure).call(data)
 
-            # NVFlare waits while data arrive. A second call during that time would send a large model twice.
+            # The call waits as long as data arrive. A second call at the same time would send a large model twice.
             return retry(fetch, data, settings.patience, beside=False)
 
         return SiteServer(

@@ -1,4 +1,4 @@
-"""Changes to NVFlare's start-up kits (the folders of the parties): private to their owner, movable, with short logs."""
+"""Change NVFlare's start-up kits (the parties' folders): make them private and movable, and their logs short."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECORDS = "records"
 """The folder in a server's kit with NVFlare's records of jobs."""
 
 _SAMPLES = ("local/privacy.json.sample", "startup/system_info.ipynb", "startup/readme.txt", "readme.txt")
-"""Files of NVFlare that are removed. One configures NVFlare's privacy filters, which cannot read our messages."""
+"""Files that are removed from kits. One of them is for NVFlare's privacy filters, which cannot read our messages."""
 
 
 def finish(kit: Path) -> None:
@@ -52,7 +52,7 @@ def set_paths(kit: Path) -> None:
 
 
 def _set_paths(node: Any, kit: Path) -> None:
-    """Set all paths to NVFlare's records in nested dicts and lists to those inside this kit."""
+    """In nested dicts and lists, replace each path to NVFlare's records by the path inside this kit."""
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in children:
         if isinstance(value, str) and f"/{RECORDS}/" in value:
@@ -62,10 +62,10 @@ def _set_paths(node: Any, kit: Path) -> None:
 
 
 class Printable(logging.Filter):
-    """Makes the text of log records printable, because errors and names of other parties are in it."""
+    """Makes the text of log records printable, because it can contain errors and names that other parties sent."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change a record, and keep it. Lines of a traceback are indented, so that none looks like a record."""
+        """Make a record printable, with an indented traceback that cannot look like records; return True to keep it."""
         record.msg, record.args = printable(record.getMessage()), None
         if record.exc_info and not record.exc_text:
             lines = "".join(traceback.format_exception(*record.exc_info)).splitlines()

@@ -1,7 +1,7 @@
-"""A site's ledger, which records each answer: the question, the number of samples behind the answer, and refusals.
+"""A site's ledger: a file with an entry for each answer or refusal, which says what was asked and how much was sent.
 
 The ledger is a ``jsonl.Log`` (each line has a checksum that includes the line before), so that a changed, removed or
-moved line is detected. The head of the ledger is the number of entries with the last checksum. It is kept in a second
+moved line is detected. The head of a ledger is its number of entries and its last checksum. It is kept in a second
 file, and is sent to the server with every answer. The server writes the heads to the run folder, so that missing lines
 at the end of the ledger are detected too. Values, labels and texts of errors are never written.
 """
@@ -29,13 +29,13 @@ from fedstrata.base.locking import LOCK
 LOG = logging.getLogger(__name__)
 
 FILE, HEAD, HEADS = "ledger.jsonl", "ledger.head", "ledgers.jsonl"
-"""The ledger; the file with its head; the file in a server's run folder with the heads of all sites."""
+"""Names of files: a site's ledger; its head; and, in a server's run folder, the heads of all sites."""
 
 PLACE = "fedstrata"
 """The folder of the ledger in a site's folder."""
 
 RECOVERED = "recovered"
-"""The kind of an entry about a line that a crash left incomplete."""
+"""The ``kind`` of an entry which says that a crash left the line before it incomplete."""
 
 _HEAD = re.compile(r"(\d{1,15}):([0-9a-f]{64})")
 
@@ -146,12 +146,12 @@ class Ledger:
             self._log.append(*({"n": n, **table} for n, table in enumerate(tables, before.entries + 1)))
             self._head = Head(before.entries + len(tables), self._log.last)
             self._log.sync()
-            # After a crash the old head is still valid, because it is a head of the same chain.
+            # After a crash at this point, the file still has the old head, which fits the ledger's earlier lines.
             beside = self.head_path.with_name(f".{HEAD}.{os.getpid()}")
             beside.write_text(f"{self._head}\n", encoding="utf-8")
             beside.replace(self.head_path)
         except BaseException:
-            # The caller writes the entries again, so none may stay, for example if the head does not fit on the disk.
+            # The caller will write all these entries again, so remove those that were written before the error.
             self._head, self._log.last, self._log.size = before, last, size
             with suppress(OSError):
                 os.truncate(self.path, size)

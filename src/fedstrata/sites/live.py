@@ -27,7 +27,7 @@ _HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plai
 
 
 def serve(folder: Path, port: int, report: Report = print_lines) -> None:
-    """Serve the page until the process is interrupted.
+    """Serve the web page until the process is interrupted.
 
     Args:
         folder: A party's folder or a run folder; see ``fedstrata.sites.status.source_of``.
@@ -48,7 +48,7 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
 
 @contextmanager
 def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve the page during the block, and yield its address and a function that updates it.
+    """Serve the web page during the ``with`` block, and yield its address and a function that updates it.
 
     All users of this machine, and all web pages in their browsers, can connect. So the page is only sent if the address
     in the request contains a random key, which cannot be guessed, and if the host name is this machine's.
@@ -76,7 +76,7 @@ def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], N
 
 
 class _Page:
-    """The files of the page. One thread updates them, and other threads send them.
+    """The files of the web page. One thread updates them, and other threads send them.
 
     Args:
         source: The source of the progress.
@@ -102,7 +102,7 @@ class _Page:
         try:
             return b"" if folder is None else render(load_runs(folder)).encode()
         except DataError:
-            return b""  # no round was complete
+            return b""  # a run without a complete round has no report
 
     def content(self, path: str) -> tuple[str, bytes] | None:
         """Return the content type and the bytes of the file at a path; None if the page has no such file."""

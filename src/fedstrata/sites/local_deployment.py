@@ -16,7 +16,7 @@ from fedstrata.spec.experiment import Experiment
 
 
 def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report: Report = print_lines) -> Path:
-    """Provision, start server and sites, submit, wait, fetch the run folder and shut down.
+    """Make the kits, start the server and the sites, submit the job, wait, fetch the run folder and shut down.
 
     Args:
         spec: The experiment.
@@ -55,7 +55,7 @@ class Processes:
             self.kill(name)
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        """Start the server or a site by the start script of its kit, and return the process."""
+        """Start the server or a site with the start script of its kit, and return the process."""
         folder = (self.out / name).absolute()
         environment = os.environ | {"FEDSTRATA_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
         with (folder / "console.txt").open("ab") as console:

@@ -74,8 +74,8 @@ def sign(run: Path, kit: Path) -> Path:
 def verify(run: Path, kit: Path) -> dict[str, Any]:
     """Return the manifest of a run folder after checking its signature and the files.
 
-    The signer must be the administrator, because sites have certificates of the federation too. A file that is not
-    signed, such as a report, is only logged.
+    A signature of a site, which has a certificate of the federation too, is refused. A file that the manifest does not
+    name, such as a report, is only logged.
 
     Args:
         run: The run folder.

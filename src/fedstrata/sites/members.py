@@ -1,4 +1,4 @@
-"""The server's list of sites that may connect: a file in the server's folder, which is read at each connection."""
+"""The server's list of sites that may connect: a file in the server's folder, which is read when a site connects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEMBERS = Path("local") / "members.json"
 
 
 def members(kit: Path) -> list[str]:
-    """Return the sites that may connect to the server with this folder.
+    """Return the names of the sites that may connect to the server whose folder is ``kit``.
 
     Raises:
         SpecError: The folder does not contain a list.
@@ -27,7 +27,7 @@ def members(kit: Path) -> list[str]:
 
 
 class _Lists(BaseModel, strict=True):
-    """The file's content: the sites that may connect, and all sites that were ever on the list."""
+    """The content of the file ``MEMBERS``: the sites that may connect, and all sites that were ever on this list."""
 
     sites: list[str]
     federation: list[str]

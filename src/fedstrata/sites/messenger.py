@@ -1,4 +1,4 @@
-"""The server's messages, which go to all sites at the same time. They are numbered and acknowledge earlier answers."""
+"""Send the server's messages to all sites at the same time. Messages are numbered, and acknowledge earlier answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedstrata.sites.directory import Fewer, SiteDirectory
 from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
 
 BEGIN_SECONDS = 300.0
-"""Seconds that a site has at least to load its data and set up its clients, even if ``patience`` is shorter."""
+"""A site has at least these seconds to load its data and set up its clients, even if ``patience`` is shorter."""
 
 MOST_AT_ONCE = 64
 """Most sites that are asked at the same time."""
@@ -55,7 +55,7 @@ class Messenger:
         site_of_client: The name of each client's site; the index is the client's id.
         patience: Seconds within which a site must answer.
         least: Fewest sites that must answer, before the first round and in every round.
-        fewer: What to do when fewer sites answer.
+        fewer: What to do when fewer than ``least`` sites answer.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Messenger:
     def deliver(
         self, bodies: Mapping[str, Message], kind: type[Message], ended: Callable[[str, Any], None] | None = None
     ) -> dict[str, Any]:
-        """Ask several sites without waiting first, and return their answers or errors; see ``ask_all``."""
+        """Ask several sites as ``ask_all`` does, but without its checks that enough sites can be reached and answer."""
         directory, outcomes = self.directory, dict[str, Any]()
         numbers = {site: next(self._numbers) for site in bodies}
 
@@ -134,15 +134,15 @@ class Messenger:
             enough = len(directory.present() - set(wanted)) >= directory.least
             if ended is not None or directory.fewer != "wait" or not wanted or enough:
                 return outcomes
-            # The messages keep their numbers: a site that has answered repeats its answer.
+            # Messages are sent again with the same numbers, so a site that has already answered repeats its answer.
             directory.wait_for_any(wanted)
 
     def _complete(self, site: str, outcome: Any) -> Any:
-        """Return an outcome together with the answers that did not fit into its message, fetched from the site."""
+        """Fetch the answers of a site that did not fit into its first message, and return all its answers together."""
         while isinstance(outcome, wire.Answers) and outcome.left:
             rest = self._send(site, wire.More(self.exchange), (wire.Answers,), next(self._numbers))
             if isinstance(rest, FedstrataError):
-                # Not a SiteLostError: the site would not repeat its first answer.
+                # After a SiteLostError, the question would be sent again, but the site can only repeat its last answer.
                 return WireError(f"site {site} went away between two parts of its answer: {rest}")
             if not rest.outcomes or rest.left != outcome.left - len(rest.outcomes):
                 return WireError(f"site {site} promised {outcome.left} more answers, and goes on otherwise")

@@ -49,7 +49,7 @@ def bound_growth() -> None:
 
 
 def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
-    """Let one thread delete the records of received messages; NVFlare starts a ``threading.Timer`` for each of them.
+    """Let one thread delete the records of received messages; NVFlare would start a ``threading.Timer`` for each one.
 
     A receiver keeps a record of each message for 65 seconds, in case the message is sent again. With three sites and
     twenty exchanges per second, these are 4,000 threads. The timers cannot be turned off. A shorter time
@@ -74,7 +74,7 @@ def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[],
 
 
 def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
-    """Run the clean-ups that are due every second, and free the memory of sent messages every ``SWEEP`` seconds.
+    """Every second, run the clean-ups that are due; every ``SWEEP`` seconds, free the memory of sent messages.
 
     For each message that was sent, however small, a buffer of one MiB stays in a cycle of references. Python's garbage
     collector examines old objects only when a quarter of all objects are new. By then, gigabytes are in use.
@@ -145,9 +145,10 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
 
 
 class JobEnd:
-    """The signal that aborts calls: triggered if the job is aborted, and also at the regular end of our server.
+    """A signal that ends calls to sites. It is triggered if the job is aborted, and also when our server ends normally.
 
-    Before NVFlare ends a job, it waits for all calls. A call to a dead site would last until its timeout.
+    Before NVFlare ends a job, it waits for all calls. Without this signal, a call to a dead site would last until its
+    timeout.
 
     Seen in NVFlare 2.9.0, ``collab/api/_invocation.py``, where a call waits until ``abort_signal.triggered``.
 
@@ -171,8 +172,8 @@ class JobEnd:
 def survive_kill(run: Path) -> None:
     """Let the other sites go on when the process of this site's job is killed.
 
-    NVFlare would end the whole job, except if the return code of the process is 0. It reads the code from a file in the
-    job's folder. So this writes 0 in advance; a process that is not killed overwrites the file when it ends.
+    NVFlare would end the whole job, unless the return code of the process is 0. It reads the code from a file in the
+    job's folder. So this function writes 0 in advance; a process that is not killed overwrites the file when it ends.
 
     Seen in NVFlare 2.9.0, ``private/fed/utils/fed_utils.py``, ``get_return_code``.
 
@@ -197,7 +198,7 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
     Args:
         fl_ctx: The context of an event at the server.
         refuses: Returns whether a name is refused. NVFlare calls it from now on.
-        refused_now: Returns the same for the clients that are connected now; called only here.
+        refused_now: Does the same for the clients that are connected now; it is called only by this function.
     """
     server = fl_ctx.get_engine().server
     server.client_manager.is_client_disabled = refuses
@@ -298,7 +299,8 @@ def adapt_script(name: str, text: str) -> str:
     rest = rest.replace("python3 ", '"$FEDSTRATA_PYTHON" ')
     rest = rest.replace("\nSECONDS=0\n", f"{_kit_text('sub_start.sh')}SECONDS=0\n")
     rest = rest.replace("\n  $DIR/sub_start.sh &", _kit_text("start.sh").rstrip())
-    # Our part of sub_start.sh writes daemon_pid.fl earlier. With --once, pid.fl holds the script's own process id.
+    # Remove two steps of sub_start.sh: our part has already written daemon_pid.fl; and pid.fl must not be deleted,
+    # because with --once it contains the script's own process id.
     rest = rest.replace('\ncheck_daemon\n\necho $BASHPID > "$WORKSPACE/daemon_pid.fl"\n', "")
     rest = rest.replace('directly"\n  rm -f "$WORKSPACE/pid.fl"', 'directly"\n  rm -f')
     if name == "stop_fl.sh":

@@ -37,7 +37,7 @@ class RuleError(FedstrataError):
 
     @property
     def for_good(self) -> bool:
-        """Whether everything is refused until the job ends, because the policy and its counts do not change before."""
+        """Whether the site will refuse everything until the job ends, because its policy and counts do not change."""
         return self.rule.startswith("policy.")
 
     def __reduce__(self) -> tuple[type[RuleError], tuple[str, str]]:
@@ -122,7 +122,7 @@ class Policy(Setting):
                 raise RuleError(f"policy.{rule}", f"{by[0]} tells {fact} in the clear; accepted: {accepted}")
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
-        """Refuse another answer about the site's data if other jobs got as many as ``surveys`` allows.
+        """Refuse another answer about the site's data if other jobs got as many answers as ``surveys`` allows.
 
         Args:
             job: The hash of the job.
@@ -138,7 +138,7 @@ class Policy(Setting):
             raise RuleError("policy.surveys", f"other jobs were told {topic}; {accepted}")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
-        """Refuse counts of categories or values that are those of too few samples.
+        """Refuse to send counts of categories or values if one of them is not 0 and below ``least``.
 
         Args:
             job: The hash of the job.
@@ -230,7 +230,7 @@ def _with_approved(lines: list[str], approved: list[str]) -> str:
 
 
 def require_hash(text: str) -> str:
-    """Return a text if it has the form of a spec's hash.
+    """Check that a text has the form of a spec's hash, and return it.
 
     Raises:
         SpecError: The text is not a hash.

@@ -1,7 +1,6 @@
-"""Start and end trees of processes: a signal reaches all of them, and all end when our own process ends.
+"""Start and end processes with their descendants. A signal reaches all of them, and all end when our own process ends.
 
-``python -m fedstrata.sites.processes COMMAND`` runs a command. It ends when the command ends, or kills the command when
-standard input is closed.
+``python -m fedstrata.sites.processes COMMAND`` runs a command, and kills it if standard input is closed before it ends.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a command in a new session that ends with this process, even if this process is killed by SIGKILL.
 
-    A guard process between them makes this work: it reads a pipe from this process, which the operating system closes
-    when this process ends, and then kills the session.
+    The command is started by a second process, the guard. It reads a pipe from this process, which the operating system
+    closes when this process ends. Then the guard kills the session.
 
     Args:
         command: The program and its arguments.
@@ -73,7 +72,8 @@ def _send(groups: set[int], number: signal.Signals) -> None:
 
 
 def _guard(command: Sequence[str]) -> int:
-    # The guard must outlive the others, which receive SIGTERM too. A handler is set because they would inherit SIG_IGN.
+    # SIGTERM is sent to the guard and the command, and the guard must live longer. A handler that does nothing is set,
+    # because the command would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     Thread(target=_follow, daemon=True).start()

@@ -25,23 +25,23 @@ STEP = 2.0
 """Seconds between two writes of the progress."""
 
 DISK_FULL = 1e6
-"""Free bytes below which a disk is full."""
+"""A disk with fewer free bytes than this counts as full."""
 
 CURVES = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss", "clients_returned": "returned"}
-"""A mapping from each field of a round's record that is shown as a curve to the name of the curve."""
+"""The fields of a round's record that are shown as curves, each with the name of its curve."""
 
 POINTS = 300
-"""The approximate largest number of points of a curve, because all curves are sent every two seconds."""
+"""A curve has at most about this many points, because all curves are sent every two seconds."""
 
 MEASURED = ("accuracy", "loss", "train_loss")
 COUNTED = ("returned", "dropped", "late", "failed")
-"""The metrics (``MEASURED``) and the counts of clients (``COUNTED``) of a round that are shown."""
+"""The fields of a round that are shown: metrics (``MEASURED``) and counts of clients (``COUNTED``)."""
 
 
 def curves_of(records: Iterable[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
-    """Return the rounds and the values of each curve, with at most about ``POINTS`` points.
+    """Return the curves. Each is a list of rounds and a list of values, with at most about ``POINTS`` points.
 
-    If a crash made a run repeat rounds, a repeated record replaces the earlier records of this and all later rounds.
+    If a run repeated a round after a crash, the new record replaces the old records of this round and of later ones.
 
     >>> curves_of([{"round": round, "loss": 1 / round} for round in (1, 2, 3, 2)])
     {'loss': [[1, 2], [1.0, 0.5]]}
@@ -220,7 +220,7 @@ def headline(table: Mapping[str, Any]) -> str:
 
 
 def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
-    """Return lines about a run, with one line per site, or about a site's part.
+    """Return the progress as lines of text: of a run, with a line about each site; or of one site's part of it.
 
     Args:
         table: The progress, as the server or the site wrote it.
@@ -248,7 +248,7 @@ def _site_lines(table: Mapping[str, Any], quiet: str) -> list[str]:
 
 
 def _disk_lines(table: Mapping[str, Any]) -> list[str]:
-    """Return a line if the disk of a party's folder is full, so that its numbers may be old."""
+    """Return a warning if the disk of a party's folder is full, because the progress that is shown may then be old."""
     free = table.get("disk_free", math.inf)
     if free >= DISK_FULL:
         return []

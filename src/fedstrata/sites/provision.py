@@ -69,7 +69,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         raise SpecError("tracking", problem)
     site_of_client = sites.site_of_client(spec)
     test = path_of(sites.server.data, base_dir)
-    # In a real deployment, the file may exist only on the server's machine.
+    # In a real deployment, the file may exist only on the server's machine, and is then not checked.
     if sites.own_data and (test is None or base_dir is not None or test.exists()):
         prepare_server(spec, test, len(site_of_client))
     policy = policy_of(spec, sites)
@@ -143,7 +143,7 @@ def _certify(sites: Sites, out: Path) -> None:
 
 
 def _write_settings(folder: Path, settings: SiteSettings) -> None:
-    """Write a party's settings, and NVFlare's: the classes that a job may name, and the administrator's rights."""
+    """Write a party's settings, and settings of NVFlare, such as the allowed classes and the administrator's rights."""
     (folder / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")
     local = folder / LOCAL.parent
     text = (local / "resources.json.default").read_text(encoding="utf-8")

@@ -69,10 +69,10 @@ def rehearse_file(
         transport.site_servers[name] = SiteServer(name, out / STATES / name, carry, settings, keys=keys, policy=policy)
     test = path_of(sites.server.data, base_dir)
     prepared = prepare_server(spec, test, len(site_of_client)) if sites.own_data else prepare(spec)
-    fewer = "abort" if sites.fewer == "wait" else sites.fewer  # a site in this process that failed stays so
+    fewer = "abort" if sites.fewer == "wait" else sites.fewer  # do not wait: a site that failed here cannot recover
     messenger = Messenger(transport, site_of_client, patience=sites.patience, least=sites.least, fewer=fewer)
     direct = sites.relay == "direct"
-    # The run can have any name, because the folder does not contain another run.
+    # The sites store states under the run's name. Any name will do, because no other run uses these folders.
     engine = NVFlareEngine(prepared.config, messenger, sums, spec=spec.to_toml(), run="run", direct=direct)
     if sites.own_data:
         prepared = surveyed(prepared, engine, out, resume=resume)

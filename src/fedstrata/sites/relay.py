@@ -1,4 +1,4 @@
-"""Relays over sites: clients train one model in turn. It goes from site to site, and the server sends the tasks."""
+"""Relays over sites: clients train one model in turn. The model goes from site to site; the server sends the tasks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class SiteRelay:
     def _send(self, site: str, client: ClientId, task: Request, ticket: str, base: int, weights: Weights | None) -> Any:
         """Send a task and return the site's answer.
 
-        The message contains the model (``weights``), or else the site that has the model after hop ``base``.
+        The message contains the model if it is in ``weights``, and otherwise the site that has it after hop ``base``.
         """
         holder, key = ("", "") if weights is not None else (self._hops[base].site, self._hops[base].ticket)
         exchange, number = self._messenger.next_exchange(), len(self._hops)
@@ -140,7 +140,7 @@ class SiteRelay:
     def _lose(self, base: int, reason: str) -> None:
         """Record that the model after hop ``base`` is lost.
 
-        The hops since the model was last at another site do not count any more.
+        The hops after the newest model that a site still has do not count any more.
         """
         self._trail.remove(base)
         since = self._trail[-1] if self._trail else -1

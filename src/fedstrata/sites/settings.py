@@ -1,4 +1,4 @@
-"""The description of a job for its server, and each party's own settings."""
+"""The description of an experiment for the server of a job, and the settings of each party (the server or a site)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedstrata.sites.directory import Fewer
 from fedstrata.spec.experiment import read_toml, with_location
 
 LOCAL = Path("local") / "fedstrata.toml"
-"""The file of a party's settings in its folder; it is never part of a job."""
+"""The file with a party's settings, in the party's folder; it is never part of a job."""
 
 USER = "admin@fedstrata.local"
 """The user name of the administrator, who may only submit jobs, watch them and fetch their results."""
@@ -38,12 +38,12 @@ S = TypeVar("S", bound=Setting)
 
 
 def read_setting(kind: type[S], path: Path, key: str) -> S:
-    """Read a setting from a TOML file.
+    """Read an object of a settings class from a TOML file.
 
     Args:
-        kind: The class of the setting.
+        kind: The class.
         path: The TOML file.
-        key: The key by which messages of errors call the file, such as ``--sites``.
+        key: The name of the file in error messages, such as ``--sites``.
 
     Raises:
         SpecError: The file is missing or not TOML, a key is unknown or a value is wrong; the message names the line.
@@ -60,8 +60,8 @@ class JobSpec:
     """One experiment of a job, with everything that the job's server needs to run it.
 
     Args:
-        spec: The name of the file with the experiment, in the server's part of the job.
-        folder: The path of the run folder in a simulation. In a deployment, the server derives it with ``run_of``. A
+        spec: The name of the file with the spec, in the job's configuration folder.
+        folder: The path of the run folder in a simulation. In a deployment, the server computes it with ``run_of``. A
             run that is already in the folder is resumed.
         clients: The number of clients.
         sites: The name of each client's site in a deployment. If empty, clients are distributed over the connected
@@ -70,7 +70,7 @@ class JobSpec:
         patience: Seconds within which a site must answer.
         direct: Whether a model that clients train in turn goes from site to site, not through the server.
         least: Fewest sites that must answer.
-        fewer: What to do when fewer sites answer.
+        fewer: What to do when fewer than ``least`` sites answer.
     """
 
     spec: str
@@ -89,7 +89,7 @@ class JobSpec:
         return cls(**{**table, "sites": tuple(table["sites"])})
 
     def site_of_client(self, connected: Sequence[str]) -> list[str]:
-        """Return the name of each client's site; if there are fewer sites than clients, consecutive clients share one.
+        """Return the name of each client's site. With fewer sites than clients, consecutive clients share a site.
 
         >>> JobSpec("run-0.toml", "", 5).site_of_client(["a", "b"])
         ['a', 'a', 'a', 'b', 'b']

@@ -112,14 +112,14 @@ def simulate(
 
 
 def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
-    """Return the number of sites that the runs to resume had; return ``sites`` if none of them has begun.
+    """Return the number of sites of the runs that will be resumed; return ``sites`` if none of these runs has begun.
 
     Args:
         folders: The run folders.
         sites: The number of sites that was asked for; None for any.
 
     Raises:
-        SpecError: A run had another number of sites, or another engine.
+        SpecError: A run had another number of sites, or was not made by NVFlare.
     """
     for folder in folders:
         if saved := checkpoint.load(folder / "checkpoint"):
@@ -134,7 +134,7 @@ def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
 
 
 def _touched(folder: Path) -> list[tuple[str, int]]:
-    """Return the names and times of files that change as soon as a run begins, is resumed or fails."""
+    """Return the names and modification times of the files that change when a run begins, is resumed or fails."""
     files = [folder / name for name in (SPEC, METRICS, ERROR)]
     return [(file.name, file.stat().st_mtime_ns) for file in files if file.exists()]
 

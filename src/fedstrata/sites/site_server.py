@@ -48,17 +48,18 @@ LARGEST_ANSWER = 256 << 20
 """Most bytes of answers in one message. A single answer that is larger is sent in a message of its own."""
 
 SERVER = "server"
-"""The caller that may ask questions. Other sites may only fetch the model of a relay."""
+"""The name of the server as a caller. It may ask all questions; other sites may only fetch the model of a relay."""
 
 HARMLESS = (
     *(FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError),
     *(UnusableDataError, RuleError),
 )
-"""Errors whose text the server and other sites may read. It is only about their own messages, the spec, or the name of
+"""Errors whose text the server and other sites may read. It is about their own messages or the spec, or it only names
 the column and the rule that data violate."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__)
-"""Questions whose failures are written to the ledger too: a failure reveals that the data do not fit the spec."""
+"""Questions before the first round. Their failures are written to the ledger too, because a failure reveals that the
+data do not fit the spec."""
 
 
 class SiteServer:
@@ -90,13 +91,13 @@ class SiteServer:
         self.name, self.folder, self.send, self.settings = name, folder, send, settings
         self._keys, self.policy, self.ledger = keys, policy, ledger
         self._entries: list[tuple[int, Entry]] = []
-        """Entries that are not written to the ledger yet, each after the id of the thread that added it."""
+        """Entries that are not in the ledger yet, each after the id of the thread that added it."""
         self._noting = threading.Lock()
-        """Held while the entries change, because another site may fetch a model at any time, in another thread."""
+        """A lock that is held while the entries change, because another site may fetch a model in another thread."""
         self.request_cache, self.problem = RequestCache(), ""
         self._run: SiteRun | None = None
         self._asking = ""
-        """The hash of the job that is asking for statistics or to begin a run; empty during other questions."""
+        """The hash of the job whose ``Survey`` or ``Begin`` is answered now; empty during other questions."""
 
     def call(self, caller: str, data: object) -> bytes:
         """Return the encoded answer to a message from the server or another site.
@@ -123,7 +124,7 @@ class SiteServer:
                 if what in BEGINNINGS:
                     self.note(what, failed=type(error).__name__)
             try:
-                self._write_ledger()  # because an error that is sent reveals something too
+                self._write_ledger()  # before the error is sent, because it reveals something too
             except Exception as unwritten:
                 error, self.problem = unwritten, f"the ledger cannot be written: {unwritten}"
             for_good = isinstance(error, RuleError) and error.for_good
@@ -138,11 +139,7 @@ class SiteServer:
             return self._encode(self._answer(envelope))
 
     def _encode(self, answer: Message) -> bytes:
-        """Write the ledger, and return the encoded answer.
-
-        Raises:
-            RuleError: The policy does not allow so many bytes.
-        """
+        """Write the ledger, and return the encoded answer; raise ``RuleError`` if the policy forbids so many bytes."""
         if self._run is not None and not isinstance(answer, wire.Surveyed):  # _surveyed has counted these bytes
             try:
                 self._run.guard.leave(records.size(answer))
@@ -155,12 +152,7 @@ class SiteServer:
         return records.encode(answer)
 
     def note(self, kind: str, **about: Any) -> None:
-        """Add an entry, which is written to the ledger before the answer leaves.
-
-        Args:
-            kind: The kind of the question.
-            about: Other fields of ``Entry``.
-        """
+        """Add an entry about a question, to be written before the answer leaves. ``about``: fields of ``Entry``."""
         if self.ledger is not None:
             run = "" if self._run is None else self._run.guard.declaration.job
             run = self._asking if kind in BEGINNINGS else run
@@ -168,9 +160,9 @@ class SiteServer:
                 self._entries.append((threading.get_ident(), Entry(**{"run": run, "kind": kind, **about})))
 
     def _mark(self, **outcome: Any) -> None:
-        """Note in this thread's entries of answers that these do not leave.
+        """Mark this thread's entries as refused or failed, because their answers do not leave.
 
-        If a part of a sum is among them, it has left, and the numbers of its clients are in it.
+        If terms of a sum are among them, nothing is marked, because the terms have left and depend on all its clients.
         """
         me = threading.get_ident()
         with self._noting:
@@ -206,7 +198,7 @@ class SiteServer:
         self.note(what, client=client, round=round, refused=error.rule, to="" if caller == SERVER else caller)
 
     def admit(self, spec: str, clients: int, *, own_data: bool) -> Declaration:
-        """Return everything that a job may ask, if this site takes part in the job.
+        """Return everything that a job may ask, after a check that this site accepts the job.
 
         Args:
             spec: The spec as TOML.
@@ -228,9 +220,7 @@ class SiteServer:
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
         """Return the text of an error that the server may see; see ``settings`` of this class.
 
-        Args:
-            error: The error.
-            reason: The description of the error, if a client raised it.
+        If a client raised the error, ``reason`` is the client's description of it.
         """
         if reason is None:
             if self.settings.simulated and isinstance(error, UnusableDataError):
@@ -300,7 +290,7 @@ class SiteServer:
         if guard is not None and self.policy is not None:
             with guard.quota.alone():  # because jobs run in separate processes, and may ask at the same time
                 if known is None and surveyed.statistics.samples:
-                    # The difference between two statistics can reveal a single sample, so different ones are limited.
+                    # Two different statistics can together reveal a single sample, so their number is limited.
                     others = [read(answer, wire.Surveyed).statistics for answer in guard.quota.surveys()]
                     before = {records.encode(statistics) for statistics in others if statistics.samples}
                     topic = "other statistics of this site's data"
@@ -315,7 +305,7 @@ class SiteServer:
         return fingerprint(self.settings.data, self.folder)
 
     def _part_of_relay(self, caller: str, fetch: wire.Fetch) -> Weights:
-        """Return the model after a hop of a relay, if the caller has the ticket of the hop."""
+        """Return a relay's model after a hop (one client's training), if the caller has the hop's secret ticket."""
         run = self._running()
         result = run.leg.result_of(fetch.relay_id, fetch.hop)
         if result is None:
@@ -338,7 +328,7 @@ class SiteServer:
         """Return a context manager in which the site's own data may be read, within the limits of the policy."""
         if self.policy is None:
             return nullcontext()
-        if isinstance(question, wire.Begin):  # resuming a run does not count as a new question about the data
+        if isinstance(question, wire.Begin):  # so that a run that is resumed asks the same question as before
             question = dataclasses.replace(question, run="", round=0)
         description = description_of(Experiment.from_table(parse_toml(question.spec)))
         return data_trial(self.folder, self.policy, job, description, records.encode(question))
@@ -381,8 +371,7 @@ class SiteRun:
         """Begin a run with the clients' states after ``begin.round``, or after the last stored round before it.
 
         Returns:
-            The run, the round of the states, and the clients whose states are missing because they were at other sites
-            in that round.
+            The run; the round of the states; and the clients whose states are missing, as they were at other sites.
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} names no run")
@@ -393,7 +382,7 @@ class SiteRun:
         if own_data and site_server.policy is not None:
             quota.settle(begin.clients, begin.total, "bounds")
         context = site_server.context(begin, asked.job)
-        quota.start(site_server.policy)  # a failed start is not counted
+        quota.start(site_server.policy)  # only now, so that a start that failed above is not counted
         prepare_process(context.config.training.threads)
         spec = Experiment.from_table(parse_toml(begin.spec))
         asked = declaration_of(spec, agreed=context.config, own_data=own_data)
@@ -413,7 +402,7 @@ class SiteRun:
     def save(self, save: wire.Save) -> wire.Done:
         """Write a checkpoint with the clients' states.
 
-        It also has the list of all clients at this site, because a client without a state would be missing otherwise.
+        It also lists all clients at this site, so that a client without a state does not seem to be missing later.
         """
         self.guard.save(save.round)
         state = {"lived": sorted(self.clients), "asked": self.guard.times_in_run}
@@ -433,7 +422,7 @@ class SiteRun:
             raise WireError(f"a {type(ack).__name__} is not an acknowledgement")
 
     def ask(self, ask: wire.Ask) -> wire.Answers:
-        """Return the answers of the clients of this site."""
+        """Let clients of this site answer questions, and return the answers."""
         self._next(ask.exchange)
         matches = len(set(ask.clients)) == len(ask.clients) == len(ask.which)
         if not matches or not all(0 <= n < len(ask.requests) for n in ask.which):
@@ -458,7 +447,7 @@ class SiteRun:
         return self._next_answers()
 
     def _send_part(self, part: bytes) -> object:
-        """Send this site's encoded terms of a group's sum to the server; they count as an answer."""
+        """Send this site's encoded terms of a group's sum to the server. Their bytes count like those of an answer."""
         try:
             self.guard.leave(len(part))
         except RuleError as error:
@@ -470,10 +459,7 @@ class SiteRun:
     def _allowed(
         self, requests: Mapping[ClientId, Request], *, together: bool
     ) -> tuple[dict[ClientId, Request], dict[ClientId, Any]]:
-        """Return the requests that may be answered, and the refusals of the others.
-
-        If the clients answer as a group (``together``), one refusal refuses all requests.
-        """
+        """Return the requests that may be answered, and a refusal of each other one. A group is refused as a whole."""
         allowed: dict[ClientId, Request] = {}
         refused: dict[ClientId, Any] = {}
         self._matches = {}
@@ -490,7 +476,6 @@ class SiteRun:
         return allowed, refused
 
     def _refusal(self, client: ClientId, request: Request, error: RuleError) -> wire.Failed:
-        """Add a refusal to the log and the ledger, and return it as a message."""
         self.site_server.refused(error, type(request).__name__, SERVER, client)
         return wire.Failed(f"site {self.site_server.name}: {error}", bystander=False, refused=True)
 
@@ -520,7 +505,7 @@ class SiteRun:
         return self._next_answers()
 
     def _next_answers(self) -> wire.Answers:
-        """Return as many of the remaining answers as one message may hold, at least one."""
+        """Return as many of the remaining answers as fit into one message, but at least one."""
         size = count = 0
         for outcome in self._unsent:
             size += records.size(outcome)
@@ -580,10 +565,9 @@ class SiteRun:
         return weights
 
     def _as_message(self, outcome: Any) -> Any:
-        """Return the message for an outcome: a reply, or ``Failed`` for a failure."""
         if not isinstance(outcome, Failure):
             try:
-                # Checked here, because one reply that the server cannot decode would spoil the whole message.
+                # A reply that the server cannot decode would make the whole message unreadable.
                 records.require_types(outcome)
             except (WireError, AttributeError, KeyError) as error:
                 return wire.Failed(str(error), False, True)
@@ -665,7 +649,7 @@ class RelayLeg:
         self._states, self._new, self._kept = {}, None, None
 
     def result_of(self, relay_id: int, hop: int) -> HopResult | None:
-        """Return the result of a hop if it is the last hop here, or the last that counts; None for any other hop."""
+        """Return the result of a hop; None if it is neither the last hop at this site nor the last one that counts."""
         for result in (self._new, self._kept):
             if relay_id == self.number and result is not None and result.hop == hop:
                 return result

@@ -1,6 +1,6 @@
 """Prepare the start of a party; a kit's start script runs ``python -m fedstrata.sites.start KIT [--verbose]``.
 
-``start.sh`` runs this module twice: with ``--check`` in the foreground, and then with ``--checked`` in the background.
+``start.sh`` runs it twice: first in the foreground with ``--check``, then in the background with ``--checked``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def checked_kit(kit: Path) -> int:
 
 
 def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
-    """Check a kit, and write its paths, logging and permissions if the party may start.
+    """Check a kit. If the party may start, prepare the kit: set its paths, logging and file permissions.
 
     Args:
         kit: A party's folder.

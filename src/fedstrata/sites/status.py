@@ -47,7 +47,7 @@ class Source:
 
 
 def source_of(folder: Path, report: Report = print_lines) -> Source:
-    """Return the source of a folder.
+    """Return the source that reads the progress from a folder.
 
     Args:
         folder: One of these: the administrator's folder (the server is asked for the progress); the folder of the
@@ -112,7 +112,7 @@ def lines(table: dict[str, Any] | None) -> list[str]:
 
 
 def picture(table: dict[str, Any] | None) -> Any:
-    """Return the progress as a ``rich`` renderable, in which the state of each site has a colour."""
+    """Return the progress for display with ``rich``; the state of each site has a colour."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -201,7 +201,7 @@ class _Administrator:
                 self._end(job, job_status)
             elif not self._watch.away:
                 self._job, status = job, "" if job else job_status
-        if self._job:  # the outcome is still returned when the server is shut down
+        if self._job:  # the outcome is also returned after the server was shut down
             return self._over
         if self._watch.away:
             return {"away": self._watch.away}

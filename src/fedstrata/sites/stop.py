@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 PIDS = ("daemon_pid.fl", "pid.fl")
-"""Files in a kit with the process ids of the script that restarts NVFlare, and of NVFlare itself."""
+"""Files in a kit with process ids: that of the script which restarts NVFlare, and that of NVFlare itself."""
 
 GRACE = 10.0
 """Seconds that processes have to end after SIGTERM, before they are killed."""
 
 ROUNDED = 60.0
-"""The largest error, in seconds, with which the start time of a process is known."""
+"""The start time of a process may be wrong by at most these seconds."""
 
 
 def stop(kit: Path) -> int:
@@ -66,12 +66,12 @@ def _running(path: Path) -> Any:
 
 
 def _began_after(process: Any, path: Path) -> bool:
-    """Return whether a process began after the file with its id was written, so that the id was reused."""
+    """Return True if a process began after its id was written to the file: the file is about an earlier process."""
     return bool(process.create_time() > path.stat().st_mtime + ROUNDED)
 
 
 def _is_of(process: Any, kit: Path) -> bool:
-    """Return whether a process was started from this kit: its command line contains a path to the kit or its script."""
+    """Return True if the command line of a process contains a path to the kit or to its start script."""
     import psutil
 
     with suppress(psutil.Error):

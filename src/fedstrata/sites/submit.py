@@ -99,7 +99,7 @@ def refuse_expired(admin: Path, report: Report) -> None:
 class Watch:
     """The administrator's connection to the server, through which a job is submitted, watched and fetched.
 
-    It waits while the server is unreachable.
+    While the server is unreachable, each request waits for ``POLL`` seconds and has no result.
 
     Args:
         admin: The administrator's folder.
@@ -115,13 +115,13 @@ class Watch:
         self._name = str(meta["name"])
         self._named = {site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")}
         self._resubmissions: Counter[str] = Counter()
-        """A mapping from each cause (a site, or the server) to the number of resubmissions since the last progress."""
+        """How often the job was submitted again because of each site, or of the server, since it last worked."""
         self._idle_polls: Counter[str] = Counter()
         self._working_polls: Counter[str] = Counter()
         self._away_since: float | None = None
         self._over, self._last_progress = False, -math.inf
         self._last_reports: dict[str, str] = {}
-        """A mapping from each matter to the last report about it, so that it is not repeated."""
+        """The last report about each matter, such as ``status``; the same report is not repeated."""
         self._ask_again: dict[str, float] = {}
         self.away = ""
         """The error of the last request to the server; empty if it answered."""
@@ -167,8 +167,8 @@ class Watch:
             return True
         if status.startswith("FINISHED"):
             if status != ABORTED and self._over:
-                # The run was over, but NVFlare reports a failure, probably because a site did not answer at the end.
-                # The result may be complete.
+                # All rounds were done, so the result may be complete although NVFlare reports a failure. Probably a
+                # site did not answer at the end.
                 complete = self._has_result()
                 if complete or self.away:
                     return complete
@@ -239,7 +239,7 @@ class Watch:
     def _submit(self, session: Any) -> tuple[str, str]:
         """Submit the job, unless it already runs; return its id and a report.
 
-        It already runs if the connection was lost before the server confirmed the submission.
+        It may already run, if the connection was lost before the server confirmed an earlier submission.
         """
         for job in session.list_jobs():
             number, status = str(job["job_id"]), str(job["status"])
@@ -251,8 +251,7 @@ class Watch:
     def _look_for_idle_sites(self, states: Mapping[str, str]) -> None:
         """Give up the job, so that it is submitted again, if a connected site does not work on it for several polls.
 
-        Args:
-            states: A mapping from each site to its state, as the job's server reports it; empty if not known yet.
+        ``states`` maps each site to its state, as the job's server reports it, and is empty while that is not known.
         """
         working = {site for site, state in states.items() if state == "in"}
         # Each site is asked separately, because a request to several sites is not answered if one of them is stopped.
@@ -283,7 +282,7 @@ class Watch:
                 self._resubmissions.pop(name, None)
 
     def _give_up_job(self, cause: str, reason: str) -> None:
-        """Let the next poll submit the job again."""
+        """Report a reason, and let the next poll submit the job again."""
         self.report(f"{reason}: the job comes again and goes on from the last checkpoint")
         self._resubmissions[cause] += 1
         self._given_up.add(self._job)
@@ -293,7 +292,7 @@ class Watch:
         self._last_reports.clear()
 
     def _has_result(self) -> bool:
-        """Return whether the job has a complete result. NVFlare may report a failure nevertheless."""
+        """Return True if the job has a complete result, even if NVFlare reports a failure."""
         with tempfile.TemporaryDirectory(prefix="fedstrata-submit-") as place:
             try:
                 return self.fetch(Path(place) / "run") and (Path(place) / "run" / WEIGHTS).exists()
@@ -365,7 +364,7 @@ def _stats(session: Any, *, job: str) -> dict[str, Any]:
 
 
 def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
-    """Return the jobs on which some sites (None for all) work; empty if a site does not answer."""
+    """Return the jobs on which these sites (all sites if None) work; empty if a site does not answer."""
     from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoConnection, NoReply
 
     try:
@@ -373,5 +372,5 @@ def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
     except (InvalidTarget, NoConnection, NoReply):
         if sites is None:
             raise
-        return []  # not the server but the site is unreachable or stopped
+        return []  # the server can be reached, and the site is stopped or unreachable
     return entries

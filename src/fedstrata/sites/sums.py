@@ -1,4 +1,4 @@
-"""Sums over clients at several sites that compute together as a group, as for batch normalisation over all of them.
+"""Sums over a group: clients at several sites that compute together, for example to normalise one batch over them all.
 
 For each sum, a site sends the terms of all its clients in one call, and receives the total.
 """
@@ -18,16 +18,17 @@ from fedstrata.sites.idempotency import RequestCache
 from fedstrata.sites.wire import Part, Refused, SiteRefusedError, Total, read
 
 SHARE = 0.4
-"""The fraction of a site's patience for which the members of a group wait for each other at one sum."""
+"""The members of a group wait for each other, at each sum, for this fraction of a site's patience."""
 
 
 class Sums:
     """The server's side of the sums: waits until the terms of all sites of a group have arrived, and adds them up.
 
-    Terms are added in the order of the members, not of arrival, so the totals have the same bits as in ``LocalGroup``.
+    Terms are added in the order of the clients and not of arrival, so totals are the same as if all clients were in one
+    process (``LocalGroup``).
 
-    The server waits for a shorter time than a site has for its whole answer. Otherwise, one site that hangs would make
-    the answers of all other sites late.
+    The server waits for a shorter time than a site has for its whole answer. So one site that hangs does not make the
+    answers of all other sites late.
 
     Args:
         patience: Seconds that a site has for its whole answer.
@@ -94,7 +95,7 @@ class SiteGroup(LocalGroup):
 
     Args:
         group: The name of the group.
-        places: The indices of these clients among the members of the group.
+        places: The indices of the site's clients among the members of the group.
         send: Sends an encoded ``Part`` to the server, and returns the answer.
         patience: Seconds within which the site must answer. A client waits for the others for ``SHARE`` of them.
     """

@@ -29,19 +29,19 @@ LOOK = 0.25
 """Seconds between two checks whether a call has ended, and between a failed call and the next call."""
 
 FAILURES = 3
-"""The number of calls that must fail before the last error is raised."""
+"""After this number of failed calls, the error of the last one is raised."""
 
 STRUCK = "it was struck off the server's list of who may connect"
 
 Call = Callable[[bytes, float], object]
-"""Sends bytes to one site, and returns its answer; the second argument is the timeout in seconds."""
+"""A function that sends bytes to one site, and returns its answer; the second argument is the timeout in seconds."""
 
 
 def begun(call: Call, data: bytes, patience: float) -> Future[object]:
     """Begin a call in a daemon thread, and return the future of its answer.
 
-    A call to a dead site lasts for its whole timeout. An executor is not used, because it would wait for such calls
-    before the process can end.
+    A call to a dead site lasts for its whole timeout. An executor is not used, because the process would wait for such
+    calls before it ends.
     """
     future = Future[object]()
 
@@ -85,7 +85,7 @@ def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> obje
         failures += len(done)
         if done and not calls:
             if failures >= FAILURES:
-                return done.pop().result()  # which raises
+                return done.pop().result()  # raises the error of the call
             time.sleep(LOOK)
             again = -math.inf
     raise SiteLostError(f"no answer within {patience:g} s")
@@ -95,7 +95,7 @@ class _Heart:
     """The last heartbeat of a site.
 
     Args:
-        now: The current time, from which the first heartbeat is expected within ``SILENCE`` seconds.
+        now: The current time in seconds. The first heartbeat is expected within ``SILENCE`` seconds from now.
     """
 
     def __init__(self, now: float) -> None:
@@ -108,7 +108,7 @@ class _Heart:
         self.last_beat, self.number, self.size = now, number, size
 
     def on_its_way(self, number: int, size: int) -> int:
-        """Return how many bytes may be in transit: the size of the question until the site has it, then of the answer.
+        """Return how many bytes may be in transit: those of the question, or, after the site's work, of the answer.
 
         Args:
             number: The number of the question.
@@ -149,7 +149,7 @@ class CollabTransport:
         Args:
             site: The name of the site.
             number: The number of the last question that the site began.
-            size: The size of the answer in bytes; ``AT_WORK`` while the site works on it.
+            size: The size in bytes of the answer to it; ``AT_WORK`` while the site works on it.
         """
         sound = type(number) is int and type(size) is int and AT_WORK <= size <= DEFAULT_LIMIT
         if sound and (heart := self._hearts.get(site)):
@@ -163,7 +163,7 @@ class CollabTransport:
         return site in self.sites and not self.struck(site) and self._silence(site) <= SILENCE
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-        """Return a site's answer. A call is repeated if the question or the answer is lost, after ``STALL`` seconds.
+        """Return a site's answer. If the question or the answer seems to be lost, the call is repeated.
 
         A dead site is given up within seconds, but a busy site has ``patience`` seconds.
 

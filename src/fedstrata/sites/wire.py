@@ -1,4 +1,4 @@
-"""The messages between server and sites. The server sends envelopes, each with one question and acknowledgements."""
+"""The messages between server and sites. The server sends a question and acknowledgements in one ``Envelope``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SiteRefusedError(FedstrataError):
     """A site refused a message.
 
     Args:
-        reason: The reason.
+        reason: A text that says why.
         for_good: Whether the site refuses everything until the job ends; see ``Refused``.
     """
 
@@ -37,7 +37,7 @@ class Survey(Message):
     Args:
         spec: The experiment as TOML; its ``[data]`` describes the data.
         clients: The id of the client at this site, as a list with one element.
-        total: The number of clients.
+        total: The total number of clients.
         tests: Whether the site must have samples on which models are measured.
     """
 
@@ -69,7 +69,7 @@ class Begin(Message):
         spec: The experiment as TOML.
         statistics: The statistics of all sites' own training samples; None if the spec names the data.
         clients: The ids of the clients at this site.
-        total: The number of clients.
+        total: The total number of clients.
         round: The last round that counts; the site restores its clients' states after this round. 0 for a new run.
     """
 
@@ -86,7 +86,7 @@ class Begun(Message):
     """The answer of a site that is ready for the run.
 
     Args:
-        round: The round of the clients' states: the requested round, or an earlier one if the site lost that.
+        round: The round after which the clients' states were stored: the requested one, or an earlier one (0: none).
         lost: The ids of clients that were not at this site in that round, so that it does not have their states.
         fingerprint: The fingerprint of the site's own data file; see ``Surveyed``.
     """
@@ -98,7 +98,7 @@ class Begun(Message):
 
 @record("Commit")
 class Commit(Message):
-    """An acknowledgement that says which answers of an exchange count. The site drops other clients' new states.
+    """An acknowledgement that says which answers of an exchange count. The other clients' new states are discarded.
 
     Args:
         exchange: The number of the exchange.
@@ -126,7 +126,7 @@ class HopCommit(Message):
 
 @record("RelayEnd")
 class RelayEnd(Message):
-    """The end of a relay.
+    """An acknowledgement that ends a relay.
 
     Args:
         relay_id: The id of the relay.
@@ -160,11 +160,11 @@ class Ask(Message):
 
 @record("Failed")
 class Failed(Message):
-    """The reason why a client did not answer.
+    """The outcome of a client that did not answer.
 
     Args:
-        reason: The reason.
-        bystander: Whether the client only failed because another one did; see ``fedstrata.federation.engine.Failure``.
+        reason: A text that says why.
+        bystander: Whether the client failed only because another client of its group did.
         refused: Whether the site or the client refused to answer.
     """
 
@@ -178,7 +178,7 @@ class Answers(Message):
     """The clients' answers, in the order of the clients in the question.
 
     Args:
-        outcomes: A reply or ``Failed`` for each of the next clients.
+        outcomes: A reply or ``Failed`` for each of the next clients of the question.
         left: The number of answers that did not fit into this message; ``More`` asks for them.
         ledger: The head of the site's ledger after these answers; empty if the site does not have a ledger.
     """
@@ -201,7 +201,7 @@ class More(Message):
 
 @record("Hop")
 class Hop(Message):
-    """A task for one client of a relay: train the travelling model.
+    """A hop: the task for one client of a relay to train the travelling model.
 
     Args:
         exchange: The number of the exchange; numbers ascend.
@@ -232,7 +232,7 @@ class Hop(Message):
 
 @record("Hopped")
 class Hopped(Message):
-    """The answer to a hop.
+    """The answer to ``Hop``, with the client's reply.
 
     Args:
         reply: The client's reply, or ``Failed``.
@@ -247,10 +247,10 @@ class Hopped(Message):
 
 @record("Unmoved")
 class Unmoved(Message):
-    """The answer to a hop if the site could not fetch the model.
+    """The answer to ``Hop``, if the site could not fetch the model.
 
     Args:
-        reason: The reason.
+        reason: A text that says why.
     """
 
     reason: str
@@ -258,7 +258,7 @@ class Unmoved(Message):
 
 @record("Fetch")
 class Fetch(Message):
-    """A request for the model after a hop that took place at the asked site.
+    """A request for a relay's model as it was after a hop (one client's training) at the site that is asked.
 
     Args:
         relay_id: The id of the relay.
@@ -292,7 +292,7 @@ class Refused(Message):
     """The answer to a message that a site refuses.
 
     Args:
-        reason: The reason.
+        reason: A text that says why.
         for_good: Whether the site refuses everything until this job ends, because of its policy.
     """
 
@@ -319,7 +319,7 @@ class Part(Message):
 
 @record("Total")
 class Total(Message):
-    """The sum over all members."""
+    """The sum of the terms of all members of a group."""
 
     tensor: Tensor
 

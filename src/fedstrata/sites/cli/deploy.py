@@ -15,7 +15,7 @@ from fedstrata.cli import common
 
 
 def add_deploy(commands: common.Commands) -> None:
-    """Add ``fedstrata deploy``."""
+    """Add the command ``fedstrata deploy``."""
     examples = """
         fedstrata deploy spec.toml --sites sites.toml --out kits
         fedstrata deploy spec.toml --sites sites.toml --out trial --try
@@ -58,7 +58,7 @@ def _show(options: argparse.Namespace, table: object, *lines: str) -> int:
 
 
 def add_submit(commands: common.Commands) -> None:
-    """Add ``fedstrata submit``."""
+    """Add the command ``fedstrata submit``."""
     examples = """
         fedstrata submit kits/admin --out result
         fedstrata submit kits/admin --out result --wait 600
@@ -91,7 +91,7 @@ def _report(options: argparse.Namespace) -> Callable[[str], None]:
 
 
 def add_status(commands: common.Commands) -> None:
-    """Add ``fedstrata status``."""
+    """Add the command ``fedstrata status``."""
     examples = """
         fedstrata status kits/admin
         fedstrata status kits/hospital-a --watch
@@ -132,7 +132,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def add_check(commands: common.Commands) -> None:
-    """Add ``fedstrata check``."""
+    """Add the command ``fedstrata check``."""
     help = "whether a site can take part: settings, data, certificates, server, clock"
     parser = common.add_command(commands, "check", help, "fedstrata check kits/hospital-a", work=_check)
     parser.add_argument("kit", type=Path, metavar="DIR", help="the site's folder")
@@ -148,7 +148,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def add_renew(commands: common.Commands) -> None:
-    """Add ``fedstrata renew``."""
+    """Add the command ``fedstrata renew``."""
     examples = "fedstrata renew kits/authority kits/hospital-a/startup/client.crt --days 365"
     help = "new certificates for the same keys, in place of old ones"
     parser = common.add_command(commands, "renew", help, examples, work=_renew)
@@ -168,7 +168,7 @@ def _renew(options: argparse.Namespace) -> int:
 
 
 def add_revoke(commands: common.Commands) -> None:
-    """Add ``fedstrata revoke``."""
+    """Add the command ``fedstrata revoke``."""
     help = "strike a site off the server's list of who may connect"
     parser = common.add_command(commands, "revoke", help, "fedstrata revoke kits/server hospital-a", work=_revoke)
     parser.add_argument("server", type=Path, metavar="SERVER", help="the server's folder")
@@ -185,7 +185,7 @@ def _revoke(options: argparse.Namespace) -> int:
 
 
 def add_verify(commands: common.Commands) -> None:
-    """Add ``fedstrata verify``."""
+    """Add the command ``fedstrata verify``."""
     help = "whether a result is as the administrator signed it, and what it was made from"
     parser = common.add_command(commands, "verify", help, "fedstrata verify result --kit kits/hospital-a", work=_verify)
     parser.add_argument("run", type=Path, metavar="RESULT", help="the folder that 'fedstrata submit' wrote")
@@ -204,7 +204,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def add_asks(commands: common.Commands) -> None:
-    """Add ``fedstrata asks``."""
+    """Add the command ``fedstrata asks``."""
     examples = """
         fedstrata asks spec.toml
         fedstrata asks spec.toml --policy kits/hospital-a --json
@@ -243,7 +243,7 @@ def _by_kit(kit: Path | None, options: argparse.Namespace) -> AbstractContextMan
 
 
 def add_approve(commands: common.Commands) -> None:
-    """Add ``fedstrata approve``."""
+    """Add the command ``fedstrata approve``."""
     examples = """
         fedstrata approve spec.toml --kit kits/hospital-a
         fedstrata approve 0123456789abcdef --kit kits/hospital-a

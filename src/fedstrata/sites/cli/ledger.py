@@ -15,7 +15,7 @@ COLUMNS = ("n", "at", "run", "client", "kind", "phase", "round", "samples", "byt
 
 
 def add_ledger(commands: common.Commands) -> None:
-    """Add ``fedstrata ledger``."""
+    """Add the command ``fedstrata ledger``."""
     examples = """
         fedstrata ledger kits/hospital-a
         fedstrata ledger kits/hospital-a --verify --told result
