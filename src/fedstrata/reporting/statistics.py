@@ -21,7 +21,6 @@ import numpy as np
 from fedstrata.base.arrays import Floats
 from fedstrata.base.errors import SpecError
 
-
 K = TypeVar("K", bound=Hashable)
 
 Range: TypeAlias = tuple[float, float]
