@@ -33,7 +33,7 @@ from fedstrata.spec.callbacks import Watched
 HERE = Path(__file__).parent
 PLAN: dict[str, Any] = tomllib.loads((HERE / "study" / "candidates.toml").read_text(encoding="utf-8"))
 RESULTS = HERE / "results" / "study.json"
-PAGE = HERE.parent / "docs" / "study.md"
+PAGE = HERE.parent / "docs" / "results" / "study.md"
 CHOOSING, CONFIRMING = (100, 101), (200, 201, 202, 203, 204)
 REFERENCE = "fedavg"
 PAPERS = ("stratify", "fedstas", "fedssar", "rebafl")

@@ -1,6 +1,6 @@
 """What masked labels cost: time and bytes of enrolling, by mode, number of classes and number of clients.
 
-    python benchmarks/masking.py [--out docs/masking] [--quick]
+    python benchmarks/masking.py [--out docs/privacy/masked-labels] [--quick]
 
 Writes OUT.md, OUT.json and OUT.png. The cells are those of Stratify's Table IV: each client holds 1 of 2, 5 of 10 or
 50 of 100 classes. All modes of a cell run one after another in one process with one thread, on the same labels; the
@@ -208,7 +208,7 @@ def picture(runs: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("docs/masking"), help="where, without an ending")
+    parser.add_argument("--out", type=Path, default=Path("docs/privacy/masked-labels"), help="where, without an ending")
     parser.add_argument("--quick", action="store_true", help="leave out what takes minutes")
     parser.add_argument("--show", action="store_true", help="measure nothing, write the page of what was measured")
     options = parser.parse_args()
@@ -237,7 +237,7 @@ def write(out: Path, cells: list[dict[str, Any]], grown: list[dict[str, Any]]) -
         "Stratify balances labels, so the server must know which clients hold the same label. With `method.masking` it",
         "learns that without learning which label it is: every label gets a placeholder. This happens once, before the",
         "first round, and again when clients join.",
-        "This page says what that costs. [Privacy](privacy.md#masked-labels) says what each mode protects.",
+        "This page says what that costs. [Privacy](index.md#masked-labels) says what each mode protects.",
         "",
         f"![time and bytes against clients and classes]({out.name}.png)",
         "",

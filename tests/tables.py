@@ -172,5 +172,5 @@ if __name__ == "__main__":
     quick = "--fast" in sys.argv
     code = pytest.main(["-q", "-m", "not long" if quick else "", *(str(ROOT / file) for file in FILES)], plugins=[seen])
     text = CONFORMANCE + "\n" + conformance(seen) + NOT_THERE + ZOO + zoo(seen)
-    (print if quick else (ROOT / "docs" / "engines.md").write_text)(text)
+    (print if quick else (ROOT / "docs" / "project" / "conformance.md").write_text)(text)
     sys.exit(code)

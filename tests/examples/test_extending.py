@@ -81,7 +81,7 @@ def beside(monkeypatch, tmp_path):
 
 
 def test_there_is_one_for_each_kind_on_the_page_and_under_thirty_lines():
-    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "extend.md").read_text(encoding="utf-8")
     files = sorted(FOLDER.glob("*.py"))
     assert [file.stem for file in files] == sorted(name.partition(":")[0] for name, _ in KINDS.values())
     for file in files:

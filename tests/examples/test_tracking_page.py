@@ -11,7 +11,7 @@ import pytest
 
 import fedstrata as fs
 
-PAGE = Path(__file__).parents[2] / "docs" / "tracking.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "tracking.md"
 
 
 @pytest.fixture

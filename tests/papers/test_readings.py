@@ -138,7 +138,7 @@ def test_figures_in_the_text_of_the_documentation_are_the_computed_ones():
     found = readings()
     bias, private = found["fedssar-bias"].values, found["ldp-samples"].values
     importance = found["importance-bias"].values
-    text = " ".join((DOCS / "sampling.md").read_text(encoding="utf-8").split())
+    text = " ".join((DOCS / "methods" / "samplers.md").read_text(encoding="utf-8").split())
     for said in [
         f"it is {bias['[90, 5, 5]']:.1f} % off for clusters of 90, 5 and 5 clients",
         f"{bias['[34, 33, 33]']:.1f} % for 34, 33 and 33",
@@ -157,7 +157,9 @@ def test_figures_in_the_text_of_the_documentation_are_the_computed_ones():
 )
 def test_what_other_pages_have_measured_is_on_them(claim):
     evidence = claim.about["evidence"]
-    pages = " ".join((DOCS / page).read_text(encoding="utf-8") for page in re.findall(r"\]\(\.\./(\w+\.md)", evidence))
+    pages = " ".join(
+        (DOCS / page).read_text(encoding="utf-8") for page in re.findall(r"\]\(\.\./([\w/-]+\.md)", evidence)
+    )
     assert pages
     for figure in re.findall(r"\d+(?:\.\d+)?", re.sub(r"\]\([^)]*\)", "", evidence)):
         assert figure in pages, figure

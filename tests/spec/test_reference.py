@@ -14,7 +14,7 @@ from fedstrata.evaluation.history import STANDARD, History
 from fedstrata.spec.reference import SECTIONS, kinds, markdown, rows, specific
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "spec.md"
+PAGE = DOCS / "reference" / "spec.md"
 
 
 def test_the_page_is_what_the_settings_say_now():
@@ -24,7 +24,7 @@ def test_the_page_is_what_the_settings_say_now():
 
 
 def test_the_page_on_runs_has_every_key_of_a_record_and_of_the_summary():
-    page = (DOCS / "runs.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "run-folder.md").read_text(encoding="utf-8")
     missing = [key for key in [*STANDARD, *History().summary] if f"`{key}`" not in page]
     assert not missing
 
