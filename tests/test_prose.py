@@ -130,3 +130,18 @@ def test_private_bases_belong_to_a_class_and_of_equal_names_the_largest_counts(c
     assert [each.name for each in calls.parts_of(classes[2], classes)] == ["A", "_Base"]
     assert calls.reassigned(classes[0]) == {"a"}
     assert calls.over([("f", 9), ("g", 8), ("f", 3), ("h", 12)], 8) == {"h": 12, "f": 9}
+
+
+@pytest.mark.parametrize(
+    ("message", "faults"),
+    [
+        ("docs: say why\n\nBecause.\n", 0),
+        ("docs: say why\n\n# Please enter the commit message\n", 1),
+        ("docs: say why\nBecause.\n", 1),
+        ("Words\n", 2),
+        (f"docs: {'x' * 70}\n\nBecause.\n", 1),
+        ("", 2),
+    ],
+)
+def test_what_a_commit_message_needs(prose: ModuleType, message: str, faults: int) -> None:
+    assert len(prose.faults_of_message(message)) == faults

@@ -2,6 +2,7 @@
 
 python tools/prose.py            # prints each count beside its baseline
 python tools/prose.py --write    # lowers the baselines to today's counts
+python tools/prose.py --message FILE    # checks a commit message
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ GENERATED = (
     "docs/project/changelog.md",
     "docs/project/contributing.md",
     "docs/project/security.md",
+    "docs/project/writing.md",
     "docs/reference/command-line.md",
     "docs/results/",
     "docs/reference/spec.md",
@@ -113,8 +115,25 @@ def risen(count: Counter[str], baseline: dict[str, int]) -> list[str]:
     return [name for name in count if count[name] > baseline.get(name, 0)]
 
 
+def faults_of_message(message: str) -> list[str]:
+    """List what a commit message lacks: a subject 'area: imperative' of at most 72 characters, and a body."""
+    subject, *rest = [line for line in message.splitlines() if not line.startswith("#")] or [""]
+    faults = []
+    if not SUBJECT.fullmatch(subject):
+        faults.append(f"{subject!r} is not 'area: imperative' of at most 72 characters, without a full stop")
+    if rest and rest[0].strip():
+        faults.append("the second line is not blank")
+    if not any(line.strip() for line in rest):
+        faults.append("the body is missing: say why")
+    return faults
+
+
 def main() -> int:
-    """Compare today's counts with the baseline; 1 where one of them rose."""
+    """Compare today's counts with the baseline, or check a commit message; return 1 if something is wrong."""
+    if "--message" in sys.argv:
+        faults = faults_of_message(Path(sys.argv[-1]).read_text(encoding="utf-8"))
+        print(*faults, sep="\n")
+        return int(bool(faults))
     count, baseline = today(), json.loads(BASELINE.read_text(encoding="utf-8"))
     worse = risen(count, baseline)
     for name in sorted(count | Counter(baseline)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -44,6 +45,14 @@ class Page(HTMLParser):
             and found.get("rel") not in ("search", "author", "next", "prev", "index")
         ):
             self.loads.append(found["href"])
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "SECURITY.md", "CHANGELOG.md"])
+def test_links_of_the_files_beside_the_code_lead_to_files(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = re.findall(r'\]\(([^)#\s]+)|src(?:set)?="([^"]+)"', text)
+    files = [link or picture for link, picture in links if not (link or picture).startswith(("http", "mailto"))]
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 def build(folder: Path, execute: bool) -> Path:

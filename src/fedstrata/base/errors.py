@@ -80,7 +80,8 @@ class ExtraMissingError(FedstrataError):
 
     def __init__(self, feature: str, extra: str) -> None:
         self.feature, self.extra = feature, extra
-        super().__init__(f"{feature} needs an extra that is not installed: pip install 'fedstrata[{extra}]'")
+        install = f"pip install 'fedstrata[{extra}]', or pip install '.[{extra}]' in a copy of the repository"
+        super().__init__(f"{feature} needs an extra that is not installed. Run {install}.")
 
     def __reduce__(self) -> tuple[type[ExtraMissingError], tuple[str, str]]:
         return ExtraMissingError, (self.feature, self.extra)
