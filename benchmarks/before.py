@@ -1,11 +1,11 @@
-"""This tree against an earlier commit, in turns: whether a change costs speed.
+"""Compare the speed of this working tree with that of an earlier commit.
 
     make bench-before COMMIT=HEAD~1
     python benchmarks/before.py HEAD~1 [--pairs 15] [--work cnn mlp small alone scaffold stratify single]
 
-Each version trains the same work in a process of its own, through the public interface alone; the two take turns.
-Printed are the medians, and the earlier version's seconds by this one's with a 95 % interval: below 1 this tree is
-slower. Images are random: how fast they are trained does not depend on what they show.
+Each version trains the same models in its own process, through the public interface; the two take turns. The program
+prints the median seconds of both, and the ratio of the earlier version's seconds to this tree's with a 95 % interval.
+Below 1, this tree is slower. Images are random, because their content does not influence the speed.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ WORK: dict[str, dict[str, Any]] = {
         "training": {"rounds": 4},
     },
 }
-"""FedAvg where no method is named; one local epoch; the first round warms up and does not count. ``alone`` is ``small``
-in one process, which other processes of the machine disturb less."""
+"""The specs to time. The default method is FedAvg with one local epoch. The first round warms up and does not count.
+``alone`` is ``small`` without worker processes, so other processes of the machine disturb it less."""
 
 
 def serve() -> None:
-    """Train a work whenever its name comes, and answer how many seconds its rounds took."""
+    """Read names of specs from standard input; run each, and print the seconds of its rounds."""
     import numpy as np
 
     import fedstrata as fs
@@ -76,7 +76,7 @@ def serve() -> None:
 
 
 class Version:
-    """A process that trains with one version's sources."""
+    """A process that runs specs with the sources of one version."""
 
     def __init__(self, source: Path) -> None:
         environment = os.environ | {"PYTHONPATH": str(source)}
@@ -86,7 +86,7 @@ class Version:
         )
 
     def seconds(self, name: str) -> float:
-        """How long the rounds of a work take."""
+        """Run a spec, and return the seconds of its rounds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(name + "\n")

@@ -1,8 +1,9 @@
-"""How often 95 % bootstrap intervals of a mean hold the true mean, by the number of values.
+"""Measure how often 95 % bootstrap intervals of a mean contain the true mean, for several numbers of values.
 
     python benchmarks/bootstrap_coverage.py [--trials 600]
 
-Normal numbers of mean 0; percentile intervals as tables of runs have them, and bias-corrected accelerated (BCa) ones.
+The values are normal with mean 0. The intervals are percentile intervals, as in tables of runs, and bias-corrected
+accelerated (BCa) intervals.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fedstrata.reporting.statistics import LEVEL, RESAMPLES
 
 
 def covered(method: str, values: np.ndarray) -> float:
-    """The share of the rows of ``values`` whose interval holds 0."""
+    """Return the share of the rows of ``values`` whose interval contains 0."""
     inside = 0
     for row in values:
         found = bootstrap(
@@ -40,7 +41,7 @@ def main() -> None:
     for n in (2, 3, 5, 10):
         values = np.random.default_rng(n).normal(size=(trials, n))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of two values BCa has no acceleration
+            warnings.simplefilter("ignore")  # BCa is not defined for two values
             shares = [covered(method, values) for method in ("percentile", "BCa")]
         print(f"| {n} | {shares[0]:.0%} | {shares[1]:.0%} |", flush=True)
 

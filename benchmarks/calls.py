@@ -1,13 +1,13 @@
-"""How many functions a round passes through, and how large the package is.
+"""Count the functions that a round calls, and the lines and statements of the package.
 
-    python benchmarks/calls.py                      # the path of a round, and the sizes
-    python benchmarks/calls.py --json > FILE        # the same as JSON
-    python benchmarks/calls.py --against FILE       # beside what FILE says
+    python benchmarks/calls.py                      # print both
+    python benchmarks/calls.py --json > FILE        # print both as JSON
+    python benchmarks/calls.py --against FILE       # also print the numbers in FILE
 
-Counted are functions of the package ``fedstrata`` in the second round with the digits (20 clients, 10 invited, one
-worker, one epoch, no evaluation). Comprehensions and lambdas are calls, but not functions of their own. Execution
-changes from one file to another where two successive calls are in different files; the first call counts too. Counts
-of different versions of Python are not compared: 3.12 inlines comprehensions.
+Only functions of the package ``fedstrata`` count, in the second round with the digits (20 clients, 10 invited, one
+worker, one epoch, no evaluation). Comprehensions and lambdas count as calls, but not as functions. A change of file is
+a call into another file than that of the call before it; the first call counts too. Numbers from different versions of
+Python cannot be compared, because Python 3.12 inlines comprehensions.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PACKAGE = Path(fs.__file__).parent
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 CONSTRUCTION = ("__init__", "__new__", "__post_init__", "model_post_init")
 Call = tuple[CodeType, str]
-"""A function, and the file of the function of the package that called it; empty for none."""
+"""A called function, and the file of the package's function that called it; "" if no such function did."""
 
 
 def calls_of(method: str, invited: int) -> list[Call]:
-    """All calls of the second round, in order."""
+    """Return all calls of the second round, in order."""
     training = {"rounds": 3, "clients_per_round": invited, "workers": 1, "local_epochs": 1}
     partition = {"name": "dirichlet", "alpha": 0.3, "clients": 20}
     table = {"seed": 0, "method": method, "data": "digits", "partition": partition, "training": training}
@@ -65,7 +65,7 @@ def calls_of(method: str, invited: int) -> list[Call]:
 
 
 def layers() -> dict[str, int]:
-    """The layer of each module that pyproject.toml names; 0 is the lowest."""
+    """Return a mapping from each module in the layers of pyproject.toml to its layer; 0 is the lowest."""
     content = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = content["tool"]["importlinter"]["contracts"]
     names = next(each["layers"] for each in contracts if each["type"] == "layers")
@@ -74,14 +74,14 @@ def layers() -> dict[str, int]:
 
 
 def layer_of(file: str, known: Mapping[str, int]) -> int | None:
-    """The layer of a file; None where no layer names it."""
+    """Return the layer of a file; None if it does not belong to a layer."""
     parts = ("fedstrata", *Path(file).relative_to(PACKAGE).with_suffix("").parts)
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((known[name] for name in names if name in known), None)
 
 
 def path_of(method: str) -> dict[str, float]:
-    """What a round of a method passes through."""
+    """Count the calls, functions and files of a method's round."""
     calls, known = calls_of(method, 10), layers()
     functions = {code for code, _ in calls if not code.co_name.startswith("<")}
     files = [code.co_filename for code, _ in calls]
@@ -102,7 +102,10 @@ def path_of(method: str) -> dict[str, float]:
 
 
 def function_lengths(files: Iterable[str]) -> Iterator[tuple[tuple[str, int], ast.AST, int]]:
-    """Each function of some files: where it begins, with its decorators, and how many lines it has without them."""
+    """Yield for each function of some files its place (file and first line), its node and its number of lines.
+
+    The first line includes decorators, but the number of lines does not.
+    """
     for file in sorted(files):
         for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
             if isinstance(node, FUNCTIONS):
@@ -111,12 +114,12 @@ def function_lengths(files: Iterable[str]) -> Iterator[tuple[tuple[str, int], as
 
 
 def lines_of(node: Any) -> int:
-    """From its first line to its last one."""
+    """Return the number of lines from the first to the last line of a node."""
     return int(node.end_lineno - node.lineno + 1)
 
 
 def code_lines(text: str) -> int:
-    """Lines without blanks, comments and docstrings."""
+    """Count the lines that are not blank, comments or docstrings."""
     lines: set[int] = set()
     silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -131,7 +134,7 @@ def code_lines(text: str) -> int:
 
 
 def parts_of(node: ast.ClassDef, classes: Sequence[ast.ClassDef]) -> list[ast.ClassDef]:
-    """A class with its private bases and mixins, and theirs."""
+    """Return a class and, recursively, its base classes that are private or mixins."""
     names = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
     private = [
         each for each in classes if each.name in names and each.name.startswith("_") | each.name.endswith("Mixin")
@@ -140,7 +143,7 @@ def parts_of(node: ast.ClassDef, classes: Sequence[ast.ClassDef]) -> list[ast.Cl
 
 
 def reassigned(node: ast.ClassDef) -> set[str]:
-    """Attributes that methods other than the constructors assign."""
+    """Return the names of the attributes that methods other than constructors assign."""
     methods = [each for each in node.body if isinstance(each, FUNCTIONS) and each.name not in CONSTRUCTION]
     inner = (each for method in methods for each in ast.walk(method) if isinstance(each, ast.Attribute))
     stores = (each for each in inner if isinstance(each.ctx, ast.Store))
@@ -148,14 +151,14 @@ def reassigned(node: ast.ClassDef) -> set[str]:
 
 
 def parameters(node: Any) -> int:
-    """How many parameters a function has, without ``self`` and ``cls``."""
+    """Count the parameters of a function without ``self`` and ``cls``."""
     given = node.args
     named = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return len([name for name in named if name not in ("self", "cls")]) + sum(map(bool, (given.vararg, given.kwarg)))
 
 
 def size_of_package() -> dict[str, Any]:
-    """Lines, statements, and what is large."""
+    """Return the numbers of lines and statements of the package, and lists of large files, functions and classes."""
     packages, lengths, statements, classes = Counter[str](), [], 0, list[ast.ClassDef]()
     files = sorted(PACKAGE.rglob("*.py"))
     for file in files:
@@ -186,13 +189,13 @@ def size_of_package() -> dict[str, Any]:
 
 
 def over(counts: Iterable[tuple[str, int]], limit: int) -> dict[str, int]:
-    """Those above a limit, the largest first; of equal names the largest."""
+    """Return the counts above a limit, the largest first. If a name occurs several times, its largest count is used."""
     largest = dict(sorted(counts, key=lambda pair: pair[1]))
     return {name: count for name, count in reversed(largest.items()) if count > limit}
 
 
 def flat(content: Mapping[str, Any]) -> dict[str, float]:
-    """Every number of a result by its name; of a list of what is large, how many there are."""
+    """Return all numbers of a result by name; for a list of large items, the number is its length."""
     found: dict[str, float] = {}
     for key, value in content.get("size", {}).items():
         if key == "code lines by package":
@@ -203,14 +206,14 @@ def flat(content: Mapping[str, Any]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Return a table as text, with the first column aligned to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def printed(found: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
-    """The result as tables; what was there before stands in front of an arrow."""
+    """Return the result as tables; if there is an earlier result, a cell shows ``old → new``."""
 
     def cell(new: float, old: float | None) -> str:
         text = f"{new:,.1f}".removesuffix(".0")

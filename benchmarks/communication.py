@@ -1,16 +1,16 @@
-"""Accuracy over bytes: methods and codecs under label skew, with everybody there and with half of them away.
+"""Compare the accuracy and the bytes of methods with codecs, under label skew, with all or half of the clients away.
 
     python benchmarks/communication.py run --out DIR [--study mnist mnist-half fashion] [--only LABEL …] [--seeds 0 1 2]
     python benchmarks/communication.py table [--page docs/guides/compression.md]
     python benchmarks/communication.py speed
 
-``run`` goes on where it was stopped and repeats nothing; a cell that is done is written to ``benchmarks/results``.
-``table`` draws what is there, and writes its tables between the marks of the page.
-``speed`` times the codecs.
+A cell is a method with a codec. ``run`` skips the cells that are already in ``benchmarks/results``, so it can be
+stopped at any time. ``table`` draws all finished cells, and writes tables between the marks of the page. ``speed``
+measures the time of the codecs.
 
 MNIST: 100 clients, Dirichlet(0.01) of each class among the clients, an MLP of 784-200-10; baselines invite 10 clients
-a round. Stratify's batches are of 400 samples; ``stratify, dense`` is cut into rounds of 4,000 samples, so that there
-is something to see at few bytes. Fashion-MNIST: 20 clients of two classes each, half of them away in every round.
+a round. Stratify has batches of 400 samples. ``stratify, dense`` has short rounds of 4,000 samples, so that the curve
+also has points at few bytes. Fashion-MNIST: 20 clients of two classes each, half of them away in every round.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BASELINES = {"rounds": 60, "clients_per_round": 10, "local_epochs": 5, "batch_si
 BATCHES = {"rounds": 11, "lr": 0.4, "schedule": "cosine"}
 METHODS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "fedavg": ("fedavg", BASELINES, ["none", "bf16", "qsgd", "top-k", "powersgd, rank 4"]),
-    # At the others' learning rate SCAFFOLD stays at chance here.
+    # With the learning rate of the others, the accuracy of SCAFFOLD stays at chance here.
     "scaffold": ("scaffold", {**BASELINES, "lr": 0.01}, ["none", "qsgd", "powersgd, rank 4"]),
     "fedstas": ("fedstas", BASELINES, ["none", "qsgd", "powersgd, rank 4"]),
     "rebafl": ("rebafl", BASELINES, ["none", "qsgd", "powersgd, rank 4"]),
@@ -75,14 +75,14 @@ FASHION = {"data": "fashion_mnist", "partition": {"name": "classes", "per_client
 HALF = {"availability": {"name": "bernoulli", "p": 0.5}}
 STUDIES: dict[str, dict[str, Any]] = {"mnist": MNIST, "mnist-half": MNIST | HALF, "fashion": FASHION | HALF}
 AIMS = ((0.975, 0.25, 0.5), (0.98, 0.8, 1.6))
-"""Accuracy, gigabytes up and down: what Stratify should reach on MNIST."""
+"""The aims for Stratify on MNIST: an accuracy, and the gigabytes up and down at which it should be reached."""
 
 
 def cells(study: str) -> dict[str, dict[str, Any]]:
-    """The specs of a study by label."""
+    """Return a mapping from each label of a study to its spec."""
     found = {}
     for method, (settings, training, codecs) in METHODS.items():
-        # The aims are about MNIST.
+        # Methods with "epochs" in their name only serve the aims, which are about MNIST.
         for codec in codecs if study != "fashion" or "epochs" not in method else []:
             spec = {**STUDIES[study], "method": settings, "training": training, "evaluation": {"checkpoint_every": 2}}
             label = f"{method} | {codec}"
@@ -91,7 +91,7 @@ def cells(study: str) -> dict[str, dict[str, Any]]:
 
 
 def run(out: Path, studies: list[str], only: list[str], seeds: list[int]) -> None:
-    """Train what is not there yet."""
+    """Run the cells that have no result yet."""
     for seed in seeds:
         for study in studies:
             for label, spec in cells(study).items():
@@ -118,7 +118,7 @@ def load() -> dict[str, Any]:
 
 
 def curve(history: fs.History) -> dict[str, list[float]]:
-    """Accuracy after each round that was evaluated, and the gigabytes up and down by then."""
+    """Return the accuracy of each evaluation, and the gigabytes sent up and down until then."""
     up = down = 0
     found: dict[str, list[float]] = {"accuracy": [], "up": [], "down": []}
     for record in history:
@@ -131,7 +131,7 @@ def curve(history: fs.History) -> dict[str, list[float]]:
 
 
 def front(points: dict[str, tuple[float, float]]) -> list[str]:
-    """The labels that no other one beats in both, by bytes: fewer of them, and a higher accuracy."""
+    """Return the Pareto front: labels for which no other label has both fewer bytes and a higher accuracy."""
     best, found = -1.0, []
     for label, (_, accuracy) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
         if accuracy > best:
@@ -141,7 +141,7 @@ def front(points: dict[str, tuple[float, float]]) -> list[str]:
 
 
 def by_label(study: str) -> dict[str, list[dict[str, Any]]]:
-    """The cells of a study that are done, a list over seeds."""
+    """Return a mapping from each label of a study to the results of its finished seeds."""
     done = load()
     found: dict[str, list[dict[str, Any]]] = {}
     for label in cells(study):
@@ -152,7 +152,7 @@ def by_label(study: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def ends(found: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[float, float]]:
-    """Gigabytes up and down at the end of each label's runs, and the accuracy there: means over seeds."""
+    """Return a mapping from each label to the gigabytes sent and the accuracy at the end, as means over seeds."""
     return {
         label: (
             statistics.mean(c["up"][-1] + c["down"][-1] for c in of),
@@ -163,7 +163,7 @@ def ends(found: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[float, float
 
 
 def table_of(study: str) -> list[str]:
-    """A Markdown table: the end of every run, and where accuracies were reached."""
+    """Return a Markdown table of the results at the end of the runs, and of the bytes until some accuracies."""
     found = by_label(study)
     best = set(front(ends(found)))
     lines = [
@@ -186,7 +186,7 @@ def table_of(study: str) -> list[str]:
 
 
 def aims() -> list[str]:
-    """Where Stratify with PowerSGD first reaches the aims on MNIST, seed by seed; dense Stratify there, and before."""
+    """Return a table that says when Stratify reaches the aims on MNIST, for each seed, with and without PowerSGD."""
     lines = ["| study | run | seed | accuracy, % | GB up | GB down | aim |", "|---|---|---:|---:|---:|---:|:---:|"]
     for study in ("mnist", "mnist-half"):
         for label, of in by_label(study).items():
@@ -211,7 +211,7 @@ def aims() -> list[str]:
 
 
 def draw(path: Path) -> None:
-    """Where runs end, over bytes up and down; how those on the front came there."""
+    """Draw the accuracy against the bytes: the end of every run, and the whole curves of those on the Pareto front."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -245,7 +245,7 @@ def draw(path: Path) -> None:
 
 
 def speed() -> list[str]:
-    """Milliseconds to encode and to decode a million parameters, and what travels of them."""
+    """Return a table of the milliseconds to encode and decode a million parameters, and of the encoded size."""
     import numpy as np
 
     from fedstrata.federation.communication.codecs import CODECS as NAMED

@@ -4,9 +4,9 @@
     python benchmarks/compositions.py confirm [--runs DIR]
     python benchmarks/compositions.py table
 
-Start it several times, and the processes share the runs; each goes on from its checkpoint. What is finished is written
-to ``benchmarks/results/study.json``. No run begins when the budget of core hours is spent. ``table`` writes the answer
-between the marks of the page.
+Several processes of this program share the runs. An interrupted run continues from its checkpoint, and the result of a
+finished run is written to ``benchmarks/results/study.json``. No run begins once the budget of core hours is spent.
+``table`` writes the answer between the marks of the page.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ SENT = "GB at equal samples | GB at equal bytes"
 BUDGET_HOURS = 4.0
 MOST_ROUNDS = 2_000
 CLOSE = 0.2
-"""Points within which two candidates are as good, so that the one with fewer bytes is chosen."""
+"""The difference in percentage points up to which two candidates count as equal. The one with fewer bytes is chosen."""
 
 
 class Spent(fs.Callback):
-    """Counts what a run has spent, and ends it when that is as much as it may.
+    """Counts the samples and bytes that a run has spent, and ends the run when both budgets are reached.
 
     Args:
-        samples: Samples that are processed, of all clients together; None for no limit.
-        bytes: Bytes, up and down.
+        samples: The budget of samples that all clients process; None for no limit.
+        bytes: The budget of bytes that are sent in both directions; None for no limit.
     """
 
     samples: float | None = None
     bytes: float | None = None
 
     def on_start(self, simulation: Watched) -> None:
-        """Processor time counts from here."""
+        """Start to measure processor time."""
         self.began = time.process_time()
 
     def on_round(self, simulation: Watched, record: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ class Spent(fs.Callback):
 
 
 def spec_of(label: str, seed: int) -> dict[str, Any]:
-    """The experiment of a label; FedAvg's alone ends by its number of rounds."""
+    """Return the spec of a label. FedAvg ends after a number of rounds, the others when both budgets are reached."""
     spec = {**PLAN["spec"], "seed": seed, "method": {**PLAN["rivals"], **PLAN["candidates"]}[label]}
     for key, change in PLAN["changes"].get(label, {}).items():
         spec[key] = {**spec.get(key, {}), **change}
@@ -101,19 +101,19 @@ def keep(key: str, result: dict[str, Any]) -> None:
 
 
 def hours() -> float:
-    """Core hours that are spent."""
+    """Return the core hours of all finished runs."""
     return float(sum(result["cpu"] for result in load().values())) / 3600
 
 
 def run(labels: list[str], seeds: tuple[int, ...], runs: Path) -> None:
-    """Run what is missing, FedAvg first: it sets the budgets of its seed."""
+    """Run experiments that are not finished. For each seed, FedAvg runs first, because it sets the budgets."""
     for seed in seeds:
         for label in [REFERENCE, *labels]:
             key = f"{label} | {seed}"
             folder = runs / key.replace(" | ", "/").replace(", ", "-").replace(" ", "-")
             folder.parent.mkdir(parents=True, exist_ok=True)
             try:
-                # Everybody waits for FedAvg, whose budgets they need.
+                # All processes wait until FedAvg has finished, because other runs need its budgets.
                 held = FileLock(f"{folder}.lock").acquire(timeout=-1 if label == REFERENCE else 0)
             except Timeout:
                 continue
@@ -127,7 +127,10 @@ def run(labels: list[str], seeds: tuple[int, ...], runs: Path) -> None:
 
 
 def result_of(label: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Accuracy at both budgets, on the validation samples while choosing, else on the test set."""
+    """Run an experiment, and return the accuracy at both budgets.
+
+    For the seeds of ``CHOOSING``, it is measured on validation samples, and otherwise on the test set.
+    """
     most = {} if label == REFERENCE else {key: load()[f"{REFERENCE} | {seed}"][key] for key in BUDGETS}
     spent = Spent(**most)
     data = validation_arrays(PLAN["spec"]["data"]["name"]) if seed in CHOOSING else None
@@ -140,7 +143,7 @@ def result_of(label: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def chosen() -> str | None:
-    """The candidate that is best on the validation samples; None before all are run."""
+    """Return the candidate that is best on the validation samples; None if some candidates have not run yet."""
     done = load()
     figures: dict[str, tuple[float, float]] = {}
     for label in PLAN["candidates"]:
@@ -172,7 +175,7 @@ def choosing_table() -> Iterator[str]:
 
 
 def gigabytes(of: list[dict[str, float]]) -> str:
-    """What was sent both ways until as many samples, and until as many bytes, as FedAvg has: a round's end is later."""
+    """Return the gigabytes sent until each of the two budgets was reached; the last round may exceed the budget."""
     sent = {key: [result.get(f"bytes_at_{key}", result["bytes"]) for result in of] for key in BUDGETS}
     return " | ".join(f"{statistics.mean(each) / 1e9:.2f}" for each in sent.values())
 

@@ -1,7 +1,10 @@
-"""What an exchange over NVFlare costs: no-op questions, sums and hops with 2 and 10 sites, and a batch of Stratify.
+"""Measure the time of exchanges over NVFlare with 2 and 10 sites, and of a batch of Stratify.
 
-Run it as ``python benchmarks/engines.py [--deploy]``; ``--deploy`` adds two sites as processes with mutual TLS.
-Everything is measured in one run, medians of many exchanges. Sites find this module by its name.
+    python benchmarks/engines.py [--deploy]
+
+The exchanges are questions that need no work, sums over all clients, and hops (the model is passed from client to
+client). The results are medians. ``--deploy`` adds a deployment of two sites as processes with mutual TLS. The sites
+import this module.
 """
 
 from __future__ import annotations
@@ -40,14 +43,14 @@ NONE = torch.empty(0, dtype=torch.int64)
 
 @record("bench/Added")
 class Added(Reply):
-    """The sum."""
+    """The reply to ``Add``: the sum."""
 
     total: Tensor
 
 
 @record("bench/Add")
 class Add(Request):
-    """Bring 64 numbers to a sum over all clients."""
+    """A request for a sum over all clients, each of which adds 64 numbers."""
 
     reply_type: ClassVar[type[Reply]] = Added
     rule = RequestRule("64 ones", together=True)
@@ -55,35 +58,35 @@ class Add(Request):
 
 @handles(Add)
 def add(client: Client, request: Add) -> Added:
-    """One all-reduce and nothing else."""
+    """Compute the sum by one all-reduce."""
     assert client.group is not None
     return Added(client.group.all_reduce_sum(torch.ones(64)))
 
 
 @record("bench/Nothing")
 class Nothing:
-    """No state but the model."""
+    """The state of the method: only the model."""
 
     weights: Weights
 
 
 class Echo(Method):
-    """Asks clients for next to nothing, again and again, and reports how long that takes."""
+    """A method that asks clients for almost no work many times, and reports the time of each exchange."""
 
     paper: ClassVar[str] = "none"
     handlers = (add,)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the requests, each any number of times."""
+        """Allow each request any number of times."""
         hop = Allowed(Steps, times=None, rule=RequestRule("the model as it came", relay=True))
         return [Allowed(SizeReport, times=None), hop, Allowed(Add, times=None)]
 
     def init(self, federation: Federation, weights: Weights) -> Nothing:
-        """The model never changes."""
+        """Return the initial model, which never changes."""
         return Nothing(weights)
 
     def run_round(self, federation: Federation, state: Nothing) -> tuple[Nothing, dict[str, Any]]:
-        """Exchanges of every kind."""
+        """Measure many exchanges of every kind."""
         clients = range(federation.config.clients)
         size, empty = SizeReport(federation.round, 0, 1.0), Steps(federation.round, NONE, NONE, False)
         hops = [(client, empty) for _ in range(-(-EXCHANGES // len(clients))) for client in clients]
@@ -130,7 +133,7 @@ def _stratify(clients: int) -> fs.Experiment:
 
 
 def _batch_ms(history: fs.History) -> float:
-    """Of the rounds after the first: what is imported and planned once does not count."""
+    """Return the median milliseconds of a batch, without the first round, in which imports and planning happen."""
     return statistics.median(1e3 * record["seconds"] / -(-record["samples"] // 32) for record in history[1:])
 
 

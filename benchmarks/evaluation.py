@@ -1,9 +1,10 @@
-"""What an evaluation costs on each client's own test part, against the same samples at once.
+"""Compare the time of an evaluation by client with that of an evaluation of the same samples at once.
 
     python benchmarks/evaluation.py [--data mnist] [--repeats 201]
 
-Processor time of one thread. The model is the global one; beside the pass over the samples, the metrics of every client
-and what is recorded over the clients. Both sides in turns; medians, also of the ratios.
+The evaluation by client applies the global model to each client's own test part, and computes the metrics of every
+client and their statistics over clients. The two evaluations take turns. The results are medians of the processor time
+of one thread, and of the ratios.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fedstrata.evaluation.predictions import predict
 from fedstrata.federation.messages import Weights
 
 CASES = {"digits": 50, "mnist": 1000}
-"""Clients of each data set."""
+"""The number of clients for each data set."""
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -34,7 +35,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(name: str, metrics: list[str], repeats: int) -> tuple[int, float, float, float]:
-    """Samples, the median seconds of one pass over them and of an evaluation by client, and the median ratio."""
+    """Return the number of samples, the median seconds of both evaluations, and the median of their ratio."""
     clients = CASES[name]
     spec = fs.Experiment(
         data=name,

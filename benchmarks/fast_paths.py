@@ -1,9 +1,10 @@
-"""What each path that exists for speed wins over the plain one, in turns in one run.
+"""Measure the speed of each optimisation (fast path) relative to the plain code that it replaces, in turns.
 
     make bench-paths
     python benchmarks/fast_paths.py [--pairs 15] [--only manual traced …] [--results benchmarks/results]
 
-A path stays where it wins at least 1.5 times on work that users have. Kept memory stays with less: each MLP gains.
+A fast path must be at least 1.5 times as fast on work that users do; otherwise it is removed. The only exception is
+kept memory, which gains less but helps every MLP.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ import fedstrata as fs
 from fedstrata.runs.simulation import Simulation
 
 Works = tuple[Callable[[], float | None], Callable[[], float | None]]
-"""The plain path and the fast one."""
+"""A function that takes the plain path, and one that takes the fast path; each returns its seconds or None."""
 
 
 def images(count: int) -> fs.Dataset:
-    """Random images of ten classes: how fast they are trained does not depend on what they show."""
+    """Return random images of ten classes; their content does not influence the speed of training."""
     draw = np.random.default_rng(0)
     y = np.arange(count) % 10
     x = (draw.integers(0, 200, size=(count, 28, 28)) + 5 * y[:, None, None]).astype(np.uint8)
@@ -40,7 +41,7 @@ def images(count: int) -> fs.Dataset:
 
 
 def simulation(clients: int, samples: int, **tables: Any) -> Simulation:
-    """A federation of equal clients, after a round that warms up."""
+    """Return a simulation with clients of equal size, after a first round that warms up."""
     training = {"rounds": 10_000, "local_epochs": 1, "batch_size": 20, "lr": 0.05, "workers": 1}
     table = {"partition": {"name": "iid", "clients": clients}, "evaluation": {"every": 0}, **tables}
     table["training"] = training | tables.get("training", {})
@@ -55,7 +56,7 @@ def stepping(made: Simulation) -> Callable[[], None]:
 
 
 def manual(model: str) -> Works:
-    """Backward passes written by hand against autograd."""
+    """Compare autograd with backward passes that are written by hand."""
     from fedstrata.clients.training.local import manual_sgd_of
 
     plain = simulation(10, 300, model=model)
@@ -64,7 +65,7 @@ def manual(model: str) -> Works:
 
 
 def traced(model: str) -> Works:
-    """Single-sample steps replayed from a trace against autograd."""
+    """Compare autograd with single-sample steps that are replayed from a trace."""
     from fedstrata.stratify import client_single
 
     method = {"name": "stratify", "mode": "single", "cap": 30}
@@ -78,7 +79,7 @@ def traced(model: str) -> Works:
 
 
 def team(model: str) -> Works:
-    """Two worker processes against one."""
+    """Compare two worker processes with one."""
     settings, samples = {"clients_per_round": 10}, 600 if model == "cnn" else 6000
     return (
         stepping(simulation(10, samples, model=model, training=settings)),
@@ -87,7 +88,7 @@ def team(model: str) -> Works:
 
 
 def fused(model: str) -> Works:
-    """The sum of a Stratify batch in one pass against one pass a client."""
+    """Compare one pass over a batch of Stratify with one pass per client."""
     method = {"name": "stratify", "cap": 200}
     return (
         stepping(simulation(100, 60, model=model, method=method, training={"execution": "per-client"})),
@@ -96,7 +97,7 @@ def fused(model: str) -> Works:
 
 
 def incremental_kmeans(_: str) -> Works:
-    """Strata of 10,000 clients of whom 100 are renewed: k-means goes on, or begins anew."""
+    """Compare two ways to update k-means after 100 of 10,000 clients have changed: starting again, or continuing."""
     from fedstrata.sampling.allocation import spread
     from fedstrata.sampling.incremental_kmeans import Clusters
     from fedstrata.sampling.row_store import RowStore
@@ -124,7 +125,7 @@ def incremental_kmeans(_: str) -> Works:
 
 
 def memory(model: str) -> Works:
-    """Freed memory kept by the process, or given back to the system as glibc does by itself."""
+    """Compare a process that keeps freed memory with one that returns it to the system, as glibc does by default."""
 
     def child(keep: bool) -> Child:
         environment = os.environ | ({} if keep else {"MALLOC_TRIM_THRESHOLD_": "131072"})
@@ -134,7 +135,7 @@ def memory(model: str) -> Works:
 
 
 class Child:
-    """A process that runs a round whenever it is asked to."""
+    """A process that runs a round on request."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -142,7 +143,7 @@ class Child:
         )
 
     def seconds(self) -> float:
-        """How long the round takes."""
+        """Run a round, and return its seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -151,7 +152,7 @@ class Child:
 
 
 def serve(model: str) -> None:
-    """Run a round for every line that comes."""
+    """Run a round for every line of standard input, and print its seconds."""
     made = simulation(10, 300, model=model)
     for _ in sys.stdin:
         began = time.perf_counter()

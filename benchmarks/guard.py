@@ -1,9 +1,9 @@
-"""What a site's checks cost: the time of the guard over the time of a deployed round, with the digits.
+"""Measure which share of a round's time a site spends on its checks of requests and replies, with the digits.
 
-Run it as ``python benchmarks/guard.py``, on a quiet machine. One site in this process holds all clients; what crosses
-are bytes, as in a deployment, but no network is waited for, so that the share is larger than it would be there. The
-time of a round is that of the site and the server together; the ledger of the site writes to a disk and is a row of its
-own.
+Run it as ``python benchmarks/guard.py``, on a quiet machine. One site in this process holds all clients. Messages are
+bytes, as in a deployment, but no time is spent waiting for a network, so the share is larger than in a deployment. The
+time of a round includes the site and the server. The time for the site's ledger, which is written to a disk, is listed
+separately.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 class Clock:
-    """Adds up the seconds that some functions take."""
+    """A clock that adds up the seconds of all calls of some functions."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, on the clock."""
+        """Return a function that does the same and adds its time to the clock."""
 
         def call(*args: Any, **how: Any) -> Any:
             began = time.perf_counter()
@@ -58,7 +58,7 @@ class Clock:
 
 
 def measured(job: dict[str, Any], rounds: int, folder: Path) -> tuple[float, float, float]:
-    """Seconds of a round, of its checks, and of its entries in the site's ledger: medians."""
+    """Return the median seconds of a round, of the checks in it, and of the entries in the site's ledger."""
     spec = fs.Experiment.from_table(
         {
             **job,

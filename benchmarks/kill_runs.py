@@ -1,18 +1,18 @@
-"""Kills real runs at random moments, and compares what they leave with undisturbed runs.
+"""Kill runs at random moments, resume them, and compare their files with those of undisturbed runs.
 
     python benchmarks/kill_runs.py [--chains 4] [--jobs 2] [--minutes M] [--only SPEC,...] [--signals KILL,...]
 
-A chain starts ``python -m fedstrata run``, ``compare`` or ``sweep``, sends a signal up to four times, and runs the
-same command again (``run --resume`` if the run has begun) until the command ends by itself. ``KILL``, ``TERM`` and
-``INT`` go to the command's process. ``worker`` kills one of the processes that the command started: a worker process of
-the local engine, which the run must survive, or the process of a run of ``compare`` and ``sweep``.
+A chain starts ``python -m fedstrata run``, ``compare`` or ``sweep``, sends a signal, and runs the same command again
+(``run --resume`` if the run has begun). After up to four signals, the command ends by itself. ``KILL``, ``TERM`` and
+``INT`` are sent to the command's process. ``worker`` kills one of the processes that the command started: a worker
+process of the local engine, which the run must survive, or the process of one run of ``compare`` or ``sweep``.
 
-Afterwards all models, ``metrics.jsonl``, ``events.jsonl``, ``summary.json`` and other JSON files of the folder must be
-those of an undisturbed run, without times and checksums of lines with times. No other file may be in the folder, in the
-folder for temporary files or in ``/dev/shm``, and no process of the command's session may be alive.
+After a chain, all models, ``metrics.jsonl``, ``events.jsonl``, ``summary.json`` and other JSON files must be equal to
+those of an undisturbed run, except times and the checksums of lines with times. There must be no additional file in the
+folder, in the folder for temporary files and in ``/dev/shm``, and no process of the command may still run.
 
-``benchmarks/results/kill_runs.json`` gets a row for each chain as soon as it ends. A chain that has a row is not
-repeated; ``--chains 0`` only prints the table.
+A row for each chain is written to ``benchmarks/results/kill_runs.json`` as soon as it ends. A chain that has a row is
+not repeated; ``--chains 0`` only prints the table.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fedstrata.cli import main as fedstrata
 SHARED = Path("/dev/shm")
 RESULTS = Path(__file__).parent / "results" / "kill_runs.json"
 TIMES = {"seconds", "checksum"}
-"""Keys of JSON that depend on the time: seconds, and the checksum of a line that has seconds."""
+"""Keys of JSON objects whose values differ from run to run: seconds, and checksums, which cover the seconds."""
 TABLE: dict[str, Any] = {
     "data": {"name": "digits"},
     "partition": {"name": "dirichlet", "alpha": 0.5, "clients": 12},
@@ -53,7 +53,7 @@ TABLE: dict[str, Any] = {
     "training": {"rounds": 7, "clients_per_round": 8, "local_epochs": 20, "batch_size": 8, "workers": 4},
     "evaluation": {"checkpoint_every": 1},
 }
-"""Half a second of work per round, so that the local engine starts worker processes."""
+"""Settings with half a second of work per round, enough for the local engine to start worker processes."""
 POWERSGD = {"name": "powersgd", "rank": 2, "factors": "int8"}
 TOP_K = {"name": "top-k", "fraction": 0.05, "damping": 0.9}
 EARLY = {"name": "early-stopping", "patience": 2}
@@ -94,7 +94,7 @@ class Reference(NamedTuple):
 
 
 def words(name: str, place: Path) -> tuple[str, ...]:
-    """Return the command of a spec; it resumes a run that has begun."""
+    """Return the arguments of Python for a spec; they resume the run if it has begun."""
     command, out, spec = SPECS[name][0], place / "out", place / "spec.toml"
     if command == ["run"] and (out / "spec.toml").exists():
         return "-m", "fedstrata", "run", "--resume", str(out), "--quiet"
@@ -102,7 +102,7 @@ def words(name: str, place: Path) -> tuple[str, ...]:
 
 
 def begin(name: str, place: Path) -> None:
-    """Make the folder of a chain: its spec, and a folder for temporary files that its processes inherit."""
+    """Make the folder of a chain, with its spec and a folder for temporary files of its processes."""
     table = json.loads(json.dumps(TABLE))
     for key, value in SPECS[name][1].items():
         table[key] = {**table[key], **value} if key in table else value
@@ -112,7 +112,7 @@ def begin(name: str, place: Path) -> None:
 
 
 def workers(command: Command) -> list[psutil.Process]:
-    """Return the processes that a command has started: its forks, and processes of runs with their forks."""
+    """Return the processes that a command has started: forks of it, and processes of runs with their own forks."""
     found = []
     with suppress(psutil.Error):
         main = psutil.Process(command.process.pid)
@@ -125,17 +125,17 @@ def workers(command: Command) -> list[psutil.Process]:
 
 
 def is_run(process: psutil.Process) -> bool:
-    """Return whether a process is one of a run of ``compare`` or ``sweep``, or a fork of such a process."""
+    """Return True if a process belongs to one run of ``compare`` or ``sweep``."""
     return "spawn_main" in " ".join(process.cmdline())
 
 
 def written(place: Path) -> int:
-    """Return the size of all records of rounds."""
+    """Return the total size of the files ``metrics.jsonl`` in bytes."""
     return sum(path.stat().st_size for path in (place / "out").rglob("metrics.jsonl"))
 
 
 def undisturbed(name: str, place: Path) -> Reference:
-    """Run a spec without a signal."""
+    """Run a spec without sending a signal."""
     begin(name, place)
     with started(*words(name, place), cwd=place) as command:
         since, first, had = time.monotonic(), 0.0, False
@@ -151,7 +151,7 @@ def undisturbed(name: str, place: Path) -> Reference:
 
 
 def is_fork(process: psutil.Process) -> bool:
-    """Return whether a process has the command line of its parent."""
+    """Return True if a process has the same command line as its parent."""
     with suppress(psutil.Error):
         parent = process.parent()
         return parent is not None and parent.cmdline() == process.cmdline()
@@ -159,10 +159,10 @@ def is_fork(process: psutil.Process) -> bool:
 
 
 def send(command: Command, what: str, chance: random.Random, reference: Reference, place: Path, number: int) -> str:
-    """Send a signal at a random moment; return to what it went, or an empty text if there was nobody left.
+    """Send a signal at a random moment; return the kind of process that got it, or "" if the command had ended.
 
-    One in four signals comes while the command starts, and the others after its next round. A worker is killed as soon
-    as there is one, or later.
+    One in four signals is sent while the command starts, and the others after its next round. A worker is killed at a
+    random time after a worker has started.
     """
     size, left = written(place), reference.last - reference.first
     if what == "worker":
@@ -199,13 +199,13 @@ def chain(name: str, what: str, number: int, reference: Reference, place: Path) 
     while codes[-1] and len(codes) <= planned + 2:
         with started(*words(name, place), cwd=place) as command:
             victim, sent = "", tries
-            # A command that survives a worker's end can lose another worker.
+            # If the command survives the end of a worker, another worker can be killed.
             while tries < planned and command.process.poll() is None and (what == "worker" or tries == sent):
                 tries += 1
                 victim = send(command, what, chance, reference, place, tries)
                 hit[victim] += what == "worker"
             codes.append(command.ended())
-            # A command that succeeds has ended before the signal came.
+            # If the command succeeds, it has ended before the signal was sent.
             hit[victim] += what != "worker" and codes[-1] != 0
             since = time.monotonic()
             left += not command.leaves_nothing()
@@ -221,14 +221,14 @@ def chain(name: str, what: str, number: int, reference: Reference, place: Path) 
 
 
 def differences(expected: Path, found: Path) -> list[str]:
-    """Return the files that are in one of two folders only, or differ in more than times."""
+    """Return the files that only one of two folders has, or whose contents differ in more than times."""
     files = [{path.relative_to(place) for path in place.rglob("*") if path.is_file()} for place in (expected, found)]
     common = {path for path in files[0] & files[1] if content(expected / path) == content(found / path)}
     return sorted(str(path) for path in (files[0] | files[1]) - common)
 
 
 def content(path: Path) -> Any:
-    """Return what is compared of a file: nothing of pictures, pages and checkpoints, which have random masks."""
+    """Return the content of a file to compare; None for pictures, pages and checkpoints, which contain random masks."""
     if path.suffix == ".safetensors":
         return path.read_bytes()
     if path.suffix not in (".json", ".jsonl") or path.name == "manifest.json":
@@ -245,7 +245,7 @@ def timeless(value: Any) -> Any:
 
 
 def table_of(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each spec and signal, and their sums."""
+    """Return a table with a row for each spec and signal, and a row of sums."""
     lines = ["| spec | signal | chains | tries | kills | equal | processes left | files left | longest linger, s |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     cells: list[tuple[str, str]] = [(name, what) for name in SPECS for what in SIGNALS]
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SPECS))
     parser.add_argument("--signals", default=",".join(SIGNALS))
     options = parser.parse_args()
-    # A shell lets programs in the background ignore SIGINT, and what they start inherits that.
+    # A shell lets background programs ignore SIGINT, and their child processes would inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     done = {(row["spec"], row["signal"], row["number"]) for row in rows}

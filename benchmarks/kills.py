@@ -1,17 +1,17 @@
-"""Whether a deployment survives what happens to processes: three sites and a server, killed and stopped at random.
+"""Kill and stop processes of a deployment (a server and three sites) at random, and check that its runs survive.
 
 Run it as ``python benchmarks/kills.py [--times 20] [--minutes M] [--seed 0] [--kinds site,...] [--codec NAME]``. The
-processes are real and speak mutual TLS. Two jobs run, one after the other:
+processes communicate by mutual TLS. Two jobs run, one after the other:
 
-- Two of three sites suffice. A site is killed with all its processes, and started again; one is stopped for a minute,
-  and goes on; two are stopped, and the run must wait.
-- All three are waited for. The process of the job is killed at a site, and at the server, and the whole server with
-  all its processes is, and started again, or is stopped for a minute. The model must end as that of a run that nobody
-  disturbed.
+- In the first job, a round needs two of the three sites. All processes of a site are killed, and the site is started
+  again; a site is stopped for a minute and continues; or two sites are stopped, and the run must wait.
+- In the second job, a round needs all three sites. The job's process is killed at a site or at the server; the whole
+  server is killed and started again; or the server is stopped for a minute. The final model must be equal to that of
+  an undisturbed run.
 
-What comes after which, whom it befalls and when is drawn from the seed. ``benchmarks/results/kills.json`` has a row
-for each time, written as it comes; only the kinds that are run are replaced there, and ``--kinds none`` prints it.
-Sites find this module by its name.
+The order, the sites and the times of these events are drawn from the seed. A row for each event is written at once to
+``benchmarks/results/kills.json``, where it replaces old rows of the same kind; ``--kinds none`` prints the table. The
+sites import this module.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "kills.json"
 SITES = ("a", "b", "c")
 JOBS = {2: ("site", "stop", "stop two"), 3: ("worker", "server job", "server", "stop server")}
-"""What happens in a job that waits for so many sites."""
+"""A mapping from the number of sites that a round needs to the kinds of events in this job."""
 WORDS = {
     "site": "a site, all processes; started again",
     "stop": "a site, stopped for a minute",
@@ -61,37 +61,37 @@ WORDS = {
     "stop server": "the server, stopped for a minute",
 }
 ROUNDS = {"site": 90, "stop": 120, "stop two": 40, "worker": 12, "server job": 12, "server": 12, "stop server": 12}
-"""That pass meanwhile, at most."""
+"""The largest number of rounds that pass during an event of each kind."""
 CODECS: dict[str, dict[str, Any]] = {
     "none": {},
     "qsgd": {"up": "qsgd", "down": "qsgd"},
     "top-k": {"up": {"name": "top-k", "fraction": 0.1}, "down": "qsgd"},
     "powersgd": {way: {"name": "powersgd", "factors": "int8"} for way in ("up", "down")},
 }
-"""How models and changes travel, by the name for ``--codec``."""
+"""A mapping from each value of ``--codec`` to the settings ``communication``."""
 FEWER = {"stop": 4, "stop two": 20, "server job": 2, "server": 2, "stop server": 4}
-"""One such time for so many others: pauses take a minute and more, and the server is killed in two ways."""
+"""The factors by which these kinds happen less often than others, such as pauses, which take at least a minute."""
 HURRY = "KILLS_HURRY"
-"""Names a file; once it is there, nobody takes time any more."""
+"""The environment variable with the path of a file; once the file exists, clients no longer wait before they train."""
 PAUSE = 60.0
-"""Seconds for which a site is stopped."""
+"""The seconds for which a site or the server is stopped."""
 SIGNS = ("nothing was heard of it", "sites answer: waiting for", "the job comes again", "waiting for the server")
-"""What is written when somebody is missed: by the server into the run's events, or into its log where it waits; by
-``submit`` when the job broke off, or the server is away."""
+"""Texts that show that a party is missed. The server writes them to the run's events or to its log; ``submit`` prints
+them if the job is interrupted or the server is away."""
 
 
 class Leisurely(Scaffold):
-    """Most of a second before the first step."""
+    """SCAFFOLD's objective, with a pause of 0.8 seconds before each client trains."""
 
     def client_init(self, model: Any, context: Any) -> Any:
-        """Take time."""
+        """Wait, and then do the usual work."""
         if not Path(os.environ[HURRY]).exists():
             time.sleep(0.8)
         return super().client_init(model, context)
 
 
 class Slow(SCAFFOLD):
-    """Clients have a state, which must neither be lost nor be counted twice."""
+    """SCAFFOLD with pauses. Its clients have a state, which must neither be lost nor be used twice."""
 
     def parts(self) -> fs.Parts:  # noqa: D102
         return {"objective": Leisurely()}
@@ -101,9 +101,9 @@ class Deployment:
     """A server, three sites and an administrator.
 
     Args:
-        kits: What was provisioned.
-        processes: Of the parties.
-        seconds: To wait for anything at most.
+        kits: The folder with the parties' kits.
+        processes: The processes of the parties.
+        seconds: The longest time to wait for anything.
     """
 
     def __init__(self, kits: Path, processes: Processes, seconds: float = 240.0) -> None:
@@ -116,25 +116,25 @@ class Deployment:
 
     @property
     def folder(self) -> Path:
-        """The run's, at the server."""
+        """The run folder at the server."""
         return next((path.parent for path in (self.kits / SERVER / "fedstrata").glob("*/spec.toml")), self.kits)
 
     def history(self) -> list[bytes]:
-        """Whole lines of the rounds so far."""
+        """Return the complete lines of ``metrics.jsonl``, one per round."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         return [line for line in lines if line.endswith(b"\n")]
 
     def last(self) -> dict[str, Any]:
-        """The last round."""
+        """Return the record of the last round."""
         lines = self.history()
         return dict(json.loads(lines[-1])) if lines else {"round": 0, "clients_returned": 0}
 
     def wait(self, what: str, ready: Callable[[], bool]) -> float:
-        """Seconds until something is so.
+        """Wait until ``ready`` returns True, and return the seconds that this took.
 
         Raises:
-            RuntimeError: It does not come to that.
+            RuntimeError: ``ready`` did not return True in time, or ``submit`` has ended.
         """
         began = time.monotonic()
         while not ready():
@@ -145,28 +145,28 @@ class Deployment:
         return time.monotonic() - began
 
     def told(self) -> str:
-        """What ``submit`` said last."""
+        """Return the last line that ``submit`` has printed."""
         return (self.kits / "submit.txt").read_text().rpartition("\n")[0].rpartition("\n")[2]
 
     def complete_after(self, round: int) -> bool:
-        """Whether a later round had all three."""
+        """Return True if the last round is after ``round`` and all three sites answered in it."""
         last = self.last()
         return bool(last["round"] > round and last["clients_returned"] == len(SITES))
 
     def signs(self) -> Counter[Path]:
-        """How often each file says that somebody is missed."""
-        # The folder of a job that is over goes, and would end a walk through all of them.
+        """Count how often each file contains one of ``SIGNS``."""
+        # Folders of finished jobs are removed at any time, which would end a recursive search with an error.
         logs = [folder / "log.txt" for folder in (self.kits / SERVER, *(self.kits / SERVER).glob("*-*-*-*-*"))]
         files = [self.kits / "submit.txt", self.folder / "events.jsonl", *logs]
         found = Counter[Path]()
         for path in files:
-            with suppress(OSError):  # the log of a job that is over goes
+            with suppress(OSError):  # the log of a finished job is removed
                 text = path.read_text(errors="replace")
                 found[path] = sum(text.count(sign) for sign in SIGNS)
         return found
 
     def process_of(self, party: str, module: str) -> psutil.Process | None:
-        """Of the job at a party."""
+        """Return the process of the job at a party, found by its Python module; None if there is none."""
         for process in psutil.Process(self.processes.running[party].pid).children(recursive=True):
             try:
                 if f"{module} " in " ".join(process.cmdline()):
@@ -176,22 +176,22 @@ class Deployment:
         return None
 
     def kill_process(self, party: str, module: str) -> None:
-        """``kill -9`` a job's process at a party, and nothing else."""
+        """Kill only the process of the job at a party, by SIGKILL."""
         self.wait(f"{module} of {party}", lambda: self.process_of(party, module) is not None)
         if process := self.process_of(party, module):
             process.kill()
 
 
 def happen(kind: str, deployment: Deployment, draw: random.Random) -> dict[str, Any]:
-    """Let something happen at a random time; what came of it.
+    """Cause an event of one kind at a random time, and return its results as a row.
 
     Raises:
-        RuntimeError: What should come does not.
+        RuntimeError: The deployment does not continue in time.
     """
     processes, victims = deployment.processes, draw.sample(SITES, 2)
     began = int(deployment.last()["round"])
     deployment.wait("all sites", lambda: deployment.complete_after(began))
-    # One that still waits for the server would not say again that it does.
+    # If ``submit`` still waits for the server after an earlier event, it would not print this again.
     deployment.wait("submit to hear of the run", lambda: not deployment.told().startswith("waiting for the server"))
     time.sleep(draw.uniform(0.0, 3.0))
     before, signs, round = deployment.history(), deployment.signs(), int(deployment.last()["round"])
@@ -226,7 +226,7 @@ def happen(kind: str, deployment: Deployment, draw: random.Random) -> dict[str, 
             send_signal(processes.running[party].pid, signal.SIGSTOP)
         notice()
         if kind == "stop two":
-            time.sleep(5.0)  # the round that was under way ends with whom it has
+            time.sleep(5.0)  # the current round ends with the sites that are left
         went, least = int(deployment.last()["round"]), PAUSE - (time.monotonic() - since)
         time.sleep(max(0.0, least))
         row["rounds_meanwhile"] = int(deployment.last()["round"]) - went
@@ -238,13 +238,13 @@ def happen(kind: str, deployment: Deployment, draw: random.Random) -> dict[str, 
     after = deployment.history()
     first = next(line for line in after[ended:] if json.loads(line)["clients_returned"] == len(SITES))
     row["rounds_to_back"] = int(json.loads(first)["round"]) - ended
-    # The last round may have been under way to its checkpoint.
+    # The last round may be repeated, because its checkpoint may not have been written yet.
     row["kept"] = after[: len(before) - 1] == before[:-1]
     return row
 
 
 def spec_of(rounds: int, codec: str, checkpoint_every: int = 1) -> fs.Experiment:
-    """What runs."""
+    """Return the spec of a job."""
     return fs.Experiment.from_table(
         {
             "method": "kills:Slow",
@@ -266,13 +266,13 @@ def run_job(
     minutes: float,
     write: Callable[[dict[str, Any]], None],
 ) -> str:
-    """One job in which all that happens; in a line what came of it."""
+    """Run one job and cause all its events; return a line with the result."""
     os.environ[HURRY] = str(place / "hurry")
     rounds = 20 + sum(count * ROUNDS[kind] for kind, count in counts.items())
-    # None that the system gives to whoever connects to somewhere: a server that comes back might find it taken.
+    # The port is below those that the system gives to clients, so it is still free when the server starts again.
     port = random.randint(20_000, 32_000)
     own = {"allow": ["kills"]}
-    # Its sites let a job begin twenty times unless they say otherwise.
+    # By default, sites let a job start only twenty times.
     table = {"server": {"port": port, **own}, "least": least, "fewer": "wait", "policy": {"starts": 10_000}}
     sites = Sites.model_validate(table | {"site": dict.fromkeys(SITES, own)})
     spec, kits = spec_of(rounds, codec), place / "fed"
@@ -310,7 +310,7 @@ def run_job(
 
 
 def table_of(rows: list[dict[str, Any]]) -> list[str]:
-    """A line a kind: how often, and the middle and the worst of what was measured."""
+    """Return a table with a row per kind: the number of events, and the median and the worst of each measurement."""
     lines = ["| what | times | missed after, s | rounds meanwhile | back after, s | rounds until then | kept |"]
     lines.append("|---|---|---|---|---|---|---|")
     for kind, codec in itertools.product(ROUNDS, CODECS):

@@ -1,9 +1,9 @@
-"""The exact 1-D k-means against scikit-learn's best of 10 starts, on one client's gradient (paired, one thread).
+"""Compare exact one-dimensional k-means with the best of 10 starts of scikit-learn's k-means, in one thread.
 
     python benchmarks/kmeans_1d.py [--results benchmarks/results] [--repeats 5]
 
-The gradient is that of an MLP 200-100 over one client's samples of MNIST with one label (178,110 coordinates); shorter
-ones are its first coordinates after a shuffle. 2,048 is the projected length.
+The values are the 178,110 coordinates of one client's gradient, for an MLP with hidden layers 200-100 and samples of
+MNIST with one label. Shorter vectors are random coordinates of it, except that of length 2,048, its projection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZES = (2_048, 10_000, 100_000, 178_110)
 
 
 def gradient() -> np.ndarray:
-    """Of the mean cross-entropy over the first client's samples, at the initial model."""
+    """Return the gradient of the mean cross-entropy of the initial model over the first client's samples."""
     import torch
     import torch.nn.functional as F
 

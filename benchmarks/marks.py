@@ -1,4 +1,6 @@
-"""Tables in the documentation are written by programs, between two marks.
+"""Write tables into pages of the documentation, between two marks.
+
+The following command writes the text of a file between ``<!-- mnist -->`` and ``<!-- end of mnist -->``:
 
     python benchmarks/marks.py docs/results/measurements.md mnist runs/mnist/table.md
 
@@ -12,17 +14,17 @@ from pathlib import Path
 
 
 def write(page: Path, name: str, lines: list[str]) -> None:
-    """Put lines between the marks of a page, as far to the right as these are.
+    """Write lines between the marks of a page, indented as far as the marks.
 
     Raises:
-        ValueError: The page does not have them.
+        ValueError: The page does not have exactly one pair of marks.
     """
     text, first, last = page.read_text(encoding="utf-8"), f"<!-- {name} -->", f"<!-- end of {name} -->"
     if text.count(first) != 1 or text.count(last) != 1:
         raise ValueError(f"{page} has no {first} with {last} after it, or has them twice")
     before, rest = text.split(first)
     indent = before.rpartition("\n")[2]
-    # A blank line: a table right below a comment is none.
+    # Without a blank line, Markdown would not recognise a table after the first mark, which is a comment.
     new = "\n".join([first, "", *(f"{indent}{line}".rstrip() for line in lines), indent + last])
     page.write_text(before + new + rest.split(last)[1], encoding="utf-8")
 

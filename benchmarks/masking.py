@@ -1,11 +1,11 @@
-"""What masked labels cost: time and bytes of enrolling, by mode, number of classes and number of clients.
+"""Measure the time and the bytes of the enrolment with masked labels, for each mode and number of classes and clients.
 
     python benchmarks/masking.py [--out docs/privacy/masked-labels] [--quick]
 
-Writes OUT.md, OUT.json and OUT.png. The cells are those of Stratify's Table IV: each client holds 1 of 2, 5 of 10 or
-50 of 100 classes. All modes of a cell run one after another in one process with one thread, on the same labels; the
-fast ones several times (the median counts). ``ckks-paper`` in the largest cells takes minutes. Times are CPU time of
-that thread: nothing waits for a disk or a network here, and other work on the machine does not count.
+The results are OUT.md, OUT.json and OUT.png. A cell is a number of clients and classes in Table IV of the Stratify
+paper: each client holds 1 of 2, 5 of 10 or 50 of 100 classes. All modes of a cell run one after another in one thread,
+on the same labels. Fast modes run several times, and the median counts; ``ckks-paper`` in the largest cells takes
+minutes. Times are processor time, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ GROWTH_CLIENTS, GROWTH_CLASSES = (10, 100, 1000), (10, 100, 1000)
 
 
 def federation(clients: int, classes: int, labels: int, seed: int = 0) -> Federation:
-    """Clients with so many random classes each, one sample of each; every class has a holder where that is possible."""
+    """Return a federation whose clients each hold one sample of ``labels`` random classes.
+
+    Every class has a holder if this is possible.
+    """
     generator = np.random.default_rng(seed)
     held = [generator.choice(classes, size=labels, replace=False) for _ in range(clients)]
     uses = np.bincount(np.concatenate(held), minlength=classes)
@@ -80,7 +83,7 @@ def federation(clients: int, classes: int, labels: int, seed: int = 0) -> Federa
 
 
 def measure(masking: str, clients: int, classes: int, labels: int) -> dict[str, Any]:
-    """One enrolment: seconds of each phase, and bytes a client. Making and loading the keys is counted apart."""
+    """Run one enrolment, and return the seconds of each phase and the bytes per client; keys are counted separately."""
     asked = federation(clients, classes, labels)
     marks: list[tuple[str, float]] = [("keys", time.process_time())]
     roll = enrol(asked, masking, watch=lambda phase: marks.append((phase, time.process_time())))  # type: ignore[arg-type]
@@ -102,13 +105,13 @@ def measure(masking: str, clients: int, classes: int, labels: int) -> dict[str, 
 
 
 def typical(masking: str, clients: int, classes: int, labels: int, repeats: int) -> dict[str, Any]:
-    """The run of median time."""
+    """Run several enrolments, and return the one with the median time."""
     runs = [measure(masking, clients, classes, labels) for _ in range(repeats)]
     return sorted(runs, key=lambda run: float(run["seconds"]))[len(runs) // 2]
 
 
 def table_iv(quick: bool) -> list[dict[str, Any]]:
-    """The cells of Table IV, in every mode."""
+    """Measure the cells of Table IV in every mode."""
     found = []
     for classes, labels in CELLS[: 2 if quick else 3]:
         for clients in CLIENTS:
@@ -120,7 +123,7 @@ def table_iv(quick: bool) -> list[dict[str, Any]]:
 
 
 def growth(quick: bool) -> list[dict[str, Any]]:
-    """More clients, more classes; each client holds ten of them."""
+    """Measure growing numbers of clients and of classes, of which each client holds ten."""
     found = []
     pairs = {(n, 100) for n in GROWTH_CLIENTS} | {(100, c) for c in GROWTH_CLASSES}
     if not quick:
@@ -133,24 +136,24 @@ def growth(quick: bool) -> list[dict[str, Any]]:
 
 
 def duration(seconds: float) -> str:
-    """As a reader wants it."""
+    """Return seconds as text with a unit."""
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def size(count: float) -> str:
-    """As a reader wants it."""
+    """Return a number of bytes as text with a unit."""
     return f"{count / 1e6:.3g} MB" if count >= 1e5 else f"{count / 1e3:.3g} kB"
 
 
 def line(run: dict[str, Any]) -> str:
-    """One row of a table."""
+    """Return the row of a table about one enrolment."""
     phases = " + ".join(duration(run[name]) for name in PHASES)
     what = f"| {run['classes']:,} / {run['labels']} | {run['clients']:,} | {run['masking']} "
     return what + f"| {phases} | {duration(run['seconds'])} | {size(run['up'])} | {size(run['down'])} |"
 
 
 def ratios(cells: list[dict[str, Any]]) -> list[str]:
-    """How many times as fast as the printed protocol, in the largest cell."""
+    """Return how many times as fast as the paper's protocol (``ckks-paper``) the modes are, in the largest cell."""
     last = max((run["classes"], run["clients"]) for run in cells)
     there = {run["masking"]: run["seconds"] for run in cells if (run["classes"], run["clients"]) == last}
     printed = there["ckks-paper"]
@@ -166,11 +169,11 @@ PAPER = {
     (10, 5): "0.4 s + 1.3 s + 40 ms", (10, 10): "0.5 s + 1.7 s + 40 ms", (10, 20): "0.6 s + 2 s + 50 ms",
     (100, 5): "63 s + 19 s + 0.4 s", (100, 10): "90 s + 22 s + 0.5 s", (100, 20): "102 s + 27 s + 0.6 s",
 }  # fmt: skip
-"""Stratify, Table IV: unique list + mapping + counts, by classes and clients."""
+"""Table IV of Stratify: from (classes, clients) to the times of its three phases: unique list, mapping, counts."""
 
 
 def beside_the_paper(cells: list[dict[str, Any]]) -> list[str]:
-    """The printed protocol and ours beside Table IV, on whatever machine that was."""
+    """Return a table of the times in Table IV, whose machine is unknown, and of ``ckks-paper`` and ``ckks`` here."""
     lines = ["| classes | clients | paper | printed protocol here | `ckks` here |", "|---|---|---|---|---|"]
     there = {(run["classes"], run["clients"], run["masking"]): run for run in cells}
     for (classes, clients), paper in PAPER.items():
@@ -181,7 +184,7 @@ def beside_the_paper(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def picture(runs: list[dict[str, Any]], path: Path) -> None:
-    """Time and bytes against clients and classes."""
+    """Draw the time and the bytes against the numbers of clients and classes."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -225,7 +228,7 @@ def main() -> None:
 
 
 def write(out: Path, cells: list[dict[str, Any]], grown: list[dict[str, Any]]) -> None:
-    """The page and its picture."""
+    """Write the page and its picture."""
     seconds_of_keys = statistics.median(run["keys"] for run in cells if run["masking"] == "ckks")
     head = [
         "| classes / labels a client | clients | masking | unique list + mapping + counts | in all | up | down |",

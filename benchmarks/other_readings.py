@@ -1,4 +1,4 @@
-"""Methods for ``rebafl_tables.py``, by the path that it names; they are in ``fedstrata.papers.other_readings``."""
+"""Methods of ``fedstrata.papers.other_readings``, under the path by which ``rebafl_tables.py`` names them."""
 
 from fedstrata.papers.other_readings import LostFedDyn, LostSCAFFOLD
 

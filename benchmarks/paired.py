@@ -1,4 +1,4 @@
-"""Ratios of paired timings, and what they may be with 95 % confidence."""
+"""Measure two functions in turns, and compute the ratio of their times with a 95 % confidence interval."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast the second of two is.
+    """The speed of the second function divided by that of the first.
 
     Args:
-        median: Over the pairs.
-        low: Lower end of the interval of the median.
-        high: Its upper end.
-        pairs: How many pairs.
+        median: The median ratio over the pairs.
+        low: The lower end of the median's confidence interval.
+        high: The upper end of this interval.
+        pairs: The number of pairs.
     """
 
     median: float
@@ -31,7 +31,7 @@ class Ratio:
 
 
 def ratio_of(first: Sequence[float], second: Sequence[float]) -> Ratio:
-    """The median of ``first`` / ``second`` pair by pair, with a bootstrap interval of 95 %.
+    """Return the median of the ratios ``first`` / ``second`` of all pairs, with a bootstrap interval of 95 %.
 
     >>> ratio_of([2.0, 2.0, 2.0], [1.0, 1.0, 1.0]).median
     2.0
@@ -45,12 +45,14 @@ def ratio_of(first: Sequence[float], second: Sequence[float]) -> Ratio:
 def in_turns(
     first: Callable[[], float | None], second: Callable[[], float | None], pairs: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of two works that take turns, and take turns at going first, after one of each to warm up.
+    """Run two functions in turns, and return the seconds of each.
+
+    Each runs once to warm up. After that, the order of the two alternates from pair to pair.
 
     Args:
-        first: A work; what it returns counts as its seconds, or the time of the call where it returns None.
-        second: The other.
-        pairs: How often each counts.
+        first: A function that returns its seconds, or None if the time of the call counts.
+        second: The other function.
+        pairs: The number of pairs.
     """
 
     def timed(work: Callable[[], float | None]) -> float:

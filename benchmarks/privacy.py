@@ -1,14 +1,15 @@
-"""How small the parts of Stratify's batches are, what inversion gets from them, and what merging them costs.
+"""Measure how small clients' parts of Stratify's batches are, what attacks recover, and what a minimum size costs.
 
     python benchmarks/privacy.py run
     python benchmarks/privacy.py table [--page docs/privacy/index.md]
 
-``run`` goes on where it was stopped and repeats nothing; a cell that is done is written to ``benchmarks/results``.
-``table`` writes its tables between the marks of the page.
+``run`` skips the cells that are already in ``benchmarks/results``, so it can be stopped at any time. ``table`` writes
+tables between the marks of the page.
 
-MNIST, an MLP of 784-200-10, union batches of 32 samples, Dirichlet(0.5) among 20 or 100 clients, 3 epochs. A cell is
-a number of clients, a ``privacy.min_samples`` and a seed; its smallest parts are attacked, drawn from all epochs. Other
-cells attack a small CNN, whose first layer is not linear, with 20 clients and 200 samples of each class an epoch.
+A cell is a number of clients (20 or 100), a value of ``privacy.min_samples`` and a seed. It trains an MLP of 784-200-10
+on MNIST, divided by Dirichlet(0.5), for 3 epochs with batches of 32 samples, and attacks some of the parts with the
+smallest size that is allowed. Other cells attack a small CNN, whose first layer is not linear, with 20 clients and 200
+samples of each class per epoch.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def run() -> None:
 
 
 def one(done: dict[str, Any], label: str, *about: int, cnn: bool = False) -> None:
-    """A cell, unless it is there."""
+    """Run a cell and write its result, if ``done`` does not contain it."""
     if label not in done:
         done[label] = cell(*about, cnn)
         write_json(RESULTS, done)
@@ -92,14 +93,14 @@ def one(done: dict[str, Any], label: str, *about: int, cnn: bool = False) -> Non
 
 
 def spread(values: list[float], form: str = "{:.1f}") -> str:
-    """Mean ± half the width of what the seeds give."""
+    """Return the mean ± the standard deviation over the seeds as text."""
     if len(values) < 2:
         return form.format(values[0])
     return f"{form.format(statistics.fmean(values))} ± {form.format(statistics.stdev(values))}"
 
 
 def tables(done: dict[str, Any]) -> str:
-    """What is there, as Markdown."""
+    """Return tables of all finished cells in Markdown."""
     cells: dict[tuple[int, int], list[dict[str, Any]]] = {}
     convolutional: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for one in done.values():
@@ -144,7 +145,7 @@ def tables(done: dict[str, Any]) -> str:
 
 
 def got(found: list[dict[str, Any]]) -> Iterator[str]:
-    """What the attacks got, as cells of a table."""
+    """Yield the results of the attacks as cells of a table."""
     for key in ("labels", "labels_chance", "rows"):
         values = [of[key] for of in found]
         yield "–" if None in values else spread([100 * value for value in values], "{:.0f}") + " %"
@@ -154,7 +155,7 @@ def got(found: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def below(one: dict[str, Any], size: int) -> float:
-    """The share of parts with fewer samples."""
+    """Return the share of a cell's parts that have fewer than ``size`` samples."""
     total = sum(one["parts"].values())
     return sum(count for each, count in one["parts"].items() if int(each) < size) / total
 

@@ -1,11 +1,12 @@
-"""Ray against the local engine: the speed of FedAvg, and what an exchange costs.
+"""Compare Ray with the local engine: the time of a round of FedAvg, of an exchange, and of steps of Stratify.
 
     python benchmarks/ray_speed.py [--turns 7] [--workers 2] [--data mnist]
 
-Both engines run in one process, round about, each client with one thread; ``local`` is the local engine without worker
-processes, ``local_team`` with as many as Ray has. Medians over the turns, and the medians of their ratios to ``local``,
-go to ``benchmarks/results/ray_speed.json``. FedAvg trains 10 of 100 clients a round. An exchange asks clients for their
-size. Stratify's batch mode and its single-sample mode are timed by iteration and by hop.
+The engines take turns in one process, and each client uses one thread. ``local`` is the local engine without worker
+processes; ``local_team`` has as many workers as Ray. The medians over the turns, and the medians of the ratios to
+``local``, are written to ``benchmarks/results/ray_speed.json``. A round of FedAvg trains 10 of 100 clients. An exchange
+asks clients for their number of samples. For Stratify, the time is that of one batch or, in single-sample mode, of
+one hop (a client trains on some samples and passes the model on).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Run(Simulation):
-    """An experiment taken round by round on one engine."""
+    """An experiment that runs round by round on one engine."""
 
     def __init__(self, spec: fs.Experiment, pool: WorkerPool | None) -> None:
         prepared = prepare(spec.model_copy(update={"evaluation": fs.Evaluation(every=0)}))
@@ -45,12 +46,12 @@ class Run(Simulation):
             super().__init__(prepared, RayEngine(make_context(prepared), StateStore(), pool=pool))
 
     def sizes(self, clients: int) -> None:
-        """Ask some clients for their size."""
+        """Ask some clients for their number of samples."""
         self.federation.ask(range(clients), SizeReport(self.round, 0, 1.0))
 
 
 def in_turn(turns: int, **work: Callable[[], Any]) -> dict[str, list[float]]:
-    """Seconds of pieces of work that take turns, after one turn to warm up."""
+    """Run functions in turns, and return the seconds of each; the first turn warms up and does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(turns + 1):
         for name, run in work.items():
@@ -62,7 +63,7 @@ def in_turn(turns: int, **work: Callable[[], Any]) -> dict[str, list[float]]:
 
 
 def compared(turns: int, per: float = 1.0, **work: Callable[[], Any]) -> dict[str, float]:
-    """Median milliseconds of each, and the median of the turns' ratios to ``local``."""
+    """Return the median milliseconds of each function, and the median of its speed relative to ``local``."""
     seconds = in_turn(turns, **work)
     result = {f"{name}_ms": round(1000 * statistics.median(values) / per, 3) for name, values in seconds.items()}
     for name, values in seconds.items():
@@ -78,21 +79,21 @@ def spec_of(data: str, clients: int, model: Any, **tables: Any) -> fs.Experiment
 
 
 def fedavg(data: str, model: str, turns: int, pool: WorkerPool) -> dict[str, float]:
-    """A round of 10 of 100 clients."""
+    """Time a round with 10 of 100 clients."""
     training = {"lr": 0.05, "local_epochs": 2, "clients_per_round": 10}
     alone, team = (spec_of(data, 100, model, training=training | {"workers": n}) for n in (1, len(pool)))
     return compared(turns, local=Run(alone, None).step, local_team=Run(team, None).step, ray=Run(alone, pool).step)
 
 
 def exchange(clients: int, turns: int, pool: WorkerPool) -> dict[str, float]:
-    """An exchange that asks for next to nothing."""
+    """Time an exchange that needs almost no work of clients."""
     spec = spec_of("digits", 10, "mlp")
     local, there = Run(spec, None), Run(spec, pool)
     return compared(turns, local=lambda: local.sizes(clients), ray=lambda: there.sizes(clients))
 
 
 def stratify(turns: int, pool: WorkerPool, **method: Any) -> dict[str, float]:
-    """One iteration of batch mode (64 samples of 10 clients), or one hop of single-sample mode; MLP of 166,310."""
+    """Time one batch (64 samples of 10 clients) or one hop of single-sample mode, for an MLP of 166,310 parameters."""
     table = {"name": "stratify", "cap": 40, **method}
     training = {"batch_size": 64, "lr": 0.05, "workers": 1}
     spec = spec_of("digits", 10, "mlp", method=table, training=training | {"execution": "per-client"})

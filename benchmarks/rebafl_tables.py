@@ -1,21 +1,21 @@
-"""ReBaFL and the objectives that it is compared with, under label skew and client dropout (ReBaFL, section 5).
+"""Compare ReBaFL with other methods under label skew and client dropout, as in section 5 of the ReBaFL paper.
 
     python benchmarks/rebafl_tables.py run RUNS [--tables fashion20 …] [--only rebafl …]
     python benchmarks/rebafl_tables.py show RUNS
 
-Every cell is a run folder RUNS/TABLE/LABEL/seed-S that goes on from its last checkpoint, on one core: start it several
-times, and the processes share the cells. What is finished is written to ``benchmarks/results/rebafl.json``, with its
-curve, and never run again; ``show`` writes the tables of all that is there, finished or not, to ``rebafl.md`` and the
-curves to ``rebafl_*.png``.
+A cell is a run in the folder RUNS/TABLE/LABEL/seed-S, which uses one core and can continue from its last checkpoint.
+Several processes of this program share the cells. The result and the curve of a finished cell are written to
+``benchmarks/results/rebafl.json``, and the cell does not run again. ``show`` writes tables of all cells that have begun
+to ``rebafl.md``, and the curves to ``rebafl_*.png``.
 
-Settings of section 5.1: 2 random classes a client with 500 samples each, all m clients invited and each there with
-probability p = 0.5, E = 5, B = 50, η = 0.01 (0.02 for CIFAR-10), weight decay 5e-4, a CNN of 16 and 32 channels (64
-more for CIFAR-10). Convolutions and products are computed in bfloat16 (``precision = "bf16"``), which takes 0.6 of the
-time; the table "precision" has runs in float32 beside such ones. Parameters are the methods' defaults, and below them
-those that ``tuning`` chose: every grid is its paper's, all are run alike for 30 rounds of another seed, and the mean
-accuracy of the last ten on 10,000 training images that no client holds decides. ReBaFL's two are chosen one after the
-other, as in section 5.5.1: ε with μ = 0, then μ. FedLC has nothing to choose: with equally many samples of each class a
-client's margins are all the same, whatever τ is.
+The settings are those of section 5.1: each client has 500 samples of each of 2 random classes; all m clients are
+invited, and each answers with probability p = 0.5; E = 5, B = 50, η = 0.01 (0.02 for CIFAR-10), weight decay 5e-4; a
+CNN of 16 and 32 channels (64 more for CIFAR-10). Convolutions and products are computed in bfloat16, which takes 0.6 of
+the time; the table "precision" compares it with float32. Each method runs with its default parameters and with the best
+parameters of a grid, which is that of its paper. Grid points run for 30 rounds with another seed. The best one has the
+highest mean accuracy of the last ten rounds on 10,000 training images that no client holds. For ReBaFL, first ε is
+chosen with μ = 0, and then μ, as in section 5.5.1. FedLC has no grid: clients have equally many samples of each class,
+so all its margins are equal for every τ.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "rebafl.json"
 VALIDATION = 10_000
 TUNING = 30
-"""Rounds of a run that tries out parameters."""
+"""The number of rounds of a run that tries a point of a parameter grid."""
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"name": "fedavg"},
@@ -62,7 +62,7 @@ METHODS: dict[str, dict[str, Any]] = {
 FIVE = ["fedavg", "rebafl", "fedrs", "feddyn", "bsm-fedavg"]
 SIX = ["rebafl", "fedavg", "feddyn", "bsm-fedavg", "fedrs", "scaffold"]
 PAIRED = (2, 3, 4)
-"""Seeds that all of ``SIX`` have, beside 0 and 1: the order that the main table states stands on them."""
+"""The seeds that all methods in ``SIX`` run in addition to 0 and 1. The main table ranks methods by all five."""
 COMPOSED = {"fedsts + rebafl": {"name": "fedsts", "objective": {"name": "rebafl"}}}
 PARTS: dict[str, dict[str, Any]] = {
     "none": METHODS["fedavg"],
@@ -91,7 +91,7 @@ SETTINGS = {
     "pairs": "classes that look alike on the same clients",
     "published-defaults": "momentum 0.5, μ = 0.5",
 }
-"""The tables that have methods in several settings, "METHOD, SETTING", and the setting of labels without one."""
+"""A mapping from tables with labels "METHOD, SETTING" to the setting of labels that contain only a method."""
 PAPER: dict[str, dict[str, float]] = {
     "fashion20": {
         "fedavg": 75.27, "fedprox": 75.36, "scaffold": 63.48, "feddyn": 77.98, "moon": 65.35, "fedrs": 72.46,
@@ -105,7 +105,7 @@ READINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "scaffold, replies lost": ({"name": "other_readings:LostSCAFFOLD"}, {"availability": {"name": "always"}}),
     "feddyn, replies lost": ({"name": "other_readings:LostFedDyn"}, {"availability": {"name": "always"}}),
 }
-"""Another reading of dropout: see ``other_readings.py``."""
+"""Methods for another interpretation of the paper's dropout; see ``other_readings.py``."""
 
 TWO_CLASSES = {"name": "classes", "per_client": 2, "size": 1000}
 CLUSTERED = {
@@ -119,13 +119,13 @@ NEIGHBOURS = [
     (0, 2), (0, 3), (0, 6), (0, 6), (1, 3), (1, 3), (1, 8), (1, 8), (2, 4), (2, 4),
     (2, 6), (3, 4), (4, 6), (5, 7), (5, 7), (5, 8), (5, 9), (7, 9), (7, 9), (8, 9),
 ]  # fmt: skip
-"""The two classes of each client when those that look alike are together: the tops, and the shoes. As in a random
-division, four clients hold each class."""
+"""The two classes of each client if similar classes, such as two kinds of shoes, are at the same clients. Four clients
+hold each class, as with random classes."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: where it belongs, and its spec."""
+    """A run: its table, label and seed, its number of rounds, and its spec."""
 
     table: str
     label: str
@@ -136,7 +136,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Its name in the result file, and its folder."""
+        """The key of the cell in the result file, which is also the path of its run folder."""
         return f"{self.table}/{self.label}/seed-{self.seed}"
 
 
@@ -153,7 +153,7 @@ def spec_of(
     precision: str = "bf16",
     momentum: float = 0.0,
 ) -> dict[str, Any]:
-    """The paper's settings with what a table changes."""
+    """Return a spec with the paper's settings, except those that an argument changes."""
     cifar = data == "cifar10"
     return {
         "seed": seed,
@@ -178,13 +178,13 @@ def spec_of(
 
 
 def cells() -> Iterator[Cell]:
-    """All of them, the most telling first."""
+    """Yield all cells, the most important first."""
     yield from main_cells(0, [label for label in METHODS if label != "fedlc"])
     yield from main_cells(1, SIX)
     for seed in PAIRED:
         yield from main_cells(seed, SIX)
     for label, method in COMPOSED.items():
-        # FedSTS wants strata: all 20 send a compressed gradient if they are there, and at most 10 of them train.
+        # FedSTS divides clients into strata: all 20 send a compressed gradient if available, and at most 10 train.
         yield Cell("fashion20", label, 0, 200, spec_of({**method, "strata": 5}, 0, 200, invited=10))
     for label in ("bsm-fedavg", "rebafl", "feddyn", "fedavg"):
         yield Cell("pairs", label, 0, 60, spec_of(METHODS[label], 0, 60, partition=neighbours_together(0)))
@@ -208,18 +208,18 @@ def cells() -> Iterator[Cell]:
     for label, (method, changes) in READINGS.items():
         yield Cell("readings", label, 0, 120, spec_of(method, 0, 120, **changes))
     for label in ("fedavg", "rebafl"):
-        # Persistent for one round is what it is at p = 0.5 in the first table.
+        # Here, clients stay away for whole periods. A period of one round is the setting p = 0.5 of the first table.
         for period in (20, 60):
             absent = {"name": "persistent", "p": 0.5, "period": period}
             spec = spec_of(METHODS[label], 0, 120, availability=absent)
             yield Cell("dropout", f"{label}, s = {period}", 0, 120, spec)
     for label in FIVE:
         yield Cell("fashion50", label, 0, 100, spec_of(METHODS[label], 0, 100, clients=50))
-    # FedLC is BSM-FedAvg here (see above), so that it can wait.
+    # FedLC comes late, because here it does the same as BSM-FedAvg (see above).
     yield from main_cells(0, ["fedlc"])
-    # The two that are closest to each other, once more.
+    # Another seed for the two methods whose results are closest to each other.
     yield from chosen_cells(1, ["rebafl", "feddyn"])
-    # An upper reference that no client could beat fairly: the server owns a small balanced set.
+    # A reference with an unfair advantage: the server has a small set with all classes.
     yield Cell("fashion20", "fedavg-ft", 0, 200, spec_of({"name": "fedavg-ft"}, 0, 200))
     for label in ("fedavg", "rebafl"):
         spec = spec_of(METHODS[label], 0, 40, precision="float32")
@@ -232,7 +232,7 @@ def main_cells(seed: int, labels: Sequence[str]) -> Iterator[Cell]:
 
 
 def chosen_cells(seed: int, labels: Sequence[str]) -> Iterator[Cell]:
-    """Methods with their chosen parameters, where these are not the defaults."""
+    """Yield the cells of methods with their chosen parameters, if these differ from the defaults."""
     for label, point in chosen().items():
         if label in labels and point != DEFAULTS[label]:
             tuned = f"{label}, {text_of(point)}"
@@ -251,7 +251,7 @@ def text_of(point: dict[str, float]) -> str:
 
 
 def grid_of(label: str) -> list[dict[str, float]]:
-    """What is tried out; ReBaFL's μ once its ε is chosen."""
+    """Return the grid of a method; that of ReBaFL contains values of μ once ε is chosen."""
     if label != "rebafl":
         return GRIDS[label]
     found = best_of(label, EPSILONS)
@@ -259,7 +259,7 @@ def grid_of(label: str) -> list[dict[str, float]]:
 
 
 def best_of(label: str, grid: list[dict[str, float]]) -> dict[str, float] | None:
-    """The point that is best on the validation images; None before all are done."""
+    """Return the grid point that is best on the validation images; None if some points are not finished."""
     kept = load()
     curves = [kept.get(f"tuning/{label}: {text_of(point)}/seed-100", {}).get("curve") for point in grid]
     if not curves or not all(curves):
@@ -268,13 +268,13 @@ def best_of(label: str, grid: list[dict[str, float]]) -> dict[str, float] | None
 
 
 def chosen() -> dict[str, dict[str, float]]:
-    """The chosen parameters of each method whose grid is done."""
+    """Return the chosen parameters of each method whose grid is finished."""
     best = {label: best_of(label, [point for point in grid_of(label) if point.get("mu") != 0]) for label in DEFAULTS}
     return {label: point for label, point in best.items() if point is not None}
 
 
 def neighbours_together(seed: int) -> dict[str, Any]:
-    """The division that ``NEIGHBOURS`` describes, 500 samples of each of a client's classes."""
+    """Return the partition of ``NEIGHBOURS``, with 500 samples of each class of a client."""
     labels = np.asarray(fs.Data("fashion_mnist").load(seed).y_train)
     generator = np.random.default_rng(seed)
     left = [list(generator.permutation(np.flatnonzero(labels == c))) for c in range(10)]
@@ -283,7 +283,7 @@ def neighbours_together(seed: int) -> dict[str, Any]:
 
 
 def validation_arrays(name: str) -> dict[str, Any]:
-    """The training set without its last images, and those in the place of the test set."""
+    """Return the training set without 10,000 random images, which take the place of the test set."""
     data = fs.Data(name).load(0)
     x, y = data.x_train, data.y_train
     order = np.random.default_rng(0).permutation(len(y))
@@ -292,13 +292,13 @@ def validation_arrays(name: str) -> dict[str, Any]:
 
 
 def run(runs: Path, wanted: Callable[[Cell], bool]) -> None:
-    # From the beginning after every cell: what was chosen with it are cells too.
+    # Start from the beginning after every cell, because its result may add cells with chosen parameters.
     while any(run_one(runs, cell) for cell in cells() if wanted(cell)):
         pass
 
 
 def run_one(runs: Path, cell: Cell) -> bool:
-    """Whether there was anything to do for it that no other process does."""
+    """Run a cell; return False if it is finished or another process runs it."""
     lock = runs / f"{cell.key}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as mine:
@@ -317,12 +317,12 @@ def run_one(runs: Path, cell: Cell) -> bool:
 
 
 def told_apart(cell: Cell, runs: Path) -> dict[str, float]:
-    """How well a finished model tells two classes apart, pairs that some client holds together and all others.
+    """Measure how well a finished model distinguishes pairs of classes.
 
     Returns:
-        ``together`` and ``apart``: the accuracy in percent among two classes' test samples when only their logits are
-        compared, averaged over such pairs; ``errors_apart``: the share of all errors that confuse a pair which no
-        client holds.
+        ``together``: the accuracy in percent on the test samples of two classes if only the logits of these are
+        compared, averaged over the pairs that some client holds together. ``apart``: the same for all other pairs.
+        ``errors_apart``: the share of all errors that confuse the classes of such another pair.
     """
     prepared = fs.prepare(fs.Experiment.from_table(cell.spec))
     data, model = prepared.data, prepared.config.model
@@ -346,13 +346,13 @@ def told_apart(cell: Cell, runs: Path) -> dict[str, float]:
 
 
 def load() -> dict[str, Any]:
-    """What is finished."""
+    """Return the results of all finished cells."""
     found: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.is_file() else {}
     return found
 
 
 def figures(history: History) -> dict[str, Any]:
-    """What the tables need of a run."""
+    """Return the results of a run that tables show."""
     curve = [100 * record["accuracy"] for record in history if record["accuracy"] is not None]
     diversity = [record["weight_diversity"] for record in history if record.get("weight_diversity") is not None]
     return {
@@ -367,7 +367,7 @@ def figures(history: History) -> dict[str, Any]:
 def keep(cell: Cell, figure: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / ".rebafl.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several of these may run beside each other
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes of this program may run
         found = load()
         found[cell.key] = figure
         half = KEPT.with_suffix(".part")
@@ -380,7 +380,7 @@ def compact(value: object) -> str:
 
 
 def everything(runs: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Figures of all cells that have begun: by table and label, one entry a seed."""
+    """Return the results of all cells that have begun: for each table and label, a list with an entry per seed."""
     kept = load()
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for cell in cells():
@@ -391,7 +391,7 @@ def everything(runs: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
         if figure is not None:
             part = {**beginning(figure, cell.rounds), "seed": cell.seed}
             seeds = found.setdefault(cell.table, {}).setdefault(cell.label, [])
-            # A seed that is not done would pull down the mean of those that are.
+            # A seed with fewer rounds would lower the mean of the finished seeds.
             if seeds and seeds[0]["rounds"] < cell.rounds:
                 seeds.clear()
             if not seeds or part["rounds"] == cell.rounds:
@@ -404,7 +404,10 @@ def everything(runs: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 
 def contained() -> Iterator[tuple[str, str, str, int]]:
-    """Cells that are the beginning of one of the first table's: its label, their table, label and rounds."""
+    """Yield cells that need not run, because they are the first rounds of a cell in the first table.
+
+    Each has four parts: the label in the first table; and the cell's own table, label and number of rounds.
+    """
     for method, part in (("fedavg", "none"), ("rebafl", "both")):
         yield method, "precision", f"{method}, bf16", 40
         yield method, "dropout", f"{method}, p = 0.5", 100
@@ -419,7 +422,7 @@ def contained() -> Iterator[tuple[str, str, str, int]]:
 
 
 def beginning(figure: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """The figures of a run as it was after some of its rounds, bytes by their share."""
+    """Return the results of a run after some of its rounds; bytes are in proportion to the rounds."""
     done = min(rounds, figure["rounds"])
     return {
         **figure,
@@ -504,7 +507,7 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
 
 
 def without_holders(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """What rounds cost in which all holders of a class are away: a table of the first setting's methods."""
+    """Return a table of the accuracy after rounds in which all holders of a class are away."""
     lines = ["## When nobody holds a class", ""]
     lines += [
         "Mean accuracy after round 50 by the number of classes all of whose holders dropped out of the round.",
@@ -526,7 +529,7 @@ def without_holders(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def missing_classes(spec: dict[str, Any]) -> NDArray[np.int64]:
-    """In each round, of how many classes no holder is there."""
+    """Return for each round the number of classes whose holders are all away."""
     experiment = fs.Experiment.from_table(spec)
     prepared = fs.prepare(experiment)
     held = prepared.assignment.counts(prepared.data.y_train.numpy(), prepared.data.classes) > 0
@@ -539,7 +542,7 @@ def missing_classes(spec: dict[str, Any]) -> NDArray[np.int64]:
 
 
 def panels_of(table: str, methods: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, list[float]]]:
-    """The curves of a table's pictures by panel and name: a panel a setting where methods meet several, or a seed."""
+    """Return the curves of a table's picture by panel (a setting if the table has several, else a seed) and name."""
     panels: dict[str, dict[str, list[float]]] = {}
     for label, seeds in methods.items():
         for each in seeds:
@@ -554,7 +557,7 @@ def panels_of(table: str, methods: dict[str, list[dict[str, Any]]]) -> dict[str,
 
 
 def draw(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    """The curves of each table: means of five rounds over their faint selves."""
+    """Draw the curves of each table, faint, and on top of them their means over five rounds."""
     for table, methods in found.items():
         if table == "tuning":
             continue
@@ -585,7 +588,7 @@ def draw(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
 
 
 def look_of(number: int, name: str) -> dict[str, Any]:
-    """A line's colour; FedAvg and FedLC, which others hardly differ from, are dashed and dotted and on top."""
+    """Return the style of a line. FedAvg is dashed and FedLC dotted, and both are on top of similar lines."""
     if name in ("fedavg", "none", "fedlc"):
         return {"color": "black", "linestyle": ":" if name == "fedlc" else "--", "zorder": 3}
     return {"color": plt.get_cmap("tab20")(2 * number % 20 + number // 10 % 2)}

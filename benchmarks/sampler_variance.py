@@ -1,14 +1,14 @@
-"""Bias and variance of the aggregate of every sampler on the same frozen client updates.
+"""Measure the bias and the variance of the aggregate of each client sampler on the same client updates.
 
     python benchmarks/sampler_variance.py [--draws 10000] [--results benchmarks/results]
     python benchmarks/sampler_variance.py --page docs/methods/samplers.md
 
-MNIST, 100 clients, Dirichlet(0.01) over clients (600 samples each) and over classes (sizes from 1 to thousands). The
-global model has had 10 rounds of FedAvg; then every client trains one epoch, and these updates, the compressed
-gradients and the losses stay as they are while each sampler draws 10 clients again and again.
+The data are MNIST with 100 clients, divided by Dirichlet(0.01) over clients (600 samples each) and over classes (1 to
+thousands of samples). After 10 rounds of FedAvg, every client trains one epoch. These updates, the compressed gradients
+and the losses then stay fixed while each sampler draws 10 clients many times.
 
-Variance is E ‖a − E a‖² of the aggregate, as a ratio to uniform sampling with the plain mean. Bias is ‖E a − target‖
-over the target's length, against both targets that a method may have: the mean over clients, the mean over samples.
+The variance of the aggregate a is E ‖a − E a‖², relative to that of uniform sampling with the plain mean. The bias is
+‖E a − target‖ / ‖target‖, for the two possible targets: the mean over clients and the mean over samples.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Draw = Callable[[np.random.Generator], np.ndarray]
 
 
 def frozen(balance: str) -> dict[str, Any]:
-    """What is the same for all samplers."""
+    """Compute the updates, gradients, losses and sizes that are the same for all samplers."""
     training = fs.Training(rounds=10, clients_per_round=M, local_epochs=1, batch_size=32, lr=0.05)
     spec = fs.Experiment(
         data="mnist", partition=fs.Dirichlet(alpha=0.01, balance=balance, clients=N), training=training
@@ -75,7 +75,7 @@ def frozen(balance: str) -> dict[str, Any]:
 
 
 def samplers(known: dict[str, Any]) -> dict[str, Draw]:
-    """By name: one draw's weights."""
+    """Return a mapping from each sampler's name to a function that draws the weights of the clients once."""
     sizes, everybody = known["sizes"], np.arange(N)
 
     def by(select: Callable[[np.random.Generator], Selection], aggregator: Aggregator) -> Draw:
@@ -184,11 +184,11 @@ RULES = {
     "one draw for each stratum first": "FedSTS, one draw for each stratum",
     "`neyman-random` with `horvitz-thompson`": "FedSTS, rounded at random, Horvitz-Thompson",
 }
-"""What ``biases`` shows, and what these rows are called."""
+"""The rows of ``biases``: a mapping from the text of each row to the name of the sampler."""
 
 
 def biases(rows: list[dict[str, Any]]) -> list[str]:
-    """A Markdown table of the biases of FedSTS's allocations, in percent of the mean over clients."""
+    """Return a Markdown table of the biases of FedSTS's allocations, in percent of the mean over clients."""
     by = {(row["sampler"], row["balance"]): row for row in rows}
     lines = ["| rule | 600 samples a client | skewed class by class |", "|---|---:|---:|"]
     for says, sampler in RULES.items():

@@ -1,14 +1,13 @@
-"""What choosing clients costs: time of selection within a round, and memory, for 100, 1,000 and 10,000 clients.
+"""Measure the time and the memory of choosing clients, for 100, 1,000 and 10,000 clients.
 
     python benchmarks/samplers_scale.py [--results benchmarks/results]
 
-Every line is a process of its own, so that its peak memory is its own. All clients hold 60 samples of MNIST (handed
-out again where they run out) and 50 are invited a round for 5 epochs in batches of 32, so that the training of a round
-is the same work at every size: of the MLP 200-100, or of the CNN, in one process. Times are seconds of the processor,
-which are the clock's on a machine that does nothing else. Selection is everything that the client sampler does:
-questions to clients with the clients' own work on them, strata, allocation, draws, and what it learns from the replies.
-FedSTS begins with a compressed gradient of every client, so that its steady state is measured and not the first rounds,
-in which few clients are known.
+Every row of the table is measured in its own process, because its peak memory counts. All clients hold 60 samples of
+MNIST (samples repeat if there are not enough), and 50 clients per round train 5 epochs in batches of 32, so the work of
+training is the same for every number of clients. Times are processor time. Selection is everything that the client
+sampler does: questions to clients, including the clients' work to answer them, strata, allocation, draws, and updates
+from the replies. FedSTS already has a compressed gradient of every client when the measurement begins. So the first
+rounds, in which it would know only few clients, do not count.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "power-of-choice": {"name": "power-of-choice"},
 }
 MODELS = {"mlp": list(SAMPLERS), "cnn": ["uniform", "fedsts, participants", "fedsts, participants, asked"]}
-"""What is measured with which model; the CNN's first round with all 10,000 clients takes minutes."""
+"""The samplers that are measured with each model. The CNN has only few, because it can take minutes per round."""
 
 SLOW = {("fedsts, all", 10_000), ("clustered 2", 10_000)}
-"""Every client every round, and more than Ward's clustering is made for."""
+"""Pairs that are left out as too slow: all clients train in every round, or Ward's clustering has 10,000 points."""
 
 
 def measure(label: str, clients: int, model: str) -> dict[str, float]:
-    """One run in this process."""
+    """Run an experiment in this process, and return its times and its peak memory."""
     import numpy as np
 
     import fedstrata as fs
@@ -104,7 +103,7 @@ def measure(label: str, clients: int, model: str) -> dict[str, float]:
     )
     ends = [time.process_time()]
     fs.run(spec, callbacks=[lambda record: ends.append(time.process_time())])
-    # The first rounds warm up and introduce everybody to FedSSAR, the last evaluates.
+    # The first rounds warm up and let FedSSAR meet every client, and the last round evaluates; they do not count.
     rounds = [end - begin for begin, end in pairwise(ends)][3:-1]
     each = [a + b for a, b in zip(spent[::2], spent[1::2], strict=True)]
     return {

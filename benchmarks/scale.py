@@ -1,10 +1,10 @@
-"""Memory and time of a round against the number of clients, with the same 100 clients' work a round.
+"""Measure the memory and the time of a round against the number of clients, of whom always 100 train.
 
     python benchmarks/scale.py [--data mnist] [--page docs/results/measurements.md]
 
-Each number of clients runs in a process of its own, so that its peak memory is its own. Every client holds the same
-number of samples whatever the federation's size (data are handed out again where they run out), so that a round's
-work is the same and what is left is what the clients cost that were not invited.
+Each number of clients runs in its own process, because its peak memory counts. Every client holds the same number of
+samples, which repeat if there are not enough. So the work of training is always the same, and the differences are the
+cost of clients that are not invited.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLES, INVITED, ROUNDS = 6, 100, 12
 
 
 def measure(data: str, clients: int) -> dict[str, float]:
-    """One run in this process."""
+    """Run an experiment in this process, and return its times and its peak memory."""
     import numpy as np
 
     import fedstrata as fs

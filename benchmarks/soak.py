@@ -1,9 +1,10 @@
-"""Whether a deployment stays as it is for as long as it runs: threads, memory and time of exchanges, with slopes.
+"""Check that the threads, the memory and the time of exchanges of a deployment do not grow while it runs.
 
-Run it as ``python benchmarks/soak.py [--minutes 40] [--rate R] [--warm 10] [--out DIR]``: a server and three sites as
-processes with mutual TLS, which exchange next to nothing, as often as they can or R times a second. It prints a table
-of slopes with their 95 % intervals, and writes it to ``DIR/table.md`` and every sample to ``DIR/soak.json``. Sites find
-this module by its name.
+    python benchmarks/soak.py [--minutes 40] [--rate R] [--warm 10] [--out DIR]
+
+A server and three sites, which are processes with mutual TLS, exchange small messages as fast as they can, or R times a
+second. The program prints a table of slopes with their 95 % intervals, and writes it to ``DIR/table.md`` and all
+samples to ``DIR/soak.json``. The sites import this module.
 """
 
 from __future__ import annotations
@@ -35,39 +36,39 @@ from fedstrata.sites.local_deployment import try_out
 
 HERE = Path(__file__).parent
 BLOCK = 5.0
-"""Seconds of exchanges that make a round."""
+"""The length of a round in seconds."""
 EVERY = 5.0
-"""Seconds between two looks at the processes."""
+"""The seconds between two measurements of the processes."""
 FEWEST = 5
-"""Looks without which there is no slope."""
+"""The smallest number of measurements from which a slope is computed."""
 WARM = 600.0
-"""Seconds that do not count unless said otherwise: NVFlare remembers messages for 65, and memory settles."""
+"""The seconds at the beginning that do not count by default, in which the memory still grows to its usual size."""
 
 
 @record("bench/Nothing")
 class Nothing:
-    """No state but the model."""
+    """The state of the method: only the model."""
 
     weights: Weights
 
 
 class Soak(Method):
-    """Asks all clients for next to nothing, a block a round."""
+    """A method that asks all clients for almost no work, for ``BLOCK`` seconds per round."""
 
     paper: ClassVar[str] = "none"
     rate: float = 0.0
-    """Exchanges a second, at most; 0 for as many as there can be."""
+    """The largest number of exchanges per second; 0 for no limit."""
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for sizes, any number of times."""
+        """Allow the request for sizes any number of times."""
         return [Allowed(SizeReport, where={"bound": 0}, times=None)]
 
     def init(self, federation: Federation, weights: Weights) -> Nothing:
-        """The model never changes."""
+        """Return the initial model, which never changes."""
         return Nothing(weights)
 
     def run_round(self, federation: Federation, state: Nothing) -> tuple[Nothing, dict[str, Any]]:
-        """Exchanges for a while."""
+        """Exchange messages for ``BLOCK`` seconds."""
         clients = range(federation.config.clients)
         times, missing, ends = list[float](), 0, time.perf_counter() + BLOCK
         while (began := time.perf_counter()) < ends:
@@ -81,10 +82,10 @@ class Soak(Method):
 
 
 class Looks:
-    """Looks at all processes of a deployment every few seconds.
+    """Measurements of all processes of a deployment, every few seconds.
 
     Args:
-        kits: Its folder.
+        kits: The folder of the deployment.
     """
 
     def __init__(self, kits: Path) -> None:
@@ -108,13 +109,13 @@ class Looks:
                     words = process.cmdline()
                     with process.oneshot():
                         sample = process.num_threads(), anonymous(process.pid)
-                except (psutil.Error, OSError, KeyError):  # it has ended, perhaps nobody has looked at its end
+                except (psutil.Error, OSError, KeyError):  # the process has ended
                     continue
                 if role := self._role(words):
                     self.found.append({"role": role, "at": time.time(), "threads": sample[0], "mib": sample[1]})
 
     def _role(self, words: list[str]) -> str:
-        """Which part of the deployment a process is: a party's own, or that of its job."""
+        """Return the party of a process and ``parent`` or ``job``; empty for other processes."""
         line = " ".join(words)
         for module, what in (("runner_process", "job"), ("worker_process", "job"), ("server_train", "parent"),
                              ("client_train", "parent")):  # fmt: skip
@@ -125,9 +126,9 @@ class Looks:
 
 
 def anonymous(pid: int) -> float:
-    """MiB of memory of a process that no file is behind, resident or swapped out.
+    """Return the anonymous memory of a process in MiB, resident or swapped out.
 
-    What is mapped from files comes and goes as the kernel likes, and has nothing to do with what a process keeps.
+    Memory that is mapped from files does not count, because the kernel loads and drops it as it likes.
     """
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     found = {key: value.split()[0] for key, _, value in (line.partition(":") for line in lines) if value.strip()}
@@ -135,12 +136,14 @@ def anonymous(pid: int) -> float:
 
 
 def slope(at: list[float], values: list[float], together: int = 1) -> tuple[float, float, float]:
-    """Change an hour with the ends of its 95 % interval, from means of twenty blocks: neighbours are alike.
+    """Return the slope per hour, and the lower and the upper end of its confidence interval.
+
+    It is computed from the means of twenty blocks, because neighbouring measurements are not independent.
 
     Args:
-        at: Seconds.
-        values: What was measured then.
-        together: How many such intervals hold all together with 95 % (Bonferroni).
+        at: The times of the measurements in seconds.
+        values: The measured values.
+        together: The number of intervals that must hold together with 95 % confidence (Bonferroni).
     """
     blocks = min(20, len(at))
     x = np.array([part.mean() for part in np.array_split(np.array(at) / 3600, blocks)])
@@ -153,9 +156,9 @@ def slope(at: list[float], values: list[float], together: int = 1) -> tuple[floa
 
 
 def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]], warm: float = WARM) -> list[str]:
-    """Mean and slope of everything that was measured, and whether it may as well be flat.
+    """Return a table with the mean and the slope of each measured quantity.
 
-    Where it is not, the last column says how much of the mean it changes in an hour at most.
+    The last column says whether the slope may be zero; if not, the largest change per hour relative to the mean.
     """
     begun, over = rounds[0]["at"] - BLOCK, rounds[-1]["at"]
     series: dict[str, list[tuple[float, float]]] = {}
@@ -163,7 +166,7 @@ def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]], warm: flo
         for key, unit in (("threads", "threads"), ("mib", "MiB")):
             series.setdefault(f"{sample['role']}, {unit}", []).append((sample["at"], sample[key]))
     series["an exchange, ms"] = [(one["at"], one["ask_ms"]) for one in rounds]
-    # Of twenty slopes that are flat, one is not by its own interval: all are held together.
+    # One in twenty 95 % intervals misses a slope of zero, so the decision uses intervals that hold all together.
     lines = ["| what | mean | change an hour | 95 %, this one | 95 %, all together | flat |", f"|{'---|' * 6}"]
     for what, pairs in sorted(series.items()):
         later = [pair for pair in pairs if begun + warm < pair[0] <= over]
@@ -225,7 +228,7 @@ def main() -> None:
 
 
 def write(samples: list[dict[str, Any]], rounds: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """The table, on the screen and into its file."""
+    """Print the table, and write it and the samples to files if ``--out`` is given."""
     text = "\n".join(table(samples, rounds, 60 * options.warm))
     if options.out:
         (options.out / "table.md").write_text(text + "\n")

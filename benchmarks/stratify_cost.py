@@ -1,13 +1,12 @@
-"""What Stratify costs: batch epochs, single steps and hops, each beside what it is measured against.
+"""Compare the time of Stratify's batches and single-sample steps with that of centralised training, and count hops.
 
     python benchmarks/stratify_cost.py [--data mnist] [--samples 12800] [--labels cifar10] [--only mlp,cnn,resnet9,hops]
 
-Times are taken in one process, turn about: an epoch of batch mode in the local engine against an epoch of centralised
-training (same model, batch size, optimiser and data), and a single-sample step against the plain PyTorch loop. Medians
-over the turns go to ``benchmarks/results/stratify_cost.json``. With one thread they are seconds of the processor, which
-are the clock's on a machine that does nothing else; the ratio of the clock's is there as well. ResNet-9 with BatchNorm
-is measured on a few batches of 128, with one thread and with two. Hops are counted on the labels of a data set alone,
-and drawn in ``benchmarks/results/stratify_hops.png``.
+The compared functions take turns in one process: an epoch of batch mode in the local engine and an epoch of centralised
+training (same model, batch size, optimiser and data), or a single-sample step and a step of a plain PyTorch loop. The
+medians over the turns, in processor time and in elapsed time, are written to ``benchmarks/results/stratify_cost.json``.
+ResNet-9 with BatchNorm is measured on a few batches of 128, with one thread and with two. In a hop, the model is passed
+to the next client. Hops are counted without training, and drawn in ``benchmarks/results/stratify_hops.png``.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def spec_of(
 
 
 def in_turn(turns: int, **work: Callable[[], Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds of the processor, and by the clock, of work that takes turns, after one turn to warm up."""
+    """Run functions in turns, and return their median processor seconds and elapsed seconds, without the first turn."""
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in work}
     for turn in range(turns + 1):
         for name, run in work.items():
@@ -67,7 +66,7 @@ def context_of(prepared: Prepared) -> ClientContext:
 
 
 def batch_epochs(spec: fs.Experiment, turns: int, threads: int = 1) -> dict[str, float]:
-    """Batch mode and centralised training, in seconds a batch over whole epochs, and their ratio."""
+    """Return the seconds per batch of batch mode and of centralised training, over whole epochs, and their ratio."""
     torch.set_num_threads(threads)
     prepared = prepare(spec)
     config, data = prepared.config, prepared.data
@@ -102,7 +101,7 @@ def batch_epochs(spec: fs.Experiment, turns: int, threads: int = 1) -> dict[str,
 
 
 def single_steps(spec: fs.Experiment, turns: int, count: int = 40) -> dict[str, float]:
-    """A single-sample step of the client's loop, and one of the plain PyTorch loop, in microseconds; short turns."""
+    """Return the microseconds of a single-sample step of a client, and of a step of a plain PyTorch loop."""
     prepared = prepare(spec)
     data, model = prepared.data, prepared.config.model
     stepper = stepper_of(context_of(prepared), model)
@@ -126,7 +125,7 @@ def single_steps(spec: fs.Experiment, turns: int, count: int = 40) -> dict[str, 
 
 
 def single_epoch(spec: fs.Experiment) -> dict[str, float]:
-    """A whole epoch of single-sample mode in the local engine: everything that is not a step is overhead."""
+    """Return the microseconds per sample in an epoch of single-sample mode; time outside of steps is overhead."""
     history = fs.run(fs.Experiment.from_table(spec.to_spec() | {"evaluation": {"every": 0}, "training": _two()}))
     record = history[0]  # the second evaluates
     return {"us_a_sample": 1e6 * record["seconds"] / record["samples"], "hops": record["hops"]}
@@ -137,7 +136,7 @@ def _two() -> dict[str, Any]:
 
 
 def hops(spec: fs.Experiment) -> dict[str, Any]:
-    """Hops of an epoch by chunk size, as parts of its samples: the very route, with clients that only count."""
+    """Return the hops per sample in an epoch, for several chunk sizes, computed without training."""
     prepared = prepare(spec)
     labels = prepared.data.y_train.numpy()
     counts = prepared.assignment.counts(labels, prepared.data.classes)
@@ -166,7 +165,10 @@ def hops(spec: fs.Experiment) -> dict[str, Any]:
 
 
 def walk(route: Route, left: np.ndarray) -> int:
-    """Hops until the schedule is done; ``left`` holds every client's unused samples of each label."""
+    """Return the number of hops until the schedule is done.
+
+    ``left`` contains the number of unused samples of each client and label.
+    """
     count = 0
     for count, (client, task) in enumerate(route.tasks(), start=1):
         missing = []
@@ -209,7 +211,7 @@ def main() -> None:
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     found |= {"torch": torch.__version__, "threads": 1}
     for model in [model for model in ("mlp", "cnn") if model in only]:
-        # Uncapped: the same samples as the centralised epoch.
+        # An uncapped schedule uses the same samples as an epoch of centralised training.
         found[f"batch epoch, {model}"] = batch_epochs(spec_of(data, model, dirichlet, schedule="uncapped"), turns)
         found[f"single step, {model}"] = single_steps(spec_of(data, model, dirichlet), turns)
         found[f"single epoch, {model}"] = single_epoch(spec_of(data, model, dirichlet, mode="single"))

@@ -1,13 +1,14 @@
-"""Results of ``rebafl_tables.py`` for the cells of ``fedstrata reproduce`` that have the same spec.
+"""Copy results of ``rebafl_tables.py`` to the cells of ``fedstrata reproduce`` that have the same spec.
 
     python benchmarks/take_over.py take [--out docs/results] && fedstrata reproduce --show --out docs/results
     python benchmarks/take_over.py repeat [TABLE …] [--rounds 10] [--out docs/results]
 
-A cell takes a result over where the experiment is equal, and the first rounds of a longer run where only the number of
-rounds differs: the learning rate is constant. What was made so has no fingerprint and says so: ``source`` names the
-file. What ``fedstrata reproduce`` made itself stays. ``repeat`` runs the first rounds of such cells anew and keeps how
-far their accuracies are from those that were taken over, for all cells that are of the same run; if it is more than a
-point they are all dropped. ``take`` brings them back unless they were run anew: ``repeat`` comes after it.
+``take`` copies a result to a cell if the experiment is equal. If only the number of rounds differs, it copies the first
+rounds of the longer run; this is correct because the learning rate is constant. A copied result has no fingerprint, and
+its ``source`` names the original file. Results of ``fedstrata reproduce`` itself stay. ``repeat`` runs the first rounds
+of copied cells again and stores how far their accuracies are from the copied ones. If the difference is more than one
+percentage point, all cells that were copied from the same run are removed. ``take`` would copy them again, so run
+``repeat`` after it.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from fedstrata.papers.running import keep, known, of_curve, read, results_file
 from fedstrata.papers.tables import Cell, Table, experiment_of, tables
 
 LIMIT = 1.0
-"""Points by which the first rounds of what is taken over may be off: bfloat16 is rounded otherwise from one version of
-PyTorch to the next, and accuracies change by five to ten points from one such round to the next."""
+"""The largest accepted difference in percentage points. Results differ because versions of PyTorch round bfloat16
+differently, and the accuracy changes by five to ten points from one round to the next."""
 SOURCE = "benchmarks/results/rebafl.json"
 Made = list[tuple[fs.Experiment, dict[str, Any]]]
-"""Experiments and what is kept of them."""
+"""Pairs of an experiment and its stored result."""
 
 
 def plain(experiment: fs.Experiment) -> fs.Experiment:
-    """Without what decides no result."""
+    """Return the experiment without settings that do not influence results, such as the number of workers."""
     training = experiment.training.model_copy(update={"workers": None})
     every = {"checkpoint_every": 1, "targets": (), "weight_diversity": False}
     evaluation = experiment.evaluation.model_copy(update=every)
@@ -51,7 +52,7 @@ def made() -> Iterator[tuple[fs.Experiment, dict[str, Any]]]:
 
 
 def of(cell: Cell, there: Made) -> dict[str, Any] | None:
-    """What there is for a cell."""
+    """Return the result that can be copied to a cell; None if there is none."""
     experiment = plain(experiment_of(cell))
     rounds = experiment.training.rounds
     for other, figure in there:
@@ -74,7 +75,7 @@ def of(cell: Cell, there: Made) -> dict[str, Any] | None:
 
 
 def take(out: Path) -> None:
-    """Take over what there is."""
+    """Copy all results that fit a cell."""
     there, old, taken = list(made()), known(out), 0
     for table in tables().values():
         for cell in table.cells():
@@ -86,7 +87,7 @@ def take(out: Path) -> None:
 
 
 def repeat(out: Path, names: list[str], rounds: int) -> None:
-    """Run the first rounds of what was taken over, and keep how far off they are."""
+    """Run the first rounds of copied cells again, and store the difference from the copied accuracies."""
     everywhere = [(table, cell) for table in tables().values() for cell in table.cells()]
     for name, table in tables().items():
         for cell in table.cells() if not names or name in names else []:
@@ -112,13 +113,13 @@ def repeat(out: Path, names: list[str], rounds: int) -> None:
 
 
 def of_one_run(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two results are of one run, which one of them may have for fewer rounds."""
+    """Return True if two results were copied from the same run, perhaps with different numbers of rounds."""
     shared = min(len(a.get("curve", [])), len(b.get("curve", [])))
     return shared > 1 and a.get("source") == b.get("source") and a["curve"][:shared] == b["curve"][:shared]
 
 
 def drop(out: Path, table: Table, cell: Cell) -> None:
-    """Take a result out of a table's file."""
+    """Remove a cell's result from the file of a table."""
     path = results_file(out, table)
     with FileLock(path.with_suffix(".lock")):
         left = {key: result for key, result in read(path).items() if key != cell.key}

@@ -1,4 +1,4 @@
-"""What most tests of the spine need: one thread, and a tiny federation."""
+"""Settings and fixtures that most tests share, such as a small federation."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from fedstrata.runs import run_folder
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import HANDLERS, Simulation
 
-# For the processes that tests start: two of them on two cores must not fight.
+# Processes that tests start use one thread each, so that two of them do not compete for the processors.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ray lets its workers wait for everybody else, and here that is all the other tests.
+# By default, Ray gives its workers a low priority, so they would wait for all other tests.
 os.environ.setdefault("RAY_worker_niceness", "0")
 torch.set_num_threads(1)
-# How long an example takes says more about the machine's load than about the code.
+# Hypothesis has no deadline for examples, because their time depends on the load of the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# Tests import these modules by themselves: collected for doctests, their records would be declared twice.
+# Tests import these modules. If pytest collected them for doctests too, it would declare their records twice.
 collect_ignore_glob = ["support/*.py", "sites/support/*.py", "engines/probes.py", "engines/drill.py"]
 
 FEATURES, CLASSES = 5, 3
@@ -54,12 +54,12 @@ GREY = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55"
     "0000000a49444154789c636800000082008177cd72b60000000049454e44ae426082"
 )
-"""A picture of one pixel."""
+"""A PNG file with one pixel."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _spare_time() -> Iterator[None]:
-    """What almost every test would do anew and few look at: the digits are read once, partitions not drawn."""
+    """Save time in all tests: read the digits once, use no worker processes, and do not draw pictures of partitions."""
     load, read = Data.load, dict[tuple[str, int], Dataset]()
 
     def load_once(data: Data, seed: int = 0) -> Dataset:
@@ -72,7 +72,7 @@ def _spare_time() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Data, "load", load_once)
-        # Several tests run at once already, and forking workers pays for long work alone.
+        # Several tests run at the same time already, and workers save time only in long rounds.
         patch.setattr(worker_pool, "cores", lambda: 1)
         patch.setattr(run_folder, "draw_partition", lambda assignment, data, path: path.write_bytes(GREY))
         yield
@@ -80,16 +80,16 @@ def _spare_time() -> Iterator[None]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this test, run folders get the real picture of their partition."""
+    """Let a test draw the real picture of a partition in run folders."""
     monkeypatch.setattr(run_folder, "draw_partition", draw_partition)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several processes test: each file stays in one of them, and those that start servers in the same one.
+    """Distribute tests to the processes of pytest-xdist: by file, and all files that start servers to the same process.
 
-    What a file's tests share is then made once, and two sessions of Ray or NVFlare never fight for the processors. They
-    come first, because they take longest.
+    The fixtures of a file are then made once, and two sessions of Ray or NVFlare never run at the same time. The files
+    that start servers come first, because they take longest.
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return
@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Tiny(Federation):
-    """A federation with what a test looks at within reach."""
+    """A federation with shortcuts to data that tests check."""
 
     engine: LocalEngine
 
@@ -115,22 +115,22 @@ class Tiny(Federation):
         return self.engine.store
 
     def fits(self, *clients: int) -> dict[int, Fit]:
-        """A request to train for each client; all of them unless given."""
+        """Return a request to train for each client; by default, for all clients."""
         who = clients or range(self.config.clients)
         return dict.fromkeys(who, Fit(self.round, self.weights, {}, 1.0))
 
     def fit(self, *clients: int, **how: Any) -> dict[int, Any]:
-        """The answers of clients that were asked to train; of all of them unless given."""
+        """Ask clients to train, by default all clients, and return their answers."""
         return self.ask(fits := self.fits(*clients), next(iter(fits.values())), work=float, **how)
 
     def reasons(self, kind: str) -> list[str]:
-        """Why, by the events of a kind."""
+        """Return the reasons in the events of one kind."""
         return [event["reason"] for event in self.events if event["kind"] == kind]
 
 
 @pytest.fixture
 def tiny() -> Callable[..., Tiny]:
-    """Builds a federation of a few clients with eight samples each, in round 1."""
+    """Return a function that builds a federation of a few clients with eight samples each, in round 1."""
 
     def build(
         clients: int = 4,
@@ -166,7 +166,7 @@ def tiny() -> Callable[..., Tiny]:
 
 
 class Started(Simulation):
-    """A run taken round by round, however many rounds its spec has; its records leave out the clock."""
+    """A run that a test continues round by round; its records do not contain times."""
 
     def step(self) -> dict[str, Any]:
         record = super().step()
@@ -184,20 +184,20 @@ class Started(Simulation):
 
 @pytest.fixture
 def start() -> Callable[..., Started]:
-    """Starts a federation from a spec."""
+    """Return a function that starts a run from a spec."""
     return lambda spec, data=None, model=None: Started(prepare(spec, data=data, model=model))
 
 
 @pytest.fixture(scope="session")
 def seven() -> Dataset:
-    """Seven samples of two features and three classes, as they are."""
+    """Return a data set of seven samples with two features and three classes, which are not normalised."""
     x = [[0.5, -1.0], [1.5, 0.3], [-0.7, 0.8], [0.2, 0.9], [-1.1, -0.4], [0.6, 1.2], [-0.3, -1.6]]
     return from_arrays(x, [0, 1, 2, 0, 1, 2, 0], x, [0, 1, 2, 0, 1, 2, 0], normalize="none")
 
 
 @pytest.fixture
 def trace(tmp_path) -> Callable[[dict[int, list[int]]], dict[str, str]]:
-    """Writes a trace of who is there: client to rounds."""
+    """Return a function that writes an availability trace from a mapping from clients to rounds."""
 
     def write(rounds: dict[int, list[int]]) -> dict[str, str]:
         lines = [f"{client},{t},{t}" for client, there in rounds.items() for t in there]
@@ -207,13 +207,13 @@ def trace(tmp_path) -> Callable[[dict[int, list[int]]], dict[str, str]]:
     return write
 
 
-# Before any test imports `datasets`: nothing here may reach the network.
+# Set this before a test imports `datasets`, because tests must not use the network.
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 
 @pytest.fixture(scope="session")
 def labelled():
-    """Builds a table data set with the given training labels (and domains); all else is immaterial."""
+    """Return a function that builds a tabular data set with given training labels and domains."""
 
     def build(labels: object, domains: object = None) -> Dataset:
         y = np.asarray(labels)
@@ -233,7 +233,7 @@ def labelled():
 
 @pytest.fixture(scope="session")
 def local() -> Callable[[str], fs.History]:
-    """What the local engine makes of a spec of the matrix; computed once."""
+    """Return a function that runs a spec of ``matrix.MATRIX`` with the local engine, each only once."""
     return cache(lambda label: fs.run(matrix.MATRIX[label]))
 
 
@@ -244,6 +244,6 @@ def in_an_empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("FEDSTRATA_DATA", str(home / "data"))
     monkeypatch.setenv("HOME", str(home))
-    # A console knows its width when it is made; xdist gives its workers one.
+    # Rich's console stores its width when it is made, and pytest-xdist sets COLUMNS for its workers.
     monkeypatch.setattr("rich._console", None)
     monkeypatch.delenv("COLUMNS", raising=False)

@@ -1,6 +1,6 @@
 """Runs the conformance suite and the stranger's zoo, and writes what came of them: ``docs/project/conformance.md``.
 
-python tests/tables.py [--fast]; half an hour, or without real sites two minutes.
+``python tests/tables.py`` takes half an hour. With ``--fast``, it leaves out real sites and takes two minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ METHODS = {
     "test_a_fused_batch_is_the_sum_of_its_parts": "stratify",
     "test_single_sample_steps_are_those_of_autograd": "stratify, single",
 }
-"""Tests with one method."""
+"""A mapping from each test that uses only one method to this method."""
 
 CONFORMANCE = """\
 # Do all engines behave alike?
@@ -97,7 +97,7 @@ column a model, a letter a test that passed:
 
 
 class Seen:
-    """What came of each test: ``passed``, ``failed`` or ``skipped``, with its parameters."""
+    """A pytest plugin that records the outcome of each test: ``passed``, ``failed`` or ``skipped``."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, dict[str, Any], str, str]] = []
@@ -113,7 +113,7 @@ class Seen:
 
 
 def conformance(seen: Seen) -> str:
-    """Case by engine."""
+    """Return a table of outcomes with a row per case and a column per engine."""
     cells: dict[str, dict[str, bool]] = defaultdict(dict)
     for test, parameters, outcome, _ in seen.found:
         parameters = dict(parameters)
@@ -139,7 +139,7 @@ def conformance(seen: Seen) -> str:
 
 
 def zoo(seen: Seen) -> str:
-    """Model by method, with the engines of each pair."""
+    """Return a table with a row per model and a column per method; a cell names the engines."""
     cells: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     reasons: dict[str, None] = {}
     for test, parameters, outcome, reason in seen.found:
@@ -163,7 +163,7 @@ def zoo(seen: Seen) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
 
 

@@ -1,12 +1,11 @@
-"""fedstrata beside its peers, on the same work: ``make bench``.
+"""Compare the speed and the memory of fedstrata with those of other libraries (peers): ``make bench``.
 
     python benchmarks/peers/bench.py [--only fluke,pfl] [--settings cnn,small] [--repetitions 5] [--out PAGE]
 
-Each peer lives in an environment of its own, made once from pinned versions on PyPI (under ``--cache``); its runner
-stands beside this file and does the work that ``work.py`` describes. Repetitions are interleaved, A B C … A B C …, and
-what is compared are ratios within one repetition, of which the median is taken: other work on the machine then hits
-everybody alike. Peers that use several threads in one operation run with one thread too, and the better counts, measure
-by measure.
+Each peer has its own environment under ``--cache``, made once from pinned versions on PyPI. Its script in this folder
+does the work that ``work.py`` describes. Repetitions are interleaved, A B C … A B C …, and the result is the median of
+the ratios within a repetition, because other work on the machine then affects all peers alike. Peers that use several
+threads also run with one thread, and for each measure the better result counts.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ ROOT = HERE.parents[1]
 
 
 class Peer(NamedTuple):
-    """Who takes part.
+    """A library that is compared.
 
     Args:
-        name: In the table.
-        package: What pip installs; "" for this environment.
-        script: The runner.
-        threads: Numbers of threads in an operation that it is run with.
+        name: Its name in the table.
+        package: The requirement that pip installs; "" to use this environment.
+        script: The script that does the work with the library.
+        threads: The numbers of threads with which it runs.
     """
 
     name: str
@@ -56,7 +55,10 @@ PEERS = {
 
 
 def environment(key: str, cache: Path) -> Path:
-    """The Python of a peer's environment, made where it is missing. PyTorch is the one that constraints.txt pins."""
+    """Return the Python of a peer's environment, which is made if it does not exist.
+
+    It has the version of PyTorch that constraints.txt pins.
+    """
     peer = PEERS[key]
     if not peer.package:
         return Path(sys.executable)
@@ -67,14 +69,14 @@ def environment(key: str, cache: Path) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         pip = [python, "-m", "pip", "install", "--quiet"]
         subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", "torch"], check=True)
-        # The other constraints are ours alone: a peer has its own versions of what both use.
+        # Only PyTorch has the pinned version; a peer chooses the versions of its other dependencies.
         subprocess.run([*pip, f"torch=={torch.__version__.split('+')[0]}", peer.package], check=True)
         done.write_text(peer.package)
     return python
 
 
 def measure(key: str, python: Path, setting: str, threads: int, extra: list[str]) -> dict[str, Any]:
-    """One run in a process of its own."""
+    """Run a peer's script in its own process, and return its results."""
     env = {**os.environ, "BENCH_THREADS": str(threads), "BENCH_STARTED": str(time.time()), "PYTHONPATH": str(HERE)}
     command = [str(python), str(HERE / PEERS[key].script), setting, *extra]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -88,7 +90,7 @@ def measure(key: str, python: Path, setting: str, threads: int, extra: list[str]
 
 
 class _Memory(threading.Thread):
-    """The largest memory of a process and all that it started; pages that they share count once."""
+    """The largest total memory of a process and its descendants; pages that they share count once."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -127,7 +129,7 @@ def _proportional(pid: int) -> int:
 
 
 def compare(runs: list[dict[str, Any]]) -> str:
-    """The tables."""
+    """Return the tables of all settings."""
     lines: list[str] = []
     for setting in SETTINGS:
         chosen = [run for run in runs if run["setting"] == setting]
@@ -143,7 +145,7 @@ def compare(runs: list[dict[str, Any]]) -> str:
 
 
 def in_short(runs: list[dict[str, Any]]) -> str:
-    """The ratios alone: per CPU second, and by the clock in brackets."""
+    """Return a table of ratios only: of speeds per CPU second and, in brackets, per second of elapsed time."""
     peers = [key for key in PEERS if key != "fedstrata"]
     lines = [f"| | {' | '.join(PEERS[key].name for key in peers)} |", "|---|" + "---:|" * len(peers)]
     for setting, s in SETTINGS.items():
@@ -174,7 +176,7 @@ def _title(key: str) -> str:
 
 
 def _row(key: str, groups: list[list[dict[str, Any]]], ours: list[dict[str, Any]]) -> str:
-    """A peer's figures, by each measure with the number of threads that suits it best."""
+    """Return the row of a peer; each measure is that for the best number of threads."""
     cells = []
     for by in ("per_second", "per_cpu_second"):
         group = max(groups, key=lambda group: _median(group, by))
@@ -192,7 +194,7 @@ def _row(key: str, groups: list[list[dict[str, Any]]], ours: list[dict[str, Any]
 
 
 def _ratio(groups: list[list[dict[str, Any]]], ours: list[dict[str, Any]], by: str) -> tuple[float, float, float]:
-    """How many times as fast as the peer at its best: within a repetition, the median, the least and the most."""
+    """Return fedstrata's speed relative to the peer's best number of threads: median, smallest and largest ratio."""
     group = max(groups, key=lambda group: _median(group, by))
     paired = [a[by] / b[by] for a, b in zip(ours, group, strict=False)]
     return statistics.median(paired), min(paired), max(paired)
@@ -203,7 +205,7 @@ def _median(group: list[dict[str, Any]], key: str) -> float:
 
 
 def earlier(path: Path) -> list[dict[str, Any]]:
-    """The runs of a result file, for the settings that are not run again."""
+    """Return the runs in a result file, for settings that do not run again."""
     if not path.is_file():
         return []
     found = json.loads(path.read_text())
@@ -211,7 +213,7 @@ def earlier(path: Path) -> list[dict[str, Any]]:
 
 
 def machine() -> str:
-    """What all of this ran on."""
+    """Return a description of the machine."""
     model = platform.processor()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

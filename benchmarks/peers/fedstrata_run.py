@@ -1,4 +1,4 @@
-"""The same work in fedstrata, through its public interface."""
+"""Do the work of ``work.py`` with fedstrata, through its public interface."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def main() -> None:
         evaluation=fs.Evaluation(every=0),
     )
     x, y = arrays(setting.data)
-    # The last round is always evaluated: on next to nothing, since nobody else evaluates.
+    # fedstrata always evaluates the last round; 100 samples keep this short, because other libraries do not evaluate.
     data = fs.from_arrays(x, y, x[:100], y[:100], normalize="unit")
-    # Everybody starts with the same parameters.
+    # All libraries start with the same parameters.
     model = named(spec.model.build(data.shape, data.classes), net(setting.model).state_dict())
     history = fs.run(spec, data=data, model=model, callbacks=[over])
     clock.report(final_loss(named(net(setting.model), history.params), setting))
 
 
 def partition_of(setting: Setting) -> fs.Partition:
-    """The clients that everybody is given."""
+    """Return a partition with the clients that ``work.py`` defines."""
 
     class Given(fs.Partition):
         def split(self, dataset: fs.Dataset, seed: int) -> Assignment:
@@ -62,7 +62,7 @@ def model_of(setting: Setting) -> Any:
 
 
 def two_convolutions(shape: tuple[int, ...], classes: int) -> Any:
-    """A user's own model."""
+    """Build the model ``cnn2``, as a user's own model."""
     return net("cnn2")
 
 

@@ -1,4 +1,4 @@
-"""The same work in Flower's simulation: FedAvg over Ray actors, one core and one thread each."""
+"""Do the work of ``work.py`` with Flower's simulation: FedAvg over Ray actors, each with one core and one thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CACHE: dict[str, object] = {}
 
 
 def data_of(setting: Setting) -> tuple[torch.Tensor, torch.Tensor, list]:
-    """The data, once for each of Ray's actors."""
+    """Return the training samples, labels and clients, loaded once per Ray actor."""
     if not _CACHE:
         _CACHE["data"] = (*tensors(setting), owners(setting))
     return _CACHE["data"]

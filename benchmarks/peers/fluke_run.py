@@ -1,10 +1,10 @@
-"""The same work in fluke: its FedAVG, its clients, its FastDataLoader (tensors in memory)."""
+"""Do the work of ``work.py`` with fluke: its FedAVG, its clients and its FastDataLoader (tensors in memory)."""
 
 from __future__ import annotations
 
 from torch import library
 
-# fluke imports torchvision for its data sets, whose wheel on PyPI is built for another PyTorch than the CPU's.
+# fluke imports torchvision, whose wheel on PyPI does not fit the CPU build of PyTorch and needs these two operators.
 _OPS = library.Library("torchvision", "DEF")
 for _name in ("nms", "qnms"):
     _OPS.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -57,7 +57,7 @@ def main() -> None:
         model=net(setting.model),
     )
     algorithm = Counting(setting.clients, DataSplitter(container), params)
-    algorithm.finalize = lambda: None  # an evaluation of all clients after the last round
+    algorithm.finalize = lambda: None  # skip the evaluation of all clients after the last round
     algorithm.run(clock.rounds, setting.invited / setting.clients, finalize=False)
     clock.report(final_loss(algorithm.server.model, setting))
 

@@ -1,9 +1,9 @@
-"""Where a round's time goes, and how far local training is from the limit of the machine.
+"""Profile a round, and compare its speed with the fastest possible training on this machine.
 
     python benchmarks/peers/limit.py [cnn mlp small]
 
-The limit is centralised training of the same number of samples with the same model and a bare loop, at the batch size
-at which that is fastest. CPU time of one process with one thread, the two in turn.
+The fastest possible training is a bare loop that trains the same model on the same number of samples, with the batch
+size that is fastest. The round and the loop take turns in one thread; times are CPU time.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ PARTS = {
 
 
 SHARE, REPETITIONS = 2000, 5
-"""Samples that the bare loop trains each time, and how often it takes turns with a round."""
+"""The number of samples that the bare loop trains at a time, and the number of turns of the loop and a round."""
 
 
 class Round:
-    """A federation in this process, one round at a time."""
+    """A federation in this process; each call runs a round."""
 
     def __init__(self, setting: Setting, invited: int) -> None:
         x, y = arrays(setting.data)
@@ -71,7 +71,7 @@ class Round:
 
 
 def central(round_: Round, samples: int, batch: int, lr: float) -> Callable[[], None]:
-    """A bare loop over tensors in memory."""
+    """Return a function that trains the model by a bare loop over tensors in memory."""
     x, y = round_.data.inputs(torch.arange(samples)), round_.data.labels(torch.arange(samples))
     module = copy.deepcopy(round_.config.model.module).train()
     params = list(module.parameters())
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def table(profile: cProfile.Profile) -> None:
-    """Shares of a round."""
+    """Print the share of each part of a round in its time."""
     stats: dict[tuple[str, int, str], Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     whole = max(row[3] for key, row in stats.items() if key[2] == "run_round")
     print("| part of a round | share |\n|---|---:|")

@@ -1,4 +1,4 @@
-"""The same work in pfl-research: its FederatedAveraging, its SimulatedBackend, its Dataset of tensors."""
+"""Do the work of ``work.py`` with pfl-research: FederatedAveraging, SimulatedBackend and a Dataset of tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main() -> None:
             return False, Metrics()
 
     class Shuffled(Dataset):
-        """Batches of a fresh permutation, as everybody else makes them; pfl's own go in a fixed order."""
+        """A data set whose batches have a new random order in every epoch, as in other libraries."""
 
         def iter(self, batch_size: int | None):
             inputs, labels = self.raw_data

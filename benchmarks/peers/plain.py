@@ -1,4 +1,4 @@
-"""The plain PyTorch loop: ``DataLoader``, ``loss.backward()``, ``torch.optim.SGD``; FedAvg by state dicts."""
+"""Do the work of ``work.py`` with plain PyTorch: ``DataLoader``, ``torch.optim.SGD``, and means of state dicts."""
 
 from __future__ import annotations
 

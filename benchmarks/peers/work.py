@@ -1,6 +1,6 @@
-"""The work that every library is given: settings, data, models, and what a runner prints.
+"""The work that is done with every library: settings, data, models, and the results to print.
 
-Runs in the environments of all peers, so that it needs PyTorch and NumPy alone.
+This module runs in the environments of all libraries, so it needs only PyTorch and NumPy.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ CORES = len(os.sched_getaffinity(0))
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: what is trained, by whom, how much a round.
+    """One setting of the comparison.
 
     Args:
-        data: Name of the data set.
+        data: The name of the data set.
         model: ``cnn``, ``mlp`` or ``cnn2``.
-        clients: N; client k holds the k-th run of ``samples`` training samples of one seeded permutation.
-        samples: Samples of a client.
-        invited: Clients a round.
-        epochs: Passes of a client over its data a round.
-        batch: Mini-batch.
-        lr: SGD's learning rate.
-        rounds: Rounds timed, after one to warm up.
+        clients: The number of clients. They divide a seeded permutation of the training samples among them.
+        samples: The number of samples of a client.
+        invited: The number of clients that train in a round.
+        epochs: The number of epochs of a client in a round.
+        batch: The number of samples in a mini-batch.
+        lr: The learning rate of SGD.
+        rounds: The number of rounds that count; one more round before them warms up.
     """
 
     data: str
@@ -50,12 +50,12 @@ class Setting:
 
     @property
     def steps(self) -> int:
-        """Steps a round, over all clients."""
+        """The number of steps of all clients in a round."""
         return self.invited * self.epochs * -(-self.samples // self.batch)
 
     @property
     def seen(self) -> int:
-        """Samples trained a round."""
+        """The number of samples on which clients train in a round; a sample counts once per epoch."""
         return self.invited * self.epochs * self.samples
 
 
@@ -65,32 +65,33 @@ SETTINGS = {
     "small": Setting("mnist", "mlp", 1000, 60, 100, 1, 20, 0.1, 12),
     "cifar": Setting("cifar10", "cnn2", 1000, 50, 50, 1, 10, 0.1, 4),
 }
-"""Compute-bound with a CNN and an MLP; many small clients; pfl-research's benchmark (CIFAR-10, 30 rounds there)."""
+"""The settings: two in which computation takes most of the time, one with many small clients, and the benchmark of
+pfl-research (which has 30 rounds)."""
 
 
 def arrays(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The training set as stored: bytes (N, H, W[, C]) and labels."""
+    """Return the training set as it is stored: images as bytes (N, H, W[, C]), and labels (N,)."""
     folder = Path(os.environ.get("FEDSTRATA_DATA", "~/.cache/fedstrata")).expanduser()
     with np.load(folder / f"{name}.npz") as file:
         return file["x_train"], file["y_train"].astype(np.int64).ravel()
 
 
 def tensors(setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
-    """All training samples as a model sees them, (N, C, H, W) float32 in [0, 1], and their labels."""
+    """Return all training samples as inputs of a model, (N, C, H, W) float32 in [0, 1], and their labels."""
     x, y = arrays(setting.data)
     x = x[:, None] if x.ndim == 3 else np.moveaxis(x, 3, 1)
     return torch.from_numpy(np.ascontiguousarray(x)).float().div_(255), torch.from_numpy(y)
 
 
 def owners(setting: Setting) -> list[np.ndarray]:
-    """The samples of each client."""
+    """Return the indices of each client's samples."""
     total = setting.clients * setting.samples
     size = 50_000 if setting.data == "cifar10" else 60_000
     return np.split(np.random.default_rng(0).permutation(size)[:total], setting.clients)
 
 
 def net(name: str) -> nn.Sequential:
-    """The models as one writes them: convolution, ReLU, pooling; alike for everybody from one seed."""
+    """Build a model, with the same initial parameters for all libraries."""
     torch.manual_seed(0)
     if name == "mlp":
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 100), nn.ReLU(),
@@ -98,7 +99,7 @@ def net(name: str) -> nn.Sequential:
     if name == "cnn":
         return nn.Sequential(*_block(1, 16, 5), *_block(16, 32, 5), nn.Flatten(), nn.Linear(1568, 128), nn.ReLU(),
                              nn.Linear(128, 10))  # fmt: skip
-    # pfl-research's benchmark model: two 3x3 convolutions of 32 and 64 channels.
+    # The model of pfl-research's benchmark has two 3x3 convolutions of 32 and 64 channels.
     return nn.Sequential(*_block(3, 32, 3), *_block(32, 64, 3), nn.Flatten(), nn.Linear(4096, 128), nn.ReLU(),
                          nn.Linear(128, 10))  # fmt: skip
 
@@ -109,14 +110,14 @@ def _block(inner: int, outer: int, side: int) -> list[nn.Module]:
 
 @torch.no_grad()
 def final_loss(module: nn.Module, setting: Setting) -> float:
-    """Mean cross-entropy over 2,000 training samples, the same for everybody."""
+    """Return the mean cross-entropy over 2,000 training samples, which are the same for all libraries."""
     x, y = tensors(setting)
     where = torch.from_numpy(np.concatenate(owners(setting))[:2000])
     return float(F.cross_entropy(module.eval()(x[where]), y[where]))
 
 
 class Clock:
-    """When rounds ended, and how much was trained in them."""
+    """A record of the end of each round, and of the work that was done."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -126,16 +127,16 @@ class Clock:
 
     @property
     def rounds(self) -> int:
-        """How many rounds to run."""
+        """The number of rounds to run, including the one that warms up."""
         return self.setting.rounds + 1
 
     def trained(self, steps: int, seen: int) -> None:
-        """Count a client's training."""
+        """Add the steps and samples of a client's training."""
         self.steps += steps
         self.seen += seen
 
     def round_over(self) -> None:
-        """Note the end of a round."""
+        """Record the time at the end of a round."""
         self.ends.append(time.time())
         self.cpu.append(cpu_seconds())
 
@@ -157,7 +158,7 @@ class Clock:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and all that it started."""
+    """Return the CPU time of this process and its descendants in seconds."""
     parents, used = {}, {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -174,7 +175,7 @@ def cpu_seconds() -> float:
 
 
 def parse() -> tuple[str, Setting]:
-    """The setting that the command line names."""
+    """Return the name and the setting that the command line chooses."""
     parser = argparse.ArgumentParser()
     parser.add_argument("setting", choices=SETTINGS)
     parser.add_argument("--rounds", type=int)
@@ -188,7 +189,7 @@ def parse() -> tuple[str, Setting]:
 
 
 def named(module: nn.Sequential, params: dict[str, torch.Tensor]) -> nn.Sequential:
-    """``module`` with the parameters of a model whose layers stand in the same order."""
+    """Load into ``module`` the parameters of a model with the same layers in the same order; return ``module``."""
     own = module.state_dict()
     module.load_state_dict(OrderedDict(zip(own, params.values(), strict=True)))
     return module

@@ -13,5 +13,5 @@ import lazy_loader
 
 __version__ = "0.1.0"
 
-# Importing fedstrata alone must not wait for PyTorch: a name is imported when it is first used.
+# Each name is imported when it is first used, so that importing fedstrata does not take seconds to import PyTorch.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 if not sys.flags.safe_path:
-    # Python puts the working directory first. Commands that train look there again; the others never do.
+    # Python puts the working directory into sys.path. Only commands that may load a user's own code put it there again.
     del sys.path[0]
 
 from fedstrata.cli import main

@@ -1,4 +1,4 @@
-"""A short run of ReBaFL on the digits, and what is sent in it."""
+"""Short runs of ReBaFL on the digits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import fedstrata as fs
 
 
 def experiment(**changes: Any) -> dict[str, Any]:
-    """The spec of a tiny run; sections are merged."""
+    """Return the spec of a short run, into which ``changes`` are merged by section."""
     table: dict[str, Any] = {
         "seed": 1,
         "data": {"name": "digits"},
@@ -30,7 +30,7 @@ def experiment(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """Runs a changed spec; gives its folder."""
+    """Return a function that runs a changed spec and returns the run folder."""
 
     def make(**changes: Any) -> Path:
         fs.run(experiment(**{"model": {"channels": [4, 8], "hidden": 16}, **changes}), out=tmp_path / "run")
@@ -41,7 +41,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the plain run."""
+    """Return the folder of a run without changes."""
     folder = tmp_path_factory.mktemp("audit") / "run"
     fs.run(experiment(), out=folder)
     return folder

@@ -1,4 +1,4 @@
-"""Commands write to the working directory unless told otherwise: each test has an empty one."""
+"""Give each test an empty working directory, because commands write there by default."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _empty_folder(in_an_empty_folder: None) -> None:
-    """Give every test of this folder an empty working directory."""
+    """Use the fixture ``in_an_empty_folder`` in every test of this folder."""

@@ -1,4 +1,4 @@
-"""The conformance suite as a method: it runs in the server's process, over whatever sites there are."""
+"""The conformance suite of engines as a federated method, so that it runs in the process of a real server."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from probes import TAKES, Meet, Probe, Probes, Walk
 from fedstrata.federation.federation import Federation
 
 PATIENCE = 10.0
-"""Seconds that a site has for an answer: fewer than a client that hangs takes."""
+"""The seconds that a site has for an answer; fewer than the time for which a client hangs."""
 
 
 class Drill(Probes):
-    """A round is one case; its outcome is in the round's record.
+    """A method whose round is one case of the suite; the round's record contains the outcome.
 
     Args:
-        case: Its name; see ``cases``.
+        case: The name of the case; see ``cases``.
     """
 
     case: str
@@ -34,7 +34,7 @@ class Drill(Probes):
 
 
 def cases() -> dict[str, Callable[[Federation], None]]:
-    """The suite's cases that need nothing but a federation, and those that only sites can stage."""
+    """Return the cases of the suite that need only a federation, and the cases below, which need sites."""
     suite = importlib.import_module("test_conformance")
     found: dict[str, Callable[[Federation], None]] = {}
     for test in (value for name, value in vars(suite).items() if name.startswith("test_")):
@@ -50,7 +50,7 @@ def cases() -> dict[str, Callable[[Federation], None]]:
 
 
 def _parameters(test: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What ``pytest.mark.parametrize`` says of a test, which has one at most."""
+    """Yield the id and the values of each case in a test's mark ``parametrize``, of which it has at most one."""
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
     if not marks:
         yield "", {}
@@ -68,11 +68,11 @@ def _suite() -> Any:
 
 
 def _recovered() -> None:
-    """Wait until who hung is back."""
+    """Wait until a client that hung answers again."""
     time.sleep(TAKES["hang"])
 
 
-# Clients 0 and 1 live at one site, 2 and 3 at the other.
+# One site has the clients 0 and 1, the other the clients 2 and 3.
 LATE = f"no answer within {PATIENCE:g} s"
 
 
@@ -82,7 +82,7 @@ def _lost(federation: Federation, reason: str, *clients: int) -> None:
 
 
 def hung_asked(federation: Federation) -> None:
-    """A late answer leaves no trace."""
+    """A late answer is dropped."""
     times, everybody = _suite().times, _suite().ALL
     assert times(federation, Probe()) == everybody
     assert times(federation, Probe(culprits=(1,), how="hang")) == {2: 2, 3: 2}
@@ -100,7 +100,7 @@ def hung_in_a_sum(federation: Federation) -> None:
 
 
 def hung_in_a_group(federation: Federation) -> None:
-    """Those that wait for it answer in time that they could not."""
+    """The other clients of the group answer in time that the sum failed."""
     times, everybody = _suite().times, _suite().ALL
     assert times(federation, Meet(), together=True) == everybody
     assert times(federation, Meet(culprits=(1,), how="hang"), together=True) == {}
@@ -110,7 +110,7 @@ def hung_in_a_group(federation: Federation) -> None:
 
 
 def hung_on_a_way(federation: Federation) -> None:
-    """The relay goes on with the model after the last hop that counted, which the site that hangs has."""
+    """The relay continues with the model after the last hop that counted, although the hanging site has it."""
     bad = Walk(culprits=(1,), how="hang")
     assert _suite().walked(federation, [(0, bad), (1, bad), (2, bad), (3, bad)]) == (3.0, {0: 1, 2: 1, 3: 1})
     _lost(federation, LATE, 1)
@@ -119,7 +119,7 @@ def hung_on_a_way(federation: Federation) -> None:
 
 
 def garbled_asked(federation: Federation) -> None:
-    """What cannot be read costs all clients of the site their answers."""
+    """If a site's message cannot be read, the answers of all its clients are lost."""
     times, everybody = _suite().times, _suite().ALL
     assert times(federation, Probe(culprits=(2,), how="garble")) == everybody
     assert times(federation, Probe()) == {0: 2, 1: 2}
@@ -128,7 +128,7 @@ def garbled_asked(federation: Federation) -> None:
 
 
 def garbled_in_a_group(federation: Federation) -> None:
-    """A part of a sum that cannot be read breaks the group, and so does the answer; nobody waits in vain."""
+    """If a part of a sum or an answer cannot be read, the group fails without waiting."""
     times, everybody = _suite().times, _suite().ALL
     assert times(federation, Probe(culprits=(2,), how="garble")) == everybody
     assert times(federation, Meet(), together=True) == {}
@@ -145,14 +145,14 @@ def garbled_on_a_way(federation: Federation) -> None:
 
 
 def beyond_one_message(federation: Federation) -> None:
-    """Two answers of 140 MiB each, where a message holds 256."""
+    """Two answers of 140 MiB each arrive, although a message can contain only 256 MiB."""
     size = 35 << 20
     replies = federation.ask((0, 1), Probe(size=size))
     assert {client: len(reply.values) for client, reply in replies.items()} == {0: size, 1: size}
 
 
 class Deaths(Probes):
-    """One site of four after another dies, with its one client, at each point of an exchange."""
+    """A method in which four sites with one client each die one after another, at different points of an exchange."""
 
     def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
         found: dict[str, Any] = {}

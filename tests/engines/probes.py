@@ -1,4 +1,4 @@
-"""What the conformance suite asks clients: to count, to walk with a model, to add up, and to misbehave."""
+"""The requests of the conformance suite: clients count questions, pass a model on, add up numbers, or misbehave."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fedstrata.clients.handling import handles, handles_hop
 from fedstrata.federation.messages import Reply, Request, Weights
 
 TAKES = {"slow": 0.1, "hang": 24.0}
-"""Seconds that a culprit sleeps before it answers."""
+"""The seconds for which a culprit (a client that must misbehave) sleeps before it answers."""
 
 
 @record("test/Counted")
 class Counted(Reply):
-    """How often a client has answered, by its own state.
+    """The answer to a probe.
 
     Args:
-        times: That.
-        values: Something finite, of the size that was asked for.
+        times: The number of answers that the client's state has counted.
+        values: Finite numbers; the request sets how many.
     """
 
     times: int
@@ -37,14 +37,14 @@ class Counted(Reply):
 
 @record("test/Probe")
 class Probe(Request):
-    """Count this question; some clients go wrong.
+    """A request to count this question, at which some clients misbehave.
 
     Args:
-        culprits: Which.
-        how: ``raise``, ``nan``, ``kind`` (another record), ``type`` (a field of another type), ``check`` (an answer
-            that the request refuses), ``slow``, ``hang``, ``die`` (with its process) or ``garble`` (the
-            next message that its process sends).
-        size: Numbers in the answer.
+        culprits: The clients that misbehave.
+        how: ``raise``, ``nan``, ``kind`` (answer with another record), ``type`` (a field has another type), ``check``
+            (an answer that the request refuses), ``slow``, ``hang``, ``die`` (with the process) or ``garble`` (the next
+            message of the process is unreadable).
+        size: The number of values in the answer.
     """
 
     reply_type: ClassVar[type[Reply]] = Counted
@@ -60,15 +60,15 @@ class Probe(Request):
 
 @record("test/Walk")
 class Walk(Probe):
-    """The same with a travelling model, to which every hop adds 1."""
+    """A probe that travels with a model, to which every hop adds 1."""
 
 
 @record("test/Meet")
 class Meet(Probe):
-    """The same in a group: everybody adds its number, before or after it goes wrong.
+    """A probe of a group, whose clients add up numbers.
 
     Args:
-        late: Whether the culprits go wrong after the sum.
+        late: Whether the culprits misbehave after the sum, not before it.
     """
 
     late: bool = False
@@ -76,7 +76,7 @@ class Meet(Probe):
 
 @record("test/Other")
 class Other(Reply):
-    """No answer to any of these."""
+    """A reply that none of these requests accepts."""
 
 
 def misbehave(client: Client, request: Probe, reply: Counted) -> Any:
@@ -100,11 +100,11 @@ def misbehave(client: Client, request: Probe, reply: Counted) -> Any:
 
 
 def garble() -> None:
-    """Let what this process sends after the answer to this message be none that can be read, up to its next answer."""
+    """Let this process send unreadable messages after its next answer, up to and including the answer after that."""
     encode = records.encode
 
     def garbled(value: object) -> bytes:
-        if type(value).__name__ in ("Answers", "Hopped"):  # of sites, where alone messages are garbled
+        if type(value).__name__ in ("Answers", "Hopped"):  # these messages are answers of sites
             records.encode = encode
         return b"\x80\x04garbage"
 
@@ -145,13 +145,13 @@ def meet(client: Client, request: Meet) -> Counted:
 
 
 class Probes(fs.FedAvg):
-    """A method that brings these handlers."""
+    """A method with the handlers of the probes."""
 
     handlers = (probe, walk, meet)
 
 
 def normalised(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-    """A small model with BatchNorm, for sums that take no time."""
+    """Return a small model with BatchNorm, which trains quickly."""
     nn = torch.nn
     width = torch.Size(shape).numel()
     return nn.Sequential(nn.Flatten(), nn.Linear(width, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, classes))

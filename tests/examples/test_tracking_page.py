@@ -1,4 +1,4 @@
-"""The callback of docs/guides/tracking.md, told what it is told. W&B itself wants an account, so that a stand-in listens."""
+"""The callback in docs/guides/tracking.md, with a stand-in for W&B, which needs an account."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that misbehave, for real: their objective does it."""
+"""An objective with which chosen clients misbehave."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fedstrata.objectives.base import Context, Objective, Trained
 
 
 class Broken(Objective):
-    """Counts a client's visits, and lets some clients go wrong.
+    """An objective that counts the visits to a client, and lets some clients ("culprits") misbehave.
 
-    ``how`` is one way for all culprits, or ``"way client, way client"``. A client is recognised by how many samples
-    it holds, eight for the first, sixteen for the second and so on.
+    ``how`` is one way for all culprits, or a way for each, as in ``"raise 1, nan 2"``. A client is recognised by the
+    number of its samples: eight for the first, sixteen for the second and so on.
     """
 
     culprits: list[int] = []

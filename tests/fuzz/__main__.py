@@ -1,12 +1,12 @@
-"""``python -m tests.fuzz``: inputs that nobody should give, until time is up; a table of what came of them.
+"""The fuzzer: ``python -m tests.fuzz`` tries random wrong inputs until time is up, and prints a table of the outcomes.
 
-Every case is a function of its family, a seed and a number. What ended as no case may is kept under ``--out``, and
-``--case`` tries it again. Cases run in a process that is watched, so that one that hangs or crashes costs no more than
-itself, and as many such processes as there are processors work at a time. What was tried is counted in ``--out`` too:
-the same command goes on from there while the code is the same.
+A family, a seed and a number determine a case. A case with an outcome that must not happen is stored under ``--out``,
+and ``--case`` repeats it. Cases run in child processes, one per processor, so that a case that hangs or crashes does
+not affect the others. The number of finished cases is stored under ``--out`` too: the same command continues from
+there, as long as the code is the same.
 
-Thirty minutes on two idle processors are enough for 10,000 specs that reach a round, 10,000 data files and messages
-that can be read, 500 checkpoints and run folders, 100 runs that are killed, and 20 comparisons.
+Thirty minutes on two idle processors are enough for 10,000 specs that reach a round, 10,000 readable data files and
+messages, 500 checkpoints and run folders, 100 runs that are killed, and 20 comparisons.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ PARTS = {
     "kills": 4,
     "compares": 12,
 }
-"""Of the time."""
+"""The share of each family in the time."""
 LANE = 10**8
-"""Numbers of cases that belong to one lane of a family: a process follows a lane, and two never try the same case."""
+"""The size of a lane, a range of case numbers. Each process uses its own lane, so that no two try the same case."""
 SLICE = 180.0
-"""Seconds of one process; then its turn is over."""
+"""The seconds after which a process ends, and the next one starts."""
 STARTING = 120.0
-"""Seconds that a process may take before its first case."""
+"""The seconds that a process may take before its first case."""
 
 
 class Tally:
-    """What was tried, in a file that the next call finds; several threads share it.
+    """The number of cases that were tried, in a file, so that the next call continues; several threads share it.
 
     Args:
-        out: The folder.
-        seed: Of the cases: those of another one are counted anew, and so are those of other code.
+        out: The folder of the file.
+        seed: The seed of the cases. With another seed or other code, counting starts again.
     """
 
     def __init__(self, out: Path, seed: int) -> None:
@@ -77,7 +77,7 @@ class Tally:
 
     @contextmanager
     def turn(self, names: list[str], seconds: float) -> Iterator[tuple[str, int]]:
-        """The family that has had, or was promised, least of its part of the time, and a lane that nobody is on."""
+        """Reserve time for the family that has had the smallest part of its share; yield it and an unused lane."""
         with self._lock:
             name = min(names, key=lambda name: (self.families[name]["seconds"] + self._promised[name]) / PARTS[name])
             lanes = self.families[name]["lanes"]
@@ -97,11 +97,11 @@ class Tally:
                 self._save()
 
     def first(self, name: str, lane: int) -> int:
-        """The number of the lane's next case."""
+        """Return the number of the lane's next case."""
         return int(self.families[name]["lanes"][lane])
 
     def count(self, name: str, lane: int, kind: str) -> None:
-        """The lane's next case ended so."""
+        """Count the outcome ``kind`` of the lane's next case."""
         with self._lock:
             self.families[name]["lanes"][lane] += 1
             self.families[name]["counts"][kind] += 1
@@ -125,7 +125,7 @@ class Tally:
 
 
 def code() -> str:
-    """A digest of what is tried and of what tries it."""
+    """Return a hash of the source code of the package and of the fuzzer."""
     found = hashlib.sha256()
     for folder in (ROOT / "src", Path(__file__).parent):
         for path in sorted(folder.rglob("*.py")):
@@ -134,7 +134,7 @@ def code() -> str:
 
 
 def main() -> int:
-    """1 where something was found."""
+    """Run the fuzzer; return 1 if a case had an outcome that must not happen."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="of this call, for all families and processes together"
@@ -164,7 +164,7 @@ def main() -> int:
         try:
             for each in turns:
                 each.result()
-        except BaseException:  # an interrupt, or a fault of the fuzzer: nobody goes on
+        except BaseException:  # after an interrupt or an error of the fuzzer, stop all processes
             until = 0.0
             for child in list(RUNNING):
                 child.kill()
@@ -177,7 +177,7 @@ RUNNING: set[subprocess.Popen[str]] = set()
 
 
 def follow(name: str, lane: int, seed: int, seconds: float, out: Path, tally: Tally) -> None:
-    """Cases of a lane in one process, up to its end or to a case that hangs or crashes."""
+    """Run cases of a lane in one process, until its time is up or a case hangs or crashes."""
     with tempfile.TemporaryDirectory(prefix="fuzz-", ignore_cleanup_errors=True) as scratch:
         place, first = Path(scratch), tally.first(name, lane)
         child = subprocess.Popen(
@@ -206,7 +206,7 @@ def follow(name: str, lane: int, seed: int, seconds: float, out: Path, tally: Ta
 
 
 def _watched(child: subprocess.Popen[str], limit: float, first: int) -> Iterator[tuple[int, str, str]]:
-    """The number of each case of a process, how it ended, and more about it where it should not have ended so."""
+    """Yield for each case of a process its number, its outcome and, if this must not happen, an explanation."""
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
@@ -238,7 +238,7 @@ def _watched(child: subprocess.Popen[str], limit: float, first: int) -> Iterator
 
 
 def keep(out: Path, name: str, seed: int, number: int, kind: str, text: str, place: Path) -> None:
-    """A finding, with its files and what tries it again."""
+    """Store a case with an outcome that must not happen: its files, and the command that repeats it."""
     folder = out / f"{name}-{seed}-{number}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a case of the fuzzer may end as."""
+"""The families of the fuzzer, and the outcomes of its cases."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("src", "tests/support", "tests/sites/support")]
 
 RAN, REFUSED = "ran", "refused"
-"""How a case may end."""
+"""The allowed outcomes of a case."""
 TRACEBACK, HANG, DIFFERENT = "traceback", "hang", "silent difference"
-"""How none may."""
+"""The outcomes that must not happen."""
 
 
 class SilentDifferenceError(AssertionError):
-    """Something ended well with another result than it should have, and said nothing."""
+    """A case ended without an error, but with a wrong result."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Family:
     """A kind of input.
 
     Args:
-        name: What it is called.
-        try_one: Makes and tries the case of a number, with its randomness, in an empty folder of its own, where it
-            leaves what somebody needs to try it again. Returns whether it ``RAN`` or was ``REFUSED``, and raises what
-            is neither.
-        seconds: After so long it counts as stuck; generous, for the machine may be loaded.
+        name: The name of the family.
+        try_one: A function that makes and tries a case, given its number, its random generator and an empty folder,
+            in which it leaves the files that are needed to repeat the case. It returns ``RAN`` or ``REFUSED``. Any
+            error that it raises is an outcome that must not happen.
+        seconds: The seconds after which a case counts as hanging; many, because the machine may be busy.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Family:
 
 
 def chance_of(family: str, seed: int, number: int) -> random.Random:
-    """The randomness of one case: it does not depend on those before it."""
+    """Return the random generator of one case, which does not depend on earlier cases."""
     return random.Random(f"{family}|{seed}|{number}")
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
-    """The same bytes with something done to them; never the very same."""
+    """Return the bytes with random damage; the result always differs from ``data``."""
     kind = chance.randrange(8)
     body = bytearray(data)
     place = chance.randrange(len(body)) if body else 0

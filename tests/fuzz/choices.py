@@ -1,4 +1,4 @@
-"""Three choices that stand together, the rest as usual: refused with a reason, or seen to act."""
+"""A family of cases with three random choices in one spec: it must be refused, or each choice must have an effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fuzz.cases import RAN, REFUSED, Family, SilentDifferenceError
 
 
 def try_one(number: int, chance: random.Random, place: Path) -> str:
-    """A triple of levels; each of its choices is compared with another, all else equal."""
+    """Draw three levels, and compare a run with them with runs in which one of them differs."""
     space = chance.choices(c.SPACES, weights=(4, 1, 1))[0]
     triple = {factor: chance.choice(space[factor]) for factor in chance.sample(list(space), 3)}
     method = {} if "method" in triple else {"method": chance.choice(space["method"])}

@@ -1,4 +1,4 @@
-"""Inputs that once did harm: the fuzzer begins with them, and changes them further."""
+"""Inputs that once revealed errors. The fuzzer tries them first, and then random changes of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BIG = 10**400
 HUGE = 10**30
 
 ONE_SAMPLE = [list(range(20)), list(range(20, 40)), list(range(40, 59)), [59]]
-"""The last client has a single one."""
+"""The sample indices of four clients, of which the last has only one sample."""
 
 SPEC_TEXTS: dict[str, bytes] = {
     "nothing": b"",
@@ -133,21 +133,21 @@ SPEC_SETTINGS: list[list[str]] = [
 
 
 def npy(dtype: str, shape: tuple[int, ...], body: bytes = b"", text: str | None = None) -> bytes:
-    """The bytes of a .npy file, whatever its header says."""
+    """Return the bytes of a .npy file with any header, which need not fit the body."""
     header = (text or repr({"descr": dtype, "fortran_order": False, "shape": shape})).encode("latin1")
     header += b" " * (-(len(header) + 11) % 64) + b"\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + body
 
 
 def saved(array: np.ndarray[Any, Any]) -> bytes:
-    """An array as NumPy saves it."""
+    """Return the bytes of a .npy file as NumPy writes it."""
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
 
 
 def zipped(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """A .npz file of members that were made by hand."""
+    """Return a .npz file with given members."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", compression) as archive:
         for name, content in members.items():
@@ -156,7 +156,7 @@ def zipped(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> 
 
 
 def arrays() -> dict[str, np.ndarray[Any, Any]]:
-    """A data set that can be read."""
+    """Return the arrays of a valid data set."""
     generator = np.random.default_rng(0)
     return {
         "x_train": generator.normal(size=(12, 3)).astype(np.float32),
@@ -167,7 +167,7 @@ def arrays() -> dict[str, np.ndarray[Any, Any]]:
 
 
 def with_(**others: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """That data set with some arrays in the place of its own, or more of them."""
+    """Return the arrays of ``arrays``, with some of them replaced or added."""
     return {**arrays(), **others}
 
 
@@ -227,7 +227,7 @@ DATA_ARRAYS: dict[str, dict[str, np.ndarray[Any, Any]]] = {
 
 
 def messages() -> list[Any]:
-    """Trees of every kind that crosses."""
+    """Return messages of every kind."""
     from fedstrata.federation.communication.codecs import PowerSGD, TopK, pack
     from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
     from fedstrata.federation.messages import Fit, FitReply, Weights

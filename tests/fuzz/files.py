@@ -1,4 +1,4 @@
-"""Data files that are damaged, strange or empty: what is read is exactly what was written, or it is refused."""
+"""A family of data files that are damaged, strange or empty: they must be read correctly, or be refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORDS = ("a", "b", "ü", "", "a\0b", "1", "1.0", "nan", "x" * 30)
 
 
 def try_one(number: int, chance: random.Random, place: Path) -> str:
-    """A case of the corpus, or a file made up; read, and compared with what was written."""
+    """Read a file of the corpus or a random one, and compare the data with the arrays that were written."""
     files, sets = list(DATA_FILES.values()), list(DATA_ARRAYS.values())
     wrote: dict[str, Any] | None = None
     if number < len(files):
@@ -63,20 +63,20 @@ def try_one(number: int, chance: random.Random, place: Path) -> str:
 
 
 def packed(wrote: dict[str, Any], chance: random.Random) -> bytes:
-    """A set of arrays as a file."""
+    """Return arrays as the bytes of a .npz file."""
     file = io.BytesIO()
     (np.savez if chance.random() < 0.7 else np.savez_compressed)(file, **wrote)
     return file.getvalue()
 
 
 def with_damaged_member(wrote: dict[str, Any], chance: random.Random) -> bytes:
-    """A whole zip file in which one array is damaged: its checksum says nothing."""
+    """Return a .npz file in which one array is damaged, although the checksums of the zip file are correct."""
     members = {key: saved(np.asarray(array)) for key, array in wrote.items()}
     which = chance.choice(list(members))
     if chance.random() < 0.5:
         head = members[which][:128]
         members[which] = damaged(head, chance) + members[which][128:]
-        wrote[which] = None  # another header may be that of another array
+        wrote[which] = None  # the damaged header may describe another valid array, so do not compare it
     else:
         shape = tuple(chance.choice([0, 1, 3, 12, -1, 2**31, 2**40]) for _ in range(chance.randint(0, 4)))
         members[which] = npy(
@@ -87,7 +87,7 @@ def with_damaged_member(wrote: dict[str, Any], chance: random.Random) -> bytes:
 
 
 def made_up(chance: random.Random) -> dict[str, Any]:
-    """Arrays of any type and shape."""
+    """Return random arrays of any type and shape."""
     wrote: dict[str, Any] = dict(arrays())
     for _ in range(chance.choice([1, 1, 2, 3])):
         key = chance.choice(["x", "x", "y", "y", "domain", "classes", "missing", "domains"])
@@ -119,7 +119,7 @@ def made_up(chance: random.Random) -> dict[str, Any]:
 
 
 def filled(shape: Sequence[int], dtype: str, chance: random.Random) -> np.ndarray[Any, Any]:
-    """An array of a type, with numbers of all sizes or with few and small ones."""
+    """Return an array of a type, either with numbers of all sizes or with small numbers that repeat."""
     kind = np.dtype(dtype).kind
     count = int(np.prod(shape, dtype=np.int64))
     wild = chance.random() < 0.4
@@ -143,10 +143,10 @@ def filled(shape: Sequence[int], dtype: str, chance: random.Random) -> np.ndarra
 
 
 def compare(data: Dataset, wrote: dict[str, Any]) -> None:
-    """What was read against what was written, value by value, by nothing but Python's own numbers.
+    """Compare the values of a data set with the arrays that were written, as Python numbers.
 
     Raises:
-        SilentDifferenceError: They are not the same.
+        SilentDifferenceError: The values differ.
     """
     for split, found in (("train", data.x_train), ("test", data.x_test)):
         was = wrote.get(f"x_{split}")

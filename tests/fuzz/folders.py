@@ -1,4 +1,4 @@
-"""Damaged, edited and mixed run folders and checkpoints: a resumed run ends as it would have, or says why not."""
+"""Families of damaged run folders and checkpoints: a resumed run must have the usual result, or be refused."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ METHODS: dict[str, Any] = {
     "power-of-choice": {"name": "power-of-choice", "candidates": 4},
     "fedsts": {"name": "fedsts", "strata": 2, "refresh": "participants"},
 }
-"""Server states, clients' states, samplers that learn, a schedule and a relay."""
+"""Methods with all kinds of state: of the server, of clients and of samplers, a schedule, and a relay."""
 
 _MADE: list[tempfile.TemporaryDirectory[str]] = []
 
 
 class StoppedError(Exception):
-    """A run that was broken off."""
+    """Raised by a callback to interrupt a run."""
 
 
 def spec_of(method: str) -> dict[str, Any]:
@@ -60,13 +60,13 @@ def spec_of(method: str) -> dict[str, Any]:
 
 @cache
 def undisturbed(method: str) -> tuple[bytes, list[dict[str, Any]]]:
-    """The final bytes of a run that nobody disturbed, and its records without the clock."""
+    """Return the final model, as bytes, and the records without times of a run that was not interrupted."""
     return ending(fs.run(spec_of(method)))
 
 
 @cache
 def finished(method: str) -> Path:
-    """The folder of a run that has ended."""
+    """Return the folder of a finished run."""
     folder = empty_folder() / "run"
     fs.run(spec_of(method), out=folder)
     return folder
@@ -74,7 +74,7 @@ def finished(method: str) -> Path:
 
 @cache
 def stopped(method: str) -> Path:
-    """The folder of a run that was broken off in the middle."""
+    """Return the folder of a run that was interrupted in the middle."""
     folder = empty_folder() / "run"
 
     def stop(record: Any) -> None:
@@ -89,13 +89,13 @@ def stopped(method: str) -> Path:
 
 
 def empty_folder() -> Path:
-    """One that goes when the process ends."""
+    """Return an empty folder, which is removed when the process ends."""
     _MADE.append(tempfile.TemporaryDirectory())
     return Path(_MADE[-1].name)
 
 
 def ending(history: History) -> tuple[bytes, list[dict[str, Any]]]:
-    """The final bytes and the records, of which the clock is no part."""
+    """Return the final model, as bytes, and the records without times."""
     records = [{key: value for key, value in record.items() if key != "seconds"} for record in history]
     params = history.params
     assert params is not None
@@ -107,7 +107,7 @@ def copied(source: Path, place: Path) -> Path:
 
 
 def damage_checkpoint(folder: Path, chance: random.Random) -> None:
-    """Something happens to the files of the checkpoints."""
+    """Damage files of the checkpoints."""
     root = folder / "checkpoint"
     files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else []
     if not files:
@@ -123,7 +123,7 @@ def damage_checkpoint(folder: Path, chance: random.Random) -> None:
         shutil.rmtree(chance.choice(sorted(part for part in root.iterdir() if part.is_dir())))
     elif kind == 3:
         first, *_, last = [*sorted(root.glob("round-0*")), root / "round-00000007"]
-        shutil.copytree(first, last, dirs_exist_ok=True)  # an old one under a new name
+        shutil.copytree(first, last, dirs_exist_ok=True)  # an old checkpoint with the name of a newer one
     elif kind == 4:
         for name in ("round-00000009.part", "round-xyz", "clients"):
             (root / name).mkdir(exist_ok=True)
@@ -138,7 +138,7 @@ LOGS = ("metrics.jsonl", "events.jsonl")
 
 
 def damage_folder(folder: Path, chance: random.Random) -> None:
-    """Something happens to the files of a run beside its checkpoints."""
+    """Damage files of a run folder outside its checkpoints."""
     path = chance.choice(sorted(path for path in folder.iterdir() if path.is_file()))
     kind = chance.randrange(10)
     if kind == 0:
@@ -164,7 +164,7 @@ def damage_folder(folder: Path, chance: random.Random) -> None:
 
 
 def damage_log(path: Path, chance: random.Random) -> None:
-    """Lines are lost, repeated, moved, changed or cut."""
+    """Remove, repeat, move, change or cut lines of a log."""
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
@@ -211,7 +211,7 @@ EDITS = (
 
 
 def edit_spec(folder: Path, chance: random.Random) -> None:
-    """Somebody edits a setting, or empties the file."""
+    """Change a setting in the spec of a run folder, or empty the file."""
     path = folder / "spec.toml"
     try:
         text = path.read_text()
@@ -222,7 +222,7 @@ def edit_spec(folder: Path, chance: random.Random) -> None:
 
 
 def edit_json(folder: Path, chance: random.Random) -> None:
-    """Something in ``run.json`` in another's place."""
+    """Replace a value in ``run.json`` by another one of the file."""
     path = folder / "run.json"
     try:
         whole = json.loads(path.read_text())
@@ -244,10 +244,10 @@ def edit_json(folder: Path, chance: random.Random) -> None:
 
 
 def resumed(folder: Path, method: str) -> str:
-    """Go on with what is there; what comes of it.
+    """Resume a run from its folder, and return the outcome.
 
     Raises:
-        SilentDifferenceError: Another model or other records than the spec, as it stands there now, leads to.
+        SilentDifferenceError: The model or the records are not those of an undisturbed run with the folder's spec.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -260,14 +260,14 @@ def resumed(folder: Path, method: str) -> str:
         (model, records), (got, found) = undisturbed(method) if usual else ending(fs.run(spec)), ending(history)
     if got != model:
         raise SilentDifferenceError(f"{method}: another model than the undisturbed run's")
-    # What is evaluated when may have been edited: the records of the rounds before are then others.
+    # If settings of the evaluation were edited, the records of earlier rounds differ.
     if usual and found != records:
         raise SilentDifferenceError(f"{method}: other records than the undisturbed run's: {found}")
     return RAN
 
 
 def try_checkpoint(number: int, chance: random.Random, place: Path) -> str:
-    """A run broken off, whose checkpoints are damaged, goes on."""
+    """Resume an interrupted run whose checkpoints are damaged."""
     method = chance.choice(list(METHODS))
     folder = copied(stopped(method), place)
     for _ in range(chance.choice([1, 1, 2, 4])):
@@ -276,7 +276,7 @@ def try_checkpoint(number: int, chance: random.Random, place: Path) -> str:
 
 
 def try_folder(number: int, chance: random.Random, place: Path) -> str:
-    """A run broken off, or one that has ended, whose files are damaged, goes on or is read."""
+    """Resume an interrupted run, or read a finished one, after its files were damaged."""
     method = chance.choice(list(METHODS))
     if chance.random() < 0.3:
         return read_again(copied(finished(method), place), method, chance)
@@ -292,7 +292,7 @@ def try_folder(number: int, chance: random.Random, place: Path) -> str:
 
 
 def shown(history: History) -> None:
-    """What is printed about a run at its end can be printed."""
+    """Check that the summary of a run can be made."""
     summary_lines(history), failures(history)
 
 
@@ -302,10 +302,10 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 
 
 def events_survive(folder: Path, before: list[dict[str, Any]]) -> None:
-    """What had happened is still told, or an event says that it was lost.
+    """Check that a folder still contains its earlier events, or an event that says that they were lost.
 
     Raises:
-        SilentDifferenceError: Neither.
+        SilentDifferenceError: Events are missing, and no event says so.
     """
     after = _events(folder)
     lost = [event for event in before if event not in after]
@@ -315,10 +315,10 @@ def events_survive(folder: Path, before: list[dict[str, Any]]) -> None:
 
 
 def read_again(folder: Path, method: str, chance: random.Random) -> str:
-    """A run that has ended is read: what it says is what it said, or it is refused.
+    """Damage a file of a finished run, and read the run: the content must be the same, or be refused.
 
     Raises:
-        SilentDifferenceError: Something else.
+        SilentDifferenceError: The content differs.
     """
     whole = History.load(folder)
     files = ["metrics.jsonl", "model.safetensors", "model.json", "summary.json", "run.json"]

@@ -1,4 +1,4 @@
-"""Runs that are killed at any time, and go on: the same bytes, and nobody is left behind."""
+"""Families of runs that are killed and resumed: they must end with the same bytes, and leave no processes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fedstrata.engines import local
 from fedstrata.runs import run_folder
 
 SUBREAPER = 36
-"""``PR_SET_CHILD_SUBREAPER``: orphans come to this process, which can then see them."""
+"""``PR_SET_CHILD_SUBREAPER``, an option of ``prctl``: orphaned processes become children of this process."""
 
 LINGER = 20.0
-"""Seconds that a worker may take to notice that its parent is gone; generous."""
+"""The seconds within which a worker must end after its parent has ended."""
 
 COMPARED = ("scaffold", "fedstas", "moon")
-"""Three runs for two processes: one of them is begun late."""
+"""The methods of a comparison: three runs in two processes, so that one run begins later."""
 
 
 def forked(work: Callable[[], object], log: Path) -> int:
-    """A process that does some work and ends; what goes wrong there is in the log."""
+    """Do some work in a forked process, which writes its error to the log; return the process id."""
     child = os.fork()
     if child:
         return child
@@ -39,7 +39,7 @@ def forked(work: Callable[[], object], log: Path) -> int:
     try:
         warnings.simplefilter("ignore")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Workers although they do not pay for work as small as this, and no pictures, which take longer than it.
+        # Use workers although rounds are short, and do not draw pictures, which would take longer than the rounds.
         local.STARTING_PAYS = local.ASKING_PAYS = -1.0
         run_folder.draw_partition = lambda assignment, data, path: path.touch()  # type: ignore[assignment]
         work()
@@ -51,7 +51,7 @@ def forked(work: Callable[[], object], log: Path) -> int:
 
 
 def try_run(number: int, chance: random.Random, place: Path) -> str:
-    """A run of each method in turn, with and without workers."""
+    """Kill and resume a run; the number of the case chooses the method, and whether the run has workers."""
     method, workers = list(METHODS)[number % len(METHODS)], 1 + number // len(METHODS) % 2
     table = spec_of(method) | {"training": {**TINY["training"], "workers": workers}}
 
@@ -64,7 +64,7 @@ def try_run(number: int, chance: random.Random, place: Path) -> str:
 
 
 def try_compare(number: int, chance: random.Random, place: Path) -> str:
-    """A comparison in two processes."""
+    """Kill and repeat a comparison in two processes."""
     specs = {method: fs.Experiment.from_table(spec_of(method)) for method in COMPARED}
 
     def begin_or_go_on(folder: Path) -> None:
@@ -77,7 +77,7 @@ def try_compare(number: int, chance: random.Random, place: Path) -> str:
 
 
 def require(method: str, folder: Path, what: str) -> None:
-    """The model and the records of the undisturbed run."""
+    """Check that a folder contains the model and the records of an undisturbed run."""
     if ending(fs.History.load(folder)) != undisturbed(method):
         raise SilentDifferenceError(f"{what}: another model or other records than the undisturbed run's")
 
@@ -86,7 +86,7 @@ _SECONDS: dict[str, float] = {}
 
 
 def lasts(work: Callable[[Path], None], what: str) -> float:
-    """Seconds that it takes where nobody kills it."""
+    """Return the seconds that some work takes without being killed, measured once."""
     if what not in _SECONDS:
         place, began = empty_folder(), time.monotonic()
         _waited(forked(lambda: work(place / "out"), place / "log.txt"), place)
@@ -95,7 +95,7 @@ def lasts(work: Callable[[Path], None], what: str) -> float:
 
 
 def killed(work: Callable[[Path], None], seconds: float, chance: random.Random, place: Path) -> None:
-    """Begin some work, kill it up to three times at any time, and let it come to its end."""
+    """Begin some work, kill and repeat it up to three times at random moments, and then let it end."""
     _adopt_orphans()
     for _ in range(chance.randint(1, 3)):
         child = forked(lambda: work(place / "out"), place / "log.txt")
@@ -118,10 +118,10 @@ def _adopt_orphans() -> None:
 
 
 def _nobody_is_left() -> None:
-    """Those whom the killed work had started end too.
+    """Check that all processes that the killed work had started end too.
 
     Raises:
-        SilentDifferenceError: Somebody still lives.
+        SilentDifferenceError: A process still runs.
     """
     until = time.monotonic() + LINGER
     while True:

@@ -1,4 +1,4 @@
-"""Specs that nobody should write, and many that somebody may: those that are valid are trained."""
+"""A family of random specs, some of them valid: these are trained, and the others must be refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ ODD: list[Any] = [
     {"a": {"b": {"c": {}}}},
 ]
 LONG_WORK = {"local_epochs", "local_steps", "steps", "rounds", "exponent"}
-"""Settings of which a large number is valid and takes for ever: that is no fault."""
+"""Settings of which large values are valid but take very long; they are kept small."""
 SECTIONS: dict[str, Registry[Any]] = {
     "partition": PARTITIONS,
     "availability": AVAILABILITIES,
@@ -100,7 +100,7 @@ LIGHT_MODELS = ("mlp", "cnn", "tabular", "custom")
 
 
 def try_one(number: int, chance: random.Random, place: Path) -> str:
-    """A case of the corpus, or a spec made up; written, read, and run for a round or two."""
+    """Write a spec of the corpus or a random one, read it, and run it for a round or two."""
     texts = list(SPEC_TEXTS.values())
     overrides: list[str] = []
     if number < len(texts):
@@ -117,13 +117,13 @@ def try_one(number: int, chance: random.Random, place: Path) -> str:
             spec = Experiment.from_toml(place / "spec.toml", overrides)
             train(spec, rounds=2 if number % 4 == 0 else 1)
         except FedstrataError as error:
-            str(error).encode()  # it can be shown
+            str(error).encode()  # the message can be printed
             return REFUSED
     return RAN
 
 
 def train(spec: Experiment, rounds: int) -> None:
-    """The default number of clients, epochs and samples is no small one: what a case leaves out is made small."""
+    """Train a spec for some rounds, with few samples and epochs."""
     spec = small(spec)
     whole = spec.data.name != TINY["data"]["name"] or spec.data.custom or spec.data.limit != TINY["data"]["limit"]
     data = None if whole else digits(spec.data.normalize, spec.seed)
@@ -134,12 +134,12 @@ def train(spec: Experiment, rounds: int) -> None:
 
 @lru_cache(64)
 def digits(normalize: str, seed: int) -> Dataset:
-    """The data of most cases, read once."""
+    """Return the data of most cases, which are read once."""
     return Data(**{**TINY["data"], "normalize": normalize}).load(seed)
 
 
 def small(spec: Experiment) -> Experiment:
-    """The same with what only takes time cut down: samples, epochs."""
+    """Return the spec with fewer samples and epochs, which would only take time."""
     data, training = spec.data, spec.training
     if data.limit is None or data.limit > 200:
         data = data.model_copy(update={"limit": 60})
@@ -149,7 +149,7 @@ def small(spec: Experiment) -> Experiment:
 
 
 def made_up(chance: random.Random) -> tuple[bytes, list[str]]:
-    """The text of a spec, and settings to lay over it."""
+    """Return the text of a random spec, and overrides for it."""
     table = start(chance)
     for _ in range(chance.choice([0, 0, 0, 1, 1, 2])):
         change(table, chance)
@@ -165,7 +165,7 @@ def made_up(chance: random.Random) -> tuple[bytes, list[str]]:
 
 
 def start(chance: random.Random) -> dict[str, Any]:
-    """A table in which most is valid; in one of eight something travels encoded."""
+    """Draw a spec that is mostly valid; one in eight has a codec."""
     table = plain_start(chance)
     if chance.random() < 0.125:
         table["communication"] = {way: codec(chance) for way in ("up", "down") if chance.random() < 0.7}
@@ -173,7 +173,7 @@ def start(chance: random.Random) -> dict[str, Any]:
 
 
 def codec(chance: random.Random) -> dict[str, Any]:
-    """A codec with at most one setting, of any value."""
+    """Draw a codec with at most one setting, which may have any value."""
     found = {"name": chance.choice([*CODECS])}
     keys = [*CODECS.find(found["name"]).model_fields]
     if keys and chance.random() < 0.5:
@@ -183,12 +183,14 @@ def codec(chance: random.Random) -> dict[str, Any]:
 
 
 def plain_start(chance: random.Random) -> dict[str, Any]:
-    """One in which everything travels as it is."""
+    """Draw a spec without codecs."""
     if chance.random() < 0.8:
         row = combinations.allowed_by_chance(chance.choices(combinations.SPACES, weights=(4, 1, 1))[0], chance)
         if row.get("masking", "none") != "none" and chance.random() < (0.98 if "ckks" in row["masking"] else 0.9):
-            row["masking"] = "none"  # keys take longer than all the rest, and the choices' family makes many
-        table = deepcopy(combinations.table_of(row, seed=chance.randrange(4)))  # what is shared must not be changed
+            row["masking"] = "none"  # making keys takes very long, and the family of choices tests masking often
+        table = deepcopy(
+            combinations.table_of(row, seed=chance.randrange(4))
+        )  # other cases share the table, so it must not be changed
         table["partition"] = {"name": "dirichlet", "alpha": 0.5, "clients": 6}
         return {**table, "data": dict(TINY["data"])}
     table = deepcopy(TINY)
@@ -202,7 +204,7 @@ def plain_start(chance: random.Random) -> dict[str, Any]:
 
 
 def fields_of(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Sections and keys that mean something in a table."""
+    """Yield pairs of a section and a key that are valid for a table."""
     yield from (("training", key) for key in Training.model_fields)
     yield from (("evaluation", key) for key in Evaluation.model_fields)
     yield from (("data", key) for key in ("name", "normalize", "limit", "custom"))
@@ -216,7 +218,7 @@ def fields_of(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def value(key: str, chance: random.Random) -> Any:
-    """Something to set a key to."""
+    """Draw a value for a key."""
     pool = chance.choice([SMALL, SMALL, SMALL, EXTREME, ODD])
     if pool is EXTREME and key in LONG_WORK:
         pool = SMALL
@@ -225,7 +227,7 @@ def value(key: str, chance: random.Random) -> Any:
 
 
 def change(table: dict[str, Any], chance: random.Random) -> None:
-    """Set a key, or add one, or drop one, or put a section in another's place."""
+    """Set, add or remove a key, or replace a section by another one."""
     kind = chance.randrange(10)
     if kind == 0 and table:
         table.pop(chance.choice(list(table)))
@@ -243,7 +245,7 @@ def change(table: dict[str, Any], chance: random.Random) -> None:
 
 
 def override(chance: random.Random) -> str:
-    """A ``section.key=value`` of any kind."""
+    """Draw an override ``section.key=value``."""
     section, key = chance.choice(list(fields_of(TINY)))
     chosen = value(key, chance)
     word = str(chosen).lower() if isinstance(chosen, bool) else str(chosen)
@@ -253,7 +255,7 @@ def override(chance: random.Random) -> str:
 
 
 def misprinted(text: bytes, chance: random.Random) -> bytes:
-    """A text with a few characters changed."""
+    """Change a few characters of a text."""
     body = bytearray(text)
     for _ in range(chance.randint(1, 3)):
         place = chance.randrange(len(body) + 1)

@@ -1,4 +1,4 @@
-"""Messages that are damaged or made up, and clients that lie: nobody but a ``WireError`` says so."""
+"""A family of damaged messages, which may only cause a ``WireError``, and of runs whose clients send wrong replies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import Simulation, make_context
 
 LIARS = 25
-"""One in so many cases is a whole run in which clients lie."""
+"""One in this many cases is a run in which clients send wrong replies."""
 
 CODED: list[dict[str, Any]] = [
     {"up": "qsgd", "down": "qsgd"},
@@ -40,7 +40,7 @@ FLOATS = [float("nan"), float("inf"), -float("inf"), 1e308, -1.0, 0.0, 5e-324]
 
 
 def try_one(number: int, chance: random.Random, place: Path) -> str:
-    """A case of the corpus, a damaged message, or a run whose clients lie."""
+    """Try a message of the corpus, a damaged message, or a run whose clients send wrong replies."""
     known = list(MESSAGE_BYTES.values())
     if number < len(known):
         content = known[number]
@@ -60,7 +60,7 @@ def try_one(number: int, chance: random.Random, place: Path) -> str:
 
 
 def mutated(chance: random.Random) -> bytes:
-    """A message with damaged bytes, another skeleton, or other values."""
+    """Return a message with damaged bytes, a changed JSON skeleton, or other values."""
     content = records.encode(chance.choice(messages()))
     kind = chance.randrange(3)
     if kind == 0:
@@ -76,7 +76,7 @@ def mutated(chance: random.Random) -> bytes:
 
 
 def rewritten(node: Any, chance: random.Random) -> Any:
-    """Something in a skeleton in another's place."""
+    """Replace a node of a JSON skeleton by another node."""
     if isinstance(node, dict) and node and chance.random() < 0.8:
         key = chance.choice(list(node))
         changed = dict(node)
@@ -99,7 +99,7 @@ def rewritten(node: Any, chance: random.Random) -> Any:
 
 
 class Lying(LocalEngine):
-    """A local engine on whose way back some replies are changed."""
+    """A local engine that changes some replies of clients."""
 
     chance: random.Random
 
@@ -118,7 +118,7 @@ class Lying(LocalEngine):
 
 
 def altered(tree: Any, chance: random.Random) -> Any:
-    """A tree with one of its leaves, or the whole of it, replaced."""
+    """Return a tree with one leaf, or the whole tree, replaced."""
     if chance.random() < 0.05:
         return chance.choice([*NUMBERS, *FLOATS, [], {}, torch.ones(2)])
     if hasattr(type(tree), "__dataclass_fields__"):
@@ -147,7 +147,7 @@ def altered(tree: Any, chance: random.Random) -> Any:
 
 
 def altered_tensor(tensor: Tensor, chance: random.Random) -> Any:
-    """Another shape, type or value."""
+    """Return a tensor with another shape, type or value."""
     changed = tensor.clone()
     kind = chance.randrange(8)
     if kind == 0:
@@ -177,7 +177,7 @@ def altered_tensor(tensor: Tensor, chance: random.Random) -> Any:
 
 
 def lied_to(chance: random.Random, place: Path) -> str:
-    """Two rounds among liars: they end, and what they leave is finite."""
+    """Run two rounds with wrong replies: they must end, and the model must be finite."""
     space = chance.choice(combinations.SPACES)
     for _ in range(50):
         row = {factor: chance.choice(levels) for factor, levels in space.items()}

@@ -1,4 +1,4 @@
-"""One family's cases, one after another: what the parent watches, and may have to kill."""
+"""Try cases of one family, one after another, in a process that its parent watches and may kill."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if "sites" in outer.installed():
     FAMILIES[questions.FAMILY.name] = questions.FAMILY
 
 MEMORY = 12 << 30
-"""Bytes of addresses: who asks for more gets a ``MemoryError``, and not the machine's end."""
+"""The limit of the address space in bytes, so that a case that needs more gets a ``MemoryError``."""
 
 
 def outcome_of(family: Family, seed: int, number: int, place: Path) -> tuple[str, str]:
-    """How a case ended, and more about it where it should not have ended so; its files then stay."""
+    """Try a case, and return its outcome and, if this must not happen, an explanation; its files then stay."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     try:
@@ -57,7 +57,7 @@ def outcome_of(family: Family, seed: int, number: int, place: Path) -> tuple[str
 
 
 def main() -> None:
-    """Print a line before and after each case, until time is up."""
+    """Try cases until time is up, and print a line before and after each case."""
     parser = argparse.ArgumentParser()
     parser.add_argument("family")
     parser.add_argument("seed", type=int)
@@ -68,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     until = time.monotonic() + options.seconds
-    # What libraries print goes elsewhere: this is what the parent reads.
+    # The parent reads this file. Standard output, to which libraries may print, is sent to the null device.
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     for number in itertools.count(options.first):

@@ -1,4 +1,4 @@
-"""A real site, guarded or open, and a server that may say whatever it likes to it."""
+"""A real site, with or without its guard, and a hostile server that can send it anything."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A real site in a process of its own: a ``SiteServer`` with a ledger on disk, reached through pipes, by bytes alone.
+"""A real site in its own process: a ``SiteServer`` with a ledger on disk, which reads bytes from a pipe.
 
-``open`` takes away what keeps a hostile server out (the guard, the policy, the catalogue), which nothing but this file
-can do: the control of each attack.
+``open`` removes the guard, the policy and the catalogue, which keep a hostile server out. Each attack also runs against
+such an open site, to show that it would succeed there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GUARDED = servers.Guard
 
 
 class Absent(Guard):
-    """Lets everything through."""
+    """A guard that accepts every request."""
 
     def check(self, *about: Any, **more: Any) -> None:
         return None

@@ -1,4 +1,4 @@
-"""A model that one can compute by hand, and a client's context."""
+"""A model whose results can be computed by hand, and the context of a client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedstrata.objectives.base import Context, Objective
 
 
 class Logits(nn.Module):
-    """Three logits that are the parameters themselves, whatever the sample."""
+    """A model whose logits are its three parameters, for every input."""
 
     def __init__(self, z: list[float]) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class Logits(nn.Module):
 
 @pytest.fixture
 def logits() -> Callable[..., Model]:
-    """A model whose logits for x = 1 are given."""
+    """Return a function that builds a model with given logits."""
     return lambda *z: Model(Logits(list(z)))
 
 
 @pytest.fixture
 def begun() -> Callable[..., Context]:
-    """A client's context after ``client_init``."""
+    """Return a function that builds a client's context after ``client_init``."""
 
     def client_init(objective: Objective, model: Model, counts: list[float], kept=None, **received: object) -> Context:
         context = Context(model.params(), torch.tensor(counts), dict(received), kept, lr=0.1)

@@ -1,4 +1,4 @@
-"""Run folders as a run writes them, made by hand."""
+"""Fixtures that write run folders like those of real runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ targets = [0.5, 0.8]
 
 
 def records(rounds: int, seed: int, *, best: float = 0.9, every: int = 1, method: str = "fedavg") -> list[dict]:
-    """Accuracy that rises towards ``best``, with some clients missing in every round."""
+    """Return the records of a run whose accuracy rises towards ``best``, with some clients missing in every round."""
     generator = np.random.default_rng([seed, int(best * 1000)])
     made = []
     for round in range(1, rounds + 1):
@@ -45,7 +45,7 @@ def records(rounds: int, seed: int, *, best: float = 0.9, every: int = 1, method
 
 
 def png(width: int = 4, height: int = 3) -> bytes:
-    """A grey picture."""
+    """Return a PNG file with grey pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -73,7 +73,7 @@ def write_run(folder: Path, *, method: str = "fedavg", seed: int = 0, rounds: in
 def write_evaluation(
     folder: Path, *, seed: int = 0, names: Sequence[str] = ("cat", "dog", "owl"), clients: int = 12
 ) -> Path:
-    """Names of the classes, the confusion and the table of clients, as a run with ``client_test`` leaves them."""
+    """Write class names, a confusion matrix and a table of clients, as a run with ``client_test`` does."""
     generator = np.random.default_rng(seed)
     counts = generator.integers(0, 5, (len(names), len(names))) + 20 * np.eye(len(names), dtype=int)
     table = {"last": {"round": 1, "confusion": counts.tolist()}}
@@ -94,7 +94,7 @@ def make_run(tmp_path: Path) -> Maker:
 
 @pytest.fixture(scope="session")
 def write_measured() -> Maker:
-    """A run that was evaluated in every way."""
+    """Return a function that writes a run with all kinds of evaluation."""
 
     def write(folder: Path, *, names: Sequence[str] = ("cat", "dog", "owl"), clients: int = 12, **how: float) -> Path:
         return write_evaluation(write_run(folder, **how), seed=how.get("seed", 0), names=names, clients=clients)
@@ -104,7 +104,7 @@ def write_measured() -> Maker:
 
 @pytest.fixture
 def compare(make_run: Maker, tmp_path: Path) -> Path:
-    """Two methods, three seeds each."""
+    """Write a comparison of two methods with three seeds each."""
     for seed in range(3):
         make_run(f"cmp/fedavg/seed-{seed}", seed=seed, best=0.8)
         make_run(f"cmp/fedstas/seed-{seed}", seed=seed, best=0.93, method="fedstas")

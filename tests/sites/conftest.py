@@ -1,4 +1,4 @@
-"""Start-up kits of two federations of the same name, which take seconds to make."""
+"""The kits of two federations with the same name, made once because this takes seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN = {
 
 @pytest.fixture(scope="session")
 def federations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``fed`` and ``other``, each with sites a and b that bring data of their own."""
+    """Return a folder with the federations ``fed`` and ``other``, each with sites a and b that have their own data."""
     pytest.importorskip("nvflare")
     place = tmp_path_factory.mktemp("federations")
     spec = fs.Experiment.from_table({"data": OWN, "partition": {"name": "natural"}})

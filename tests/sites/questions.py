@@ -1,7 +1,7 @@
-"""Questions out of order, of other jobs, malformed and damaged, put to a site: it answers what was declared, and lives.
+"""Ask a site wrong questions, and check that it answers only what its job declared, and never crashes.
 
-What may be answered is worked out here a second time, from the sequence of what handlers really did, by plain rules for
-the jobs that are tried.
+The questions are out of order, of other jobs, malformed or damaged. A second implementation of the rules decides which
+answers are allowed. It is simpler than the guard: it only knows the jobs below, and watches the calls of handlers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fedstrata.stratify.masking.messages import Assign, CountReport, OpenKeys, S
 from fedstrata.stratify.messages import Gradient, GradientSteps, LabelReport, Reserve, Steps
 
 QUESTIONS = 100
-"""Of one case."""
+"""The number of questions in a case."""
 
 ROUNDS = 3
 JOBS: dict[str, dict[str, Any]] = {
@@ -58,11 +58,12 @@ MAY: dict[str, dict[str, int]] = {
     "encoded": {"Encoded": 1},
     "sfl": {"SizeReport": 1, "LossReport": 1, "Visit": 1},
 }
-"""How often each request may be answered by one client: before the rounds, or in each."""
+"""For each job, a mapping from requests to the number of times that a client may answer: before the rounds or in each
+round."""
 
 
 class Witness:
-    """Stands behind the guard, where handlers are called, and knows what may come there."""
+    """A second check of requests behind the guard, when handlers are called."""
 
     def __init__(self, job: str, site: Site) -> None:
         self.job, self.site, self.done = job, site, 0
@@ -70,7 +71,7 @@ class Witness:
         self.forget(0)
 
     def forget(self, round: int) -> None:
-        """A run begins, or goes on."""
+        """Reset the counts, because a run begins or is resumed."""
         self.begun, self.round = round, 0
         self.counts: Counter[tuple[int, str]] = Counter()
         self.reserved: dict[int, set[int]] = {}
@@ -82,7 +83,7 @@ class Witness:
                 table[kind] = self.watching(getattr(handler, "watched", handler), way)
 
     def watching(self, handler: Any, way: str) -> Any:
-        """The same handler, which tells what it is asked and what it answers."""
+        """Return a handler that does the same, and reports the request and the answer to this object."""
 
         def watched(client: Any, request: Any, *rest: Any) -> Any:
             if not (self.job == "encoded" and type(request) is Fit):
@@ -96,7 +97,7 @@ class Witness:
         return watched
 
     def see(self, client: int, request: Any, way: str) -> None:
-        """A client is about to answer."""
+        """Check a request that a client is about to answer."""
         self.done += 1
         name = type(request).__name__
         round = getattr(request, "round", 0 if name in ("LabelReport", "Assign") else self.round)
@@ -130,14 +131,14 @@ class Witness:
             self.need(1 <= len(request.labels) <= 2, "a longer task")
 
     def need(self, holds: bool, what: str) -> None:
-        """Whether it may be answered."""
+        """Record a violation of the rules if ``holds`` is False."""
         if not holds:
-            # What is raised where a client answers is a client that fails.
+            # Do not raise an error here, because it would only count as a failed client.
             self.broken.append(f"job {self.job} in round {self.round}: {what}")
 
 
 def question(job: str, site: Site, weights: Weights, chance: random.Random) -> Any:
-    """A request of this job or of another, often nearly right."""
+    """Draw a request of this job or of another one, which is often nearly correct."""
     now = max(site.site_server._running().guard.round, 1)
     round = chance.choice([now, now, now, now, now, now + 1, now - 1, 0, 4, -1, 2**62])
     own = chance.random() < 0.85
@@ -185,7 +186,7 @@ def question(job: str, site: Site, weights: Weights, chance: random.Random) -> A
 
 
 def message(job: str, site: Site, weights: Weights, chance: random.Random) -> tuple[str, Any]:
-    """Who says what."""
+    """Draw the sender of a message and the message."""
     kind = chance.random()
     exchange = site.exchange = site.exchange + chance.choice([1, 1, 1, 1, 1, 0, -1])
     clients = chance.choice([[0], [1], [0, 1], [0, 0], [2], [-1], []])
@@ -220,7 +221,7 @@ def message(job: str, site: Site, weights: Weights, chance: random.Random) -> tu
 
 
 def try_one(number: int, chance: random.Random, place: Path) -> str:
-    """Questions to one site, until it answers one that it must not."""
+    """Ask one site many questions, and fail if it answers one that it must not answer."""
     job = list(JOBS)[number % len(JOBS)]
     site = Site(place, JOBS[job])
     site.begin()

@@ -1,4 +1,4 @@
-"""Bias and variance of a sampler's aggregate, by simulation on fixed client updates."""
+"""Estimate the bias and the variance of a sampler's aggregate, by simulations with fixed client updates."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Drawn = Callable[[np.random.Generator], Floats]
-"""One draw of a sampler: the weight a_k that the aggregate gives each of the N clients, 0 for those not drawn."""
+"""A function that draws clients once, and returns the weight a_k of each of the N clients (0 for those not drawn)."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of the aggregate Σ_k a_k Δ_k in a simulation.
+    """The moments of the aggregate Σ_k a_k Δ_k in a simulation.
 
     Args:
-        weight: E a_k, shape (N,).
-        mean: E Σ a_k Δ_k, shape (d,).
+        weight: The mean of a_k, shape (N,).
+        mean: The mean of the aggregate, shape (d,).
         error: The standard error of ``mean``, shape (d,).
-        variance: E ‖Σ a_k Δ_k − its mean‖².
+        variance: The mean squared distance of the aggregate from its mean.
     """
 
     weight: Floats
@@ -30,9 +30,9 @@ class Moments:
     variance: float
 
     def deviation(self, target: Floats) -> float:
-        """The largest distance of a coordinate of the mean from ``target``, in standard errors.
+        """Return the largest distance of a coordinate of the mean from ``target``, in standard errors.
 
-        Infinite if a coordinate never varies and still differs from the target by more than rounding.
+        It is infinite if a coordinate never varies but differs from the target by more than rounding.
         """
         gap = np.abs(self.mean - target)
         gap[gap <= 1e-9 * max(float(np.abs(target).max()), 1e-300)] = 0.0
@@ -46,15 +46,15 @@ def moments(draw: Drawn, updates: NDArray[np.float64], draws: int, generator: np
     Args:
         draw: The sampler with its aggregation.
         updates: Δ_k, shape (N, d).
-        draws: How often, at least 2.
-        generator: Randomness.
+        draws: The number of draws, at least 2.
+        generator: The random generator.
 
     >>> one = moments(lambda g: np.eye(2)[g.integers(2)], np.array([[0.0], [2.0]]), 1000, np.random.default_rng(0))
     >>> bool(one.deviation(np.array([1.0])) < 4), 0.9 < one.variance < 1.1
     (True, True)
     """
     n = len(updates)
-    # The weights' moments are enough: the aggregate is linear in them, and N is far below draws and d.
+    # The moments of the weights are enough, because the aggregate is linear in the weights. This saves time and memory.
     total, squares = np.zeros(n), np.zeros((n, n))
     for begin in range(0, draws, 1000):
         weights = np.stack([draw(generator) for _ in range(begin, min(begin + 1000, draws))])
@@ -63,13 +63,13 @@ def moments(draw: Drawn, updates: NDArray[np.float64], draws: int, generator: np
     weight = total / draws
     covariance = (squares - draws * np.outer(weight, weight)) / (draws - 1)
     each = np.maximum(np.einsum("kd,kd->d", covariance @ updates, updates), 0.0)
-    # Rounding of a variance that is zero: what is left after subtracting squares of this size.
+    # A variance that is this small, compared with the squares that were subtracted, is a rounding error of zero.
     each[each <= 1e-12 * np.einsum("kd,kd->d", np.abs(np.outer(weight, weight)) @ np.abs(updates), np.abs(updates))] = 0
     return Moments(weight, weight @ updates, np.sqrt(each / draws), float(each.sum()))
 
 
 def scattered(clients: NDArray[np.int64], coefficients: Floats, population: int) -> Floats:
-    """Weights of the clients drawn as weights of all clients, shape (population,).
+    """Return the weights of all clients, shape (population,): those of the drawn clients, and 0 for the others.
 
     >>> scattered(np.array([1, 3]), np.array([0.5, 0.5]), 4).tolist()
     [0.0, 0.5, 0.0, 0.5]

@@ -1,4 +1,4 @@
-"""A method that asks clients something that no other method asks, and says how they answer."""
+"""A method with its own request to clients and its own handler of the request."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class HowOften(Request):
 
 @handles(HowOften)
 def count(client: Client, request: HowOften) -> Visits:
-    """How often this client was asked."""
+    """Count the requests to this client."""
     client.state["visits"] = client.state.get("visits", 0) + 1
     return Visits(client.state["visits"])
 
 
 class Counted(FedAvg):
-    """FedAvg that first asks everybody how often they were asked."""
+    """FedAvg that first asks all clients how often they were asked."""
 
     handlers = (count,)
 

@@ -1,4 +1,4 @@
-"""What tests of Stratify's batches share: specs, the samples of every batch, and a centralised run on them."""
+"""Helpers for tests of Stratify's batches: specs, the samples of every batch, and a centralised run on them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def spec_of(partition: str | dict, clients: int = 10, availability: object = "al
 
 
 def order_of(started, spec, data) -> list[np.ndarray]:
-    """The samples of every batch of the epoch, in the order in which the parts are put together: by client."""
+    """Return the indices of the samples of every batch of the epoch; in a batch, they are sorted by client."""
     assignment = prepare(spec, data=data).assignment
     parts: dict[int, list[np.ndarray]] = {}
     for client in sorted(started.store.clients):
         kept = started.store.get(client).get("stratify")
-        if kept is None:  # it has no label that it may name
+        if kept is None:  # the client takes no part, because it may not reveal any of its labels
             continue
         for batch in np.unique(kept.batches).tolist():
             parts.setdefault(batch, []).append(assignment[client][kept.places[kept.batches == batch]])
@@ -60,7 +60,7 @@ def assert_same(started, expected, tolerance) -> None:
 
 
 class Spoilt(fs.Dataset):
-    """The same data, whose fourth sample turns out to be no number when it is read."""
+    """A copy of a data set whose fourth sample becomes NaN when it is read."""
 
     def __init__(self, data: fs.Dataset) -> None:
         super().__init__(*(getattr(data, key) for key in data.__dataclass_fields__))

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its DevTools protocol through a pipe: no driver, no library, no port."""
+"""Control a headless Chromium by its DevTools protocol through pipes, without a library or a network port."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from typing import Any
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 PATIENCE = 60.0
-"""Seconds for any answer, on a machine that is busy."""
+"""The seconds to wait for an answer; many, because the machine may be busy."""
 
 
 class Browser:
     """One page of a browser.
 
     Args:
-        write: The file that it reads from.
-        read: The file that it writes to.
+        write: The file descriptor for commands to the browser.
+        read: The file descriptor for its answers.
     """
 
     def __init__(self, write: int, read: int) -> None:
         self.write, self.read = write, read
         self.problems: list[str] = []
-        """Exceptions, errors on the console, and what the page's security policy forbade."""
+        """Exceptions, errors on the console, and violations of the page's security policy."""
         self._last, self._rest, self._events, self._session = 0, b"", list[dict[str, Any]](), ""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -40,7 +40,7 @@ class Browser:
         self.send("Emulation.setScrollbarsHidden", hidden=True)
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """Ask the browser, and wait for its answer."""
+        """Send a command to the browser, and return its answer."""
         self._last += 1
         message = {"id": self._last, "method": method, "params": params}
         message |= {"sessionId": self._session} if self._session else {}
@@ -75,18 +75,18 @@ class Browser:
             self.problems.append(params["entry"]["text"])
 
     def open(self, page: Path, width: int, scheme: str = "light", height: int = 900) -> None:
-        """Load a file in a window of so many pixels, with a colour scheme."""
+        """Load a file in a window of a given size in pixels, with a colour scheme."""
         self.visit(page.resolve().as_uri(), width, scheme, height)
 
     def visit(self, address: str, width: int, scheme: str = "light", height: int = 900) -> None:
-        """The same of an address."""
+        """Load an address as ``open`` loads a file."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.send("Page.navigate", url=address)
         self.wait("document.readyState === 'complete' && document.documentElement?.dataset.drawn")
 
     def value(self, expression: str) -> Any:
-        """The value of an expression in the page; a promise is waited for."""
+        """Evaluate a JavaScript expression in the page, and return its value or the result of its promise."""
         found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(json.dumps(found["exceptionDetails"])[:500])
@@ -107,7 +107,7 @@ class Browser:
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
     def picture(self, path: Path, *, whole: bool = True) -> Path:
-        """Write what the page looks like, a PNG."""
+        """Write a screenshot of the page as PNG."""
         found = self.send("Page.captureScreenshot", captureBeyondViewport=whole, **(self._whole() if whole else {}))
         path.write_bytes(base64.b64decode(found["data"]))
         return path
@@ -117,17 +117,17 @@ class Browser:
         return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
 
     def pdf(self, path: Path) -> Path:
-        """Print the page."""
+        """Print the page as PDF."""
         path.write_bytes(base64.b64decode(self.send("Page.printToPDF", preferCSSPageSize=True)["data"]))
         return path
 
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """A browser with a profile of its own, which ends with the block.
+    """Run a browser with its own profile during the ``with`` block.
 
     Args:
-        profile: An empty folder.
+        profile: An empty folder for the profile.
     """
     assert PROGRAM is not None
     ours_read, theirs_write = os.pipe()
@@ -137,7 +137,8 @@ def browser(profile: Path) -> Iterator[Browser]:
         "--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-component-update",
         f"--user-data-dir={profile}",
     ]  # fmt: skip
-    # It reads from file 3 and writes to file 4, over which neither end may be written before it is copied.
+    # The browser reads from descriptor 3 and writes to 4. The ends of the pipes may have these numbers, so they are
+    # first moved to numbers from 10.
     ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (theirs_read, theirs_write)]
     actions = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
     actions += [(os.POSIX_SPAWN_DUP2, end, place) for end, place in zip(ends, (3, 4), strict=True)]
@@ -147,7 +148,7 @@ def browser(profile: Path) -> Iterator[Browser]:
     try:
         yield Browser(ours_write, ours_read)
     finally:
-        os.close(ours_write)  # it ends when nobody listens any more
+        os.close(ours_write)  # the browser ends when its pipe is closed
         os.close(ours_read)
         until = time.monotonic() + 10
         while os.waitpid(process, os.WNOHANG) == (0, 0):

@@ -1,7 +1,8 @@
-"""Every choice of every method: which go together, and whether one is seen to act.
+"""Find out which choices of methods can be combined, and whether each choice has an effect.
 
-A *row* says what stands for each factor. A row is refused before anything runs (``refusal``), or it runs for two
-rounds (``observe``), and each of its choices is compared with another choice, all else equal (``acts``).
+A factor is a setting with several choices ("levels"); a row is a mapping from each factor to a level. A row is refused
+before it runs (``refusal``), or it runs for two rounds (``observe``). Then the run is compared with runs that differ in
+one level (``acts``).
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ from fedstrata.runs.simulation import Simulation, make_context
 
 Row = dict[str, str]
 OWN = "own"
-"""Nothing is said: the method's own choice, or the default."""
+"""The level for which the spec does not set the factor, so that the choice of the method or the default is used."""
 
 SIZES = (4, 8, 26, 5, 7, 10)
-"""Samples of each client: the third has more than a third of all, so that it is drawn for certain among three."""
+"""The number of samples of each client. The third has more than a third of all samples, so that a sampler by size that
+draws three clients always draws it."""
 
 FAMILIES = ((0, 5), (5, 10))
-"""The first three clients hold some classes, the others the rest, so that there are clusters to be found."""
+"""The ranges of classes of the first three clients and of the others, so that clustering can find two groups."""
 
 SAMPLERS: dict[str, Any] = {
     "uniform": "uniform",
@@ -121,7 +123,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "availability": tuple(AVAILABILITIES),
     "norm": NORMS,
 }
-"""Its rounds are epochs of the schedule: as its docstring says, neither local epochs nor local steps mean anything."""
+"""The factors of Stratify. ``effort`` is not one of them, because a round is an epoch of the schedule."""
 SPACES = (RECIPES, RELAYS, SCHEDULES)
 EVERYTHING: dict[str, tuple[str, ...]] = {
     "method": tuple(METHODS),
@@ -132,10 +134,10 @@ EVERYTHING: dict[str, tuple[str, ...]] = {
     "masking": MASKINGS,
     **_COMMON,
 }
-"""All factors at once: where the static refusals are counted."""
+"""All factors with all levels, to count the refused combinations."""
 
 PLAIN: Row = {"availability": "always", "norm": "none", "effort": "epochs", "mode": "batch", "selection": "uniform"}
-"""What stands for a factor that is not looked at; ``OWN`` for the others."""
+"""The levels of factors that a test does not vary; all other factors have the level ``OWN``."""
 
 METHOD_SETTINGS: dict[str, dict[str, Any]] = {
     "fedsts": {"strata": 2},
@@ -145,13 +147,13 @@ METHOD_SETTINGS: dict[str, dict[str, Any]] = {
     "fedavg-ft": {"per_class": 1, "steps": 2},
     "stratify": {"cap": 4},
 }
-"""What makes a method fit so few clients; left out where the choice that it belongs to is replaced."""
+"""Settings with which methods work with few clients; left out if the choice that a setting belongs to is replaced."""
 
 _BELONGS = {"fedsts": "client_sampler", "fedsampling": "data_sampler", "power-of-choice": "client_sampler"}
 
 
 def tiny_norm(shape: Sequence[int], classes: int) -> nn.Module:
-    """A model with BatchNorm that trains in no time."""
+    """Return a model with BatchNorm that trains quickly."""
     wide = int(np.prod(shape))
     body = nn.Sequential(nn.Flatten(), nn.Linear(wide, 8), nn.BatchNorm1d(8), nn.ReLU())
     module = nn.Sequential()
@@ -162,13 +164,13 @@ def tiny_norm(shape: Sequence[int], classes: int) -> nn.Module:
 
 @cache
 def data() -> Dataset:
-    """Ninety digits."""
+    """Return a data set of ninety digits."""
     return Data("digits", limit=90).load(0)
 
 
 @cache
 def indices() -> list[list[int]]:
-    """Clients of unequal sizes and few classes; samples of each class are left for the server."""
+    """Return the samples of clients with different sizes and few classes; the server keeps two samples per class."""
     labels = data().y_train.numpy()
     generator = np.random.default_rng(0)
     kept = np.concatenate([np.flatnonzero(labels == c)[:2] for c in range(10)])
@@ -183,12 +185,12 @@ def indices() -> list[list[int]]:
 
 
 TRACE = "client,first,last\n0,1,1\n1,1,2\n2,2,2\n3,1,2\n5,1,1\n"
-"""Of six clients five are there at all, and three in both rounds."""
+"""A trace in which five of six clients are available: four in round 1, and three in round 2."""
 
 
 @cache
 def trace_file() -> str:
-    """The file that the availability ``trace`` reads; it goes when the process ends."""
+    """Return the file for the availability ``trace``, which is removed when the process ends."""
     file = tempfile.NamedTemporaryFile("w", suffix=".csv")  # noqa: SIM115
     file.write(TRACE)
     file.flush()
@@ -200,7 +202,7 @@ _KEPT: list[Any] = []
 
 
 def table_of(row: Mapping[str, str], seed: int = 0) -> dict[str, Any]:
-    """The spec of a row, as nested tables."""
+    """Return the spec of a row as nested tables."""
     return {
         "seed": seed,
         "partition": {"name": "given", "indices": indices()},
@@ -220,11 +222,11 @@ EVERY_CHOICE: dict[str, Row] = {
     **{f"stratify {masking}": {"method": "stratify", "masking": masking} for masking in MASKINGS},
     "stratify with BatchNorm": {"method": "stratify", "norm": "average"},
 }
-"""Every method, sampler and mode of masking, by what a test calls it."""
+"""A mapping from names for tests to rows, for every method, sampler and mode of masking."""
 
 
 def spec_of(name: str, **row: str) -> fs.Experiment:
-    """The spec of one of ``EVERY_CHOICE``, whose results are the same bytes on every engine."""
+    """Return the spec of a name in ``EVERY_CHOICE``, whose results must have the same bits with every engine."""
     table = table_of({**PLAIN, **EVERY_CHOICE[name], **row})
     table["training"] |= {"execution": "per-client"}
     table["data"] = {"name": "digits", "limit": 90}
@@ -243,7 +245,7 @@ def _training(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def method_of(row: Mapping[str, str]) -> dict[str, Any]:
-    """The section ``[method]`` of a row."""
+    """Return the section ``[method]`` of a row's spec."""
     chosen = {
         "client_sampler": SAMPLERS,
         "data_sampler": DATA_SAMPLERS,
@@ -269,18 +271,18 @@ def method_of(row: Mapping[str, str]) -> dict[str, Any]:
 
 @cache
 def config_of(norm: str, effort: str) -> FederationConfig:
-    """What server and clients agree on, whatever the method."""
+    """Return the configuration that the server and the clients share, which does not depend on the method."""
     row = {**PLAIN, "method": "fedavg", "norm": norm, "effort": effort}
     return prepare(fs.Experiment.from_table(table_of(row)), data=data()).config
 
 
 def refusal(row: Mapping[str, str]) -> str | None:
-    """Why a row is refused before it runs; None where it is not."""
+    """Return the reason why a row is refused before it runs; None if it is accepted."""
     return refusals(row, [(row["norm"], row.get("effort", "epochs"))])[0]
 
 
 def refusals(row: Mapping[str, str], agreed: Sequence[tuple[str, str]]) -> list[str | None]:
-    """``refusal`` of the same choices under several settings of norm and effort."""
+    """Return the results of ``refusal`` for a row with several pairs of norm and effort."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -299,19 +301,19 @@ def refusals(row: Mapping[str, str], agreed: Sequence[tuple[str, str]]) -> list[
 
 
 OPEN = "BatchNorm needs more than 1 to train"
-"""Stratify with BatchNorm: who is alone in a batch because the others are late counts as failed."""
+"""The failure of a client that is alone in a batch with BatchNorm, because the others are late. It is allowed."""
 
 
 @dataclass
 class Seen:
-    """What a run did, as somebody sees who stands between the server and its clients.
+    """The messages and results of a run, as an observer between the server and its clients sees them.
 
     Args:
-        drawn: Who was reached with which request, in the order of the rounds.
-        answers: The bytes of every answer to a request to train, by round and client, as digests.
-        after: The global model after each round, as digests.
-        records: The metrics of the rounds.
-        events: What happened besides.
+        drawn: The round, the kind and the clients of each request, in order.
+        answers: A mapping from round, kind and client to the hash of the answer, for requests to train.
+        after: The hash of the global model after each round.
+        records: The records of the rounds.
+        events: The events of the run.
     """
 
     drawn: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
@@ -321,7 +323,7 @@ class Seen:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def told(self, *keys: str) -> list[list[Any]]:
-        """Some metrics of each round."""
+        """Return some values of each round's record."""
         return [[record.get(key) for key in keys] for record in self.records]
 
     def answers_of(self, round: int) -> dict[tuple[int, str, int], str]:
@@ -337,13 +339,13 @@ def digest(tree: Any) -> str:
 
 
 class Spy(LocalEngine):
-    """A local engine that writes down what passes."""
+    """A local engine that records all requests and answers."""
 
     seen: Seen
 
     def ask(self, requests: Any, *, together: bool, group: Any = None) -> Any:
         outcomes = super().ask(requests, together=together, group=group)
-        round = getattr(next(iter(requests.values())), "round", 0)  # enrolling has none
+        round = getattr(next(iter(requests.values())), "round", 0)  # requests of the enrolment have no round
         self.seen.drawn.append((round, type(next(iter(requests.values()))).__name__, tuple(sorted(requests))))
         for client, outcome in outcomes.items():
             self.seen.note(round, client, requests[client], outcome)
@@ -367,11 +369,11 @@ class Spy(LocalEngine):
 
 
 def observe(row: Mapping[str, str], seed: int = 0) -> Seen:
-    """Run two rounds.
+    """Run two rounds of a row.
 
     Raises:
         SpecError: The row is refused.
-        AssertionError: A client failed, or a reply could not be used: no choice may lead to that.
+        AssertionError: A client failed, or a reply could not be used, which must not happen with any choice.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -400,7 +402,7 @@ def _data_sampler(new: Seen, old: Seen) -> bool:
 
 
 def _aggregator(new: Seen, old: Seen) -> bool:
-    """Equal replies, and another model."""
+    """Return True if the models differ although the replies are equal."""
     first = next((t for t, pair in enumerate(zip(new.after, old.after, strict=True), 1) if pair[0] != pair[1]), None)
     return first is not None and all(new.answers_of(t) == old.answers_of(t) for t in range(1, first + 1))
 
@@ -414,7 +416,7 @@ def _model(new: Seen, old: Seen) -> bool:
 
 
 def _masking(new: Seen, old: Seen) -> bool:
-    """Other messages, and to the bit the same training."""
+    """Return True if the messages differ although the training has the same bits."""
     enrolled = [[kind for round, kind, _ in seen.drawn if round == 0] for seen in (new, old)]
     trained = [[part for part in seen.drawn if part[0]] for seen in (new, old)]
     return enrolled[0] != enrolled[1] and new.after == old.after and trained[0] == trained[1]
@@ -423,7 +425,7 @@ def _masking(new: Seen, old: Seen) -> bool:
 SIGNS: dict[str, Callable[[Seen, Seen], bool]] = {
     "client_sampler": _client_sampler,
     "data_sampler": _data_sampler,
-    "objective": _data_sampler,  # a client that both asked answers otherwise
+    "objective": _data_sampler,  # a client that both runs ask gives different answers
     "aggregator": _aggregator,
     "availability": _availability_acts,
     "norm": _model,
@@ -433,27 +435,27 @@ SIGNS: dict[str, Callable[[Seen, Seen], bool]] = {
     "selection": _availability_acts,
     "method": _model,
 }
-"""By what one sees that a factor's level acts, against another level of it."""
+"""A mapping from each factor to a function that compares runs with two of its levels, and sees the effect or not."""
 
 SEEDS = range(6)
-"""Chance may choose alike, and nobody may be there: a choice acts where one of these shows it."""
+"""The seeds to try. One that shows the effect is enough, because two levels may by chance give equal results."""
 
 LEAVES_ALONE = {"masking": ("none",), "availability": ("always",)}
-"""With what a level is compared; else with all others, one after another, until one shows it."""
+"""The level with which other levels of these factors are compared. For other factors, all levels are tried."""
 
 
 def told(row: Mapping[str, str], factor: str) -> bool:
-    """Whether the row says something about a factor that is to be seen."""
+    """Return True if the row sets a factor to a level that must have an effect."""
     return factor != "method" and row[factor] != OWN and row[factor] not in LEAVES_ALONE.get(factor, ())
 
 
 def here(row: Mapping[str, str]) -> bool:
-    """Whether what the row needs is installed."""
+    """Return True if the optional packages that the row needs are installed."""
     return "ckks" not in row.get("masking", "") or importlib.util.find_spec("tenseal") is not None
 
 
 def alternatives(row: Mapping[str, str], space: Mapping[str, Sequence[str]], factor: str) -> list[str]:
-    """Other levels of a factor with which the row is not refused."""
+    """Return the other levels of a factor with which the row is accepted."""
     others = [level for level in LEAVES_ALONE.get(factor, space[factor]) if level != row[factor]]
     return [level for level in others if refusal({**row, factor: level}) is None]
 
@@ -464,13 +466,13 @@ def acts(
     factor: str,
     seen: Callable[[Mapping[str, str], int], Seen] = observe,
 ) -> bool | None:
-    """Whether the row's level of a factor is seen to act; None where there is nothing to compare it with.
+    """Return True if the row's level of a factor has an effect; None if there is no other level to compare with.
 
     Args:
-        row: Not refused.
+        row: A row that is not refused.
         space: The factors and their levels.
-        factor: Which.
-        seen: What runs a row; for a caller that remembers what it has seen.
+        factor: The factor.
+        seen: A function that runs a row; a caller may pass one that caches results.
     """
     others = [level for level in alternatives(row, space, factor) if not _same(row, factor, level)]
     pairs = itertools.product(SEEDS, others)
@@ -482,11 +484,11 @@ ONE_FORMULA = {
     **{name: {"mean", "stratum", "horvitz-thompson"} for name in ("uniform", "all", "power-of-choice")},
     **{name: {"size", "mean", "stratum"} for name in ("weighted", "clustered")},
 }
-"""Aggregators that give the same weights to what a sampler draws: from one stratum, uniformly or by size."""
+"""A mapping from a sampler to aggregators that compute the same weights for its draws, so that they have no effect."""
 
 
 def _same(row: Mapping[str, str], factor: str, level: str) -> bool:
-    """Whether another level says the same in other words: a method's own choice by its name, or the same formula."""
+    """Return True if another level means the same: the name of the method's own choice, or the same formula."""
     if factor not in CHOICES:
         return False
     one, two = (METHODS.parse(method_of({**row, factor: each})) for each in (row[factor], level))
@@ -494,24 +496,24 @@ def _same(row: Mapping[str, str], factor: str, level: str) -> bool:
         return one == two
     alike = ONE_FORMULA.get(one.client_sampler.name, set())
     if getattr(one.client_sampler, "replacement", True) is False and one.client_sampler.name == "weighted":
-        alike = set()  # who is drawn for certain is a stratum of its own
+        alike = set()  # here, clients that are always drawn form their own stratum, so formulas differ
     return {one.aggregator.name, two.aggregator.name} <= alike
 
 
 def plain(space: Mapping[str, Sequence[str]], **levels: str) -> Row:
-    """A row that says nothing but what is given."""
+    """Return a row with given levels, and the usual levels for all other factors."""
     usual = {factor: PLAIN.get(factor, OWN if OWN in all_of else all_of[0]) for factor, all_of in space.items()}
     return {**usual, **levels}
 
 
 def pairwise(space: Mapping[str, Sequence[str]], seed: int = 0) -> tuple[list[Row], dict[tuple[Any, ...], str]]:
-    """Rows in which every pair of levels that is not refused stands at least once, and the pairs that are.
+    """Return rows that together contain every accepted pair of levels, and the refused pairs.
 
-    Greedy: a row begins with a pair that no row has yet, and is the one of many completions that covers most of the
-    pairs that are left. A pair counts as refused where every completion that was tried is, the plainest among them.
+    The algorithm is greedy: it begins a row with a pair that is not in a row yet, tries many completions of the row,
+    and keeps the one with the most such pairs. A pair counts as refused if all completions that were tried are.
 
     Returns:
-        The rows, and why a pair ``(factor, level, factor, level)`` is refused.
+        The rows, and a mapping from each refused pair ``(factor, level, factor, level)`` to the reason.
     """
     chance = random.Random(seed)
     factors = list(space)
@@ -550,7 +552,7 @@ def _completed(space: Mapping[str, Sequence[str]], fixed: Mapping[str, str], cha
 
 
 def allowed_by_chance(space: Mapping[str, Sequence[str]], chance: random.Random) -> Row:
-    """A row that is not refused."""
+    """Draw a row that is not refused."""
     while True:
         row = _completed(space, {}, chance)
         if refusal(row) is None:

@@ -1,4 +1,4 @@
-"""Modules that take long to import, imported by the first test that needs them and not when tests are collected."""
+"""Import slow modules when a test first uses them, and not when tests are collected."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 
 class Lazy:
-    """Stands for a module; skips the tests of the file that asks for it where it is not installed.
+    """A stand-in for a module; if the module is not installed, the tests of the file are skipped.
 
     Args:
-        name: The module's.
+        name: The name of the module.
     """
 
     def __init__(self, name: str) -> None:
@@ -23,5 +23,5 @@ class Lazy:
 
     def __getattr__(self, key: str) -> Any:
         if key.startswith(("_", "pytest_")):
-            raise AttributeError(key)  # collecting looks at everything, whether it is a function or a mock
+            raise AttributeError(key)  # pytest asks for such attributes when it collects tests
         return getattr(importlib.import_module(self._name), key)

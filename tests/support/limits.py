@@ -1,4 +1,4 @@
-"""Work that must end, so that a test of it fails and does not hang where it does not."""
+"""Run a function with a time limit, so that a test fails and does not hang if the function does not end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """What ``work()`` returns or raises, if it ends in that time; generous, for only an endless wait is meant."""
+    """Return ``work()``, or fail if it takes longer; ``seconds`` are many, to find only endless waits."""
     results: list[T] = []
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""A small spec for each verb and each kind of state: what all engines must compute to the same bits."""
+"""Small specs for each kind of exchange and of state, which all engines must compute to the same bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedstrata.methods.base import METHODS
 CLIENTS = 3
 
 _NORMALISED = {"model": {"name": "resnet20"}, "training": {"local_steps": 2, "batch_size": 8, "batch_norm": "local"}}
-"""A model with BatchNorm, and few steps with it."""
+"""Settings with a model that has BatchNorm, and with few steps."""
 
 _TABLES: dict[str, dict[str, Any]] = {
     "ask": {
@@ -72,7 +72,7 @@ def _spec(table: dict[str, Any]) -> fs.Experiment:
 
 HE = importlib.util.find_spec("tenseal") is not None
 MATRIX = {label: _spec(table) for label, table in _TABLES.items() if HE or "masked" not in label}
-"""Experiments by what they stand for; without the extra ``he`` those that need none."""
+"""A mapping from labels to experiments; without the extra ``he``, those with masked labels are left out."""
 
 
 _METHODS: dict[str, dict[str, Any]] = {
@@ -91,14 +91,14 @@ EVERY_METHOD = {
     name: _spec({**_METHODS.get(name, {}), "method": {"name": name, **_METHODS.get(name, {}).get("method", {})}})
     for name in METHODS
 }
-"""An experiment with each method that is registered, for tests that may take minutes."""
+"""A mapping from each registered method to an experiment with it, for tests that may take minutes."""
 
 
 def figures(history: fs.History) -> list[dict[str, Any]]:
-    """The records without the clock."""
+    """Return the records without times."""
     return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
 
 
 def final_bytes(history: fs.History) -> bytes:
-    """The final model, as ``model.safetensors`` holds it."""
+    """Return the final model as bytes, as in ``model.safetensors``."""
     return safetensors.torch.save(history.params)

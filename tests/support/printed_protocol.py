@@ -1,8 +1,8 @@
-"""Stratify's masking as published (§IV-A): one ciphertext a label, and plain differences.
+"""Stratify's protocol for masking labels as published (§IV-A), with one ciphertext per label.
 
-A client that decrypts the difference between its label and another learns the other client's label. The package
-therefore has ``ckks`` in its place. Tests and ``benchmarks/masking.py`` compare the two: ``enrolment._MODES`` gets
-``enrol_printed``, and the clients get ``HANDLERS``.
+In it, a client decrypts differences between its labels and others, and so learns other clients' labels. Therefore the
+package has the mode ``ckks`` instead. Tests and ``benchmarks/masking.py`` compare the two. They add ``enrol_printed``
+to ``enrolment._MODES``, and ``HANDLERS`` to the clients.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fedstrata.stratify.masking.public_keys import Public, ask_one, ask_until
 from fedstrata.stratify.masking.unique_list import UniqueList
 
 MODE = "ckks-paper"
-"""What the mode is called in a roll."""
+"""The name of the mode."""
 
 WHOLE = 0.1
-"""How far a decrypted number may be from a whole one."""
+"""The largest accepted distance of a decrypted number from a whole number."""
 
 
 @record("test/SealedPairs")
@@ -46,7 +46,7 @@ class SealedPairs(Reply):
     counts: tuple[bytes, ...]
 
     def require(self, public: Public, classes: int) -> None:
-        """Refuse what was not encrypted with these public keys, and more labels than there are classes."""
+        """Refuse ciphertexts of other public keys, and more labels than there are classes."""
         public.check_key(self.key)
         if len(self.labels) > classes:
             raise ReplyRefusedError(f"{len(self.labels)} labels and {len(self.counts)} counts")
@@ -57,52 +57,52 @@ class SealedPairs(Reply):
 
 @record("test/SealPairs")
 class SealPairs(Request):
-    """Send [E(l), E(n(l))] for every label."""
+    """A request for [E(l), E(n(l))], the encrypted label and count, for every label l."""
 
     reply_type: ClassVar[type[Reply]] = SealedPairs
 
     def check(self, reply: SealedPairs) -> None:
-        """A count for each label."""
+        """Refuse a reply without a count for each label."""
         if len(reply.labels) != len(reply.counts):
             raise ReplyRefusedError(f"{len(reply.labels)} labels and {len(reply.counts)} counts")
 
 
 @record("test/CompareOneReply")
 class CompareOneReply(Reply):
-    """Its place on the list; −1 for none."""
+    """The index of the label in the list; −1 if the list does not contain it."""
 
     entry: int
 
 
 @record("test/CompareOne")
 class CompareOne(Request):
-    """Differences E(l − u) between one label and every entry of the unique list."""
+    """A request with the encrypted differences E(l − u) between a client's label l and every entry u of the list."""
 
     reply_type: ClassVar[type[Reply]] = CompareOneReply
 
     differences: tuple[bytes, ...]
 
     def check(self, reply: CompareOneReply) -> None:
-        """An entry of the list."""
+        """Refuse an index outside the list."""
         if not -1 <= reply.entry < len(self.differences):
             raise ReplyRefusedError(f"entry {reply.entry} of a list of {len(self.differences)}")
 
 
 @record("test/OpenPrintedTotals")
 class OpenPrintedTotals(OpenTotals):
-    """Decrypt sums over clients, one ciphertext each."""
+    """A request to decrypt the sums over clients, each of which is one ciphertext."""
 
 
 @record("test/PrintedRegister")
 class PrintedRegister:
-    """The list, for clients that join later: E(l) of every placeholder."""
+    """The list of encrypted labels E(l), one per placeholder, for clients that join later."""
 
     keys: PublicKeys
     entries: tuple[bytes, ...]
 
 
 class PrintedList(UniqueList):
-    """A client decrypts the plain differences between its labels and the list's."""
+    """The unique list, for which a client decrypts the differences between its labels and those of the list."""
 
     def __init__(self, federation: Federation, public: Public, register: PrintedRegister | None) -> None:
         super().__init__(federation, public)
@@ -126,7 +126,7 @@ class PrintedList(UniqueList):
             places = []
             for data in sealed.labels:
                 label = self._load(data)
-                # One label at a time: all differences of a client would take gigabytes.
+                # A request contains only one label, because all differences of a client would take gigabytes.
                 request = CompareOne(tuple((label - entry).serialize() for entry in self.entries))
                 reply = ask_one(self.federation, client, request)
                 if reply is None:
@@ -147,7 +147,7 @@ class PrintedList(UniqueList):
 def enrol_printed(
     federation: Federation, clients: Sequence[ClientId], before: Roll | None, watch: Watch, weighted: bool
 ) -> Roll:
-    """The mode, as ``enrolment._MODES`` takes it."""
+    """Enrol clients by the published protocol; a function for ``enrolment._MODES``."""
     public = enrolment._public(federation, clients, before, comparing=True)
     unique = PrintedList(federation, public, before.register if before else None)
     held = enrolment._match(unique, clients, watch)
@@ -160,7 +160,7 @@ def enrol_printed(
 
 
 def _sums(public: Public, held: Held, sealed: Mapping[ClientId, Sequence[bytes]], names: Ints) -> tuple[bytes, ...]:
-    """E(N(p)), by name; an encrypted zero where no client is left that holds p."""
+    """Return the encrypted total E(N(p)) of each placeholder p; an encrypted zero if no client that holds p is left."""
     sums: dict[int, Cipher] = {}
     for client, placeholders in held.items():
         for name, data in zip(names[placeholders].tolist(), sealed[client], strict=True):
@@ -170,7 +170,7 @@ def _sums(public: Public, held: Held, sealed: Mapping[ClientId, Sequence[bytes]]
 
 
 def _totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints) -> Ints:
-    """N(p), decrypted by the first client that answers."""
+    """Return the totals N(p), decrypted by the first client that answers."""
     holders = np.zeros(len(names), dtype=np.int64)
     holders[names] = np.bincount(np.concatenate(list(held.values())), minlength=len(names))
     request = OpenPrintedTotals(pages, len(names))
@@ -180,7 +180,7 @@ def _totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names:
 
 @handles(SealPairs)
 def seal_pairs(client: Client, request: SealPairs) -> SealedPairs:
-    """One ciphertext for each label and each count."""
+    """Encrypt each label and each count."""
     keys = ring_of(client.context).open()
     labels, counts = presented(client)
     sealed = tuple(keys.comparing.seal([label]).serialize() for label in labels.tolist())
@@ -189,7 +189,7 @@ def seal_pairs(client: Client, request: SealPairs) -> SealedPairs:
 
 @handles(CompareOne)
 def compare_one(client: Client, request: CompareOne) -> CompareOneReply:
-    """Which difference is zero: the client sees them all."""
+    """Return the index of the difference that is zero. The client sees all differences."""
     opener = ring_of(client.context).open().comparing
     zeros = [place for place, data in enumerate(request.differences) if _open_one(opener, data) == 0]
     if len(zeros) > 1:
@@ -199,7 +199,7 @@ def compare_one(client: Client, request: CompareOne) -> CompareOneReply:
 
 @handles(OpenPrintedTotals)
 def open_printed_totals(client: Client, request: OpenPrintedTotals) -> Totals:
-    """Decrypted sums, one a ciphertext."""
+    """Decrypt the sums, one per ciphertext."""
     opener = ring_of(client.context).open().counting
     return Totals(torch.tensor([_open_one(opener, data) for data in request.pages], dtype=torch.int64))
 
@@ -209,4 +209,4 @@ def _open_one(opener: Opener, data: bytes) -> int:
 
 
 HANDLERS = (seal_pairs, compare_one, open_printed_totals)
-"""What clients answer in this mode."""
+"""The handlers that clients need for this mode."""

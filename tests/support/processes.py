@@ -1,4 +1,4 @@
-"""Commands as processes of a session of their own, which are killed, and what is left of them."""
+"""Run commands in their own process sessions, so that tests can kill them and find the processes that are left."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import IO
 import psutil
 
 PATIENCE = 300
-"""Seconds; generous, for only an endless wait is meant."""
+"""The seconds to wait for anything; many, to find only endless waits."""
 
 
 class Command:
-    """``python ARGUMENTS`` in a session of its own."""
+    """A command ``python ARGUMENTS``, which runs in its own session."""
 
     def __init__(self, arguments: tuple[str, ...], cwd: Path, said: IO[bytes]) -> None:
         self._said = said
@@ -30,12 +30,12 @@ class Command:
 
     @property
     def said(self) -> str:
-        """What it has said so far."""
+        """The output of the command so far."""
         self._said.seek(0)
         return self._said.read().decode()
 
     def alive(self) -> list[int]:
-        """The processes of its session that are alive; those that nobody has buried yet are not."""
+        """Return the ids of the processes in the session that still run; zombies do not count."""
         found = []
         for process in psutil.process_iter(["status"]):
             with suppress(OSError):
@@ -44,11 +44,11 @@ class Command:
         return found
 
     def ended(self) -> int:
-        """Wait for its end; the exit code."""
+        """Wait for the end of the command, and return its exit code."""
         return self.process.wait(PATIENCE)
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Look again and again, as long as it runs."""
+        """Wait until ``reached`` returns True; fail if the command ends before."""
         patience = time.monotonic() + PATIENCE
         while not reached():
             assert self.process.poll() is None, self.said
@@ -56,11 +56,11 @@ class Command:
             time.sleep(0.02)
 
     def leaves_nothing(self) -> bool:
-        """Whether all processes of its session end soon after it."""
+        """Return True if all processes of the session end soon after the command."""
         return self.soon(lambda: not self.alive())
 
     def soon(self, reached: Callable[[], bool]) -> bool:
-        """Whether it comes to that after its end."""
+        """Return True if ``reached`` returns True within 30 seconds."""
         patience = time.monotonic() + 30
         while not reached():
             if time.monotonic() > patience:
@@ -71,8 +71,8 @@ class Command:
 
 @contextmanager
 def started(*arguments: str, cwd: Path) -> Iterator[Command]:
-    """A command; whatever is left of its session ends with the block."""
-    # A file and no pipe, which would stay open as long as anything that was started.
+    """Run a command during the ``with`` block; at its end, kill all processes of the session."""
+    # The output goes to a file, because a pipe would stay open until all processes of the session have ended.
     with tempfile.TemporaryFile() as said:
         command = Command(arguments, cwd, said)
         try:

@@ -1,4 +1,4 @@
-"""What Ray's workers import for the tests: clients that fail in every way."""
+"""Requests, handlers and objectives with which clients fail in every way; Ray's workers import them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fedstrata.federation.messages import Reply, Request
 
 @record("test/Trouble")
 class Trouble(Request):
-    """Do what makes trouble."""
+    """A request at which clients misbehave."""
 
 
 @record("test/Count")
 class Count(Reply):
-    """How often a client was asked.
+    """A reply with the number of requests to a client.
 
     Args:
-        times: By the client's own state.
-        values: Something finite, as a rule.
+        times: The number that the client's state has counted.
+        values: Numbers, which are usually finite.
     """
 
     times: int
@@ -49,7 +49,7 @@ def trouble(client, request):
 
 @record("test/Deadly")
 class Deadly(Request):
-    """Client 1 is killed by it."""
+    """A request at which the process of client 1 is killed."""
 
     reply_type: ClassVar[type[Reply]] = Count
 
@@ -62,10 +62,10 @@ def deadly(client, request):
 
 
 class Fatal(fs.Objective):
-    """Cross-entropy; whoever finds a file first removes it and is killed.
+    """Cross-entropy with an accident: the first client that finds a marker file removes it, and its process is killed.
 
     Args:
-        markers: The folder of the files.
+        markers: The folder of the marker files.
     """
 
     markers: str

@@ -1,4 +1,4 @@
-"""SCAFFOLD that takes its time, so that a test can hit the middle of a round on any machine."""
+"""A slow variant of SCAFFOLD, so that a test can interrupt the middle of a round on any machine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fedstrata.methods.scaffold import SCAFFOLD
 from fedstrata.objectives.scaffold import Scaffold
 
 HURRY = "SLOWLY_UNTIL"
-"""Names a file; once it is there, nobody takes time any more."""
+"""The environment variable with the path of a file; once the file exists, clients no longer wait."""
 
 STUCK = "SLOWLY_STUCK"
-"""Where this is set, no client ends its work."""
+"""An environment variable; if it is set, no client ever finishes its work."""
 
 
 class SlowScaffold(Scaffold):
-    """Half a second before the first step."""
+    """SCAFFOLD's objective, with a pause of half a second before the first step."""
 
     def client_init(self, model: Any, context: Any) -> Any:
         if os.environ.get(STUCK):
@@ -30,7 +30,7 @@ class SlowScaffold(Scaffold):
 
 
 class Slow(SCAFFOLD):
-    """Sites find it by name: like a package of their own that they installed."""
+    """The slow method. Sites import it by name, like a package that they have installed."""
 
     def parts(self) -> fs.Parts:
         return {"objective": SlowScaffold()}

@@ -1,4 +1,4 @@
-"""Short runs of the strangers' models, a method each."""
+"""Specs of short runs with the unusual models of ``strangers.py``, for each method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedstrata.engines.local import LocalEngine
 from fedstrata.runs.simulation import make_context, run_prepared
 
 FOLDER = str(Path(__file__).parent)
-"""Where other processes find the models."""
+"""The folder from which other processes import the models."""
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {},
@@ -33,7 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedtan": {},
 }
 TOGETHER = ("stratify, together", "fedtan")
-"""Those that a model with BatchNorm takes through sums over all clients in the middle of a pass."""
+"""The methods in which a model with BatchNorm needs sums over all clients within a forward pass."""
 
 MORE: dict[str, dict[str, Any]] = {
     "fedprox": {},
@@ -46,11 +46,11 @@ MORE: dict[str, dict[str, Any]] = {
     "bsm-fedavg": {},
     "fedavg-ft": {"per_class": 2},
 }
-"""The other methods; their parts are those of the first."""
+"""The other methods, which share their code with those above."""
 
 PARTITION = {"name": "dirichlet", "alpha": 0.5, "clients": 4, "min_size": 4}
 SPARING = {"name": "classes", "per_client": 4, "size": 10, "clients": 4}
-"""It leaves the server samples, as FedAvg-FT needs."""
+"""A partition that leaves samples for the server, which FedAvg-FT needs."""
 
 KINDS = {
     "scaffold": "ask, state",
@@ -85,13 +85,13 @@ def bytes_of(history: fs.History) -> bytes:
 
 
 def refused(model: str, method: str) -> bool:
-    """Where clients share a generator, as threads of one process, a model that draws has no numbers of its own."""
+    """Return True if the model must be refused, because it draws from a generator that clients, as threads, share."""
     return method in TOGETHER and model in {m.__name__ for m in DRAWS}
 
 
 @cache
 def here(model: str, method: str) -> bytes:
-    """What the local engine leaves."""
+    """Return the bytes of the final model that the local engine computes."""
     prepared = fs.prepare(spec(model, method, execution="per-client"))
     return bytes_of(run_prepared(prepared, engine=LocalEngine(make_context(prepared), StateStore())))
 

@@ -1,4 +1,4 @@
-"""Models that the library does not have: what a stranger brings, called as ``factory(shape, classes)``."""
+"""Unusual models of users ("strangers") to test the library with; each is called as ``factory(shape, classes)``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = 16
 
 
 class Flat(nn.Module):
-    """What most of them share: samples as vectors, and a head."""
+    """Base class of most of these models, with samples as vectors and a linear head."""
 
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Flat(nn.Module):
 
 
 class LoRA(Flat):
-    """A frozen matrix and a trained product beside it: W + A B."""
+    """A layer with the weight W + A B, in which W is frozen and A and B are trained."""
 
     def __init__(self, shape: Any, classes: int) -> None:
         super().__init__(shape, classes)
@@ -50,7 +50,7 @@ class LowRank(Flat):
 
 
 class Tied(Flat):
-    """One matrix in two layers, and once more transposed."""
+    """A model that uses one matrix in two layers, and its transpose in a third."""
 
     def __init__(self, shape: Any, classes: int) -> None:
         super().__init__(shape, classes)
@@ -64,7 +64,7 @@ class Tied(Flat):
 
 
 class Rebound(Flat):
-    """A buffer that every forward pass binds to a new tensor."""
+    """A model with a buffer that every forward pass replaces by a new tensor."""
 
     def __init__(self, shape: Any, classes: int) -> None:
         super().__init__(shape, classes)
@@ -79,7 +79,7 @@ class Rebound(Flat):
 
 
 class RandomSlopes(Flat):
-    """A random layer that is no Dropout."""
+    """A model with a random layer that is not dropout."""
 
     def __init__(self, shape: Any, classes: int) -> None:
         super().__init__(shape, classes)
@@ -90,7 +90,7 @@ class RandomSlopes(Flat):
 
 
 class Dropped(Flat):
-    """Dropout."""
+    """A model with dropout."""
 
     def __init__(self, shape: Any, classes: int) -> None:
         super().__init__(shape, classes)
@@ -101,7 +101,7 @@ class Dropped(Flat):
 
 
 class Attention(Flat):
-    """Attention over rows, whose dropout is an argument and no layer."""
+    """Attention over the rows of an image, with dropout inside the attention function."""
 
     def __init__(self, shape: Any, classes: int) -> None:
         super().__init__(shape, classes)
@@ -126,7 +126,7 @@ class Grouped(nn.Module):
 
 
 class Embedded(Flat):
-    """Whole numbers as inputs, looked up in a table."""
+    """A model that converts its inputs to whole numbers, and looks these up in an embedding table."""
 
     def __init__(self, shape: Any, classes: int) -> None:
         super().__init__(shape, classes)
@@ -138,7 +138,7 @@ class Embedded(Flat):
 
 
 class TwoHeads(Flat):
-    """Two heads that are added up, on a body of which a part is frozen."""
+    """A model that adds the outputs of two heads; part of its body is frozen."""
 
     def __init__(self, shape: Any, classes: int) -> None:
         super().__init__(shape, classes)
@@ -155,11 +155,11 @@ class TwoHeads(Flat):
 
 ZOO = (LoRA, LowRank, Tied, Rebound, RandomSlopes, Dropped, Attention, Grouped, Embedded, TwoHeads)
 DRAWS = (RandomSlopes, Dropped, Attention)
-"""Those whose forward pass draws random numbers."""
+"""The models whose forward pass draws random numbers."""
 
 
 def _normed(base: type[Any]) -> type[Any]:
-    """The same with BatchNorm, whose batches are those of all clients together."""
+    """Return a variant of a model with BatchNorm over the samples of all clients."""
 
     class Normed(base):
         def __init__(self, shape: tuple[int, ...], classes: int) -> None:

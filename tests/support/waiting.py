@@ -1,4 +1,4 @@
-"""What tests of whole deployments wait for, and where these listen."""
+"""Helpers for tests of deployments: find a port, and wait for conditions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from contextlib import suppress
 
 
 def free_port() -> int:
-    """A port that nobody listens on.
+    """Return a port on which nobody listens.
 
-    The system does not give it to anybody who connects to somewhere, as it may one that it chose for us: a server that
-    is started again would find it taken.
+    It is below the ports that the system gives to clients. So it is still free when a server is started again.
     """
     while True:
         port = random.randint(20_000, 32_000)
@@ -23,7 +22,7 @@ def free_port() -> int:
 
 
 def until(what: str, ready: Callable[[], bool], seconds: float = 240.0) -> None:
-    """Wait until something is so, and fail where it does not come to that."""
+    """Wait until ``ready`` returns True; fail after ``seconds``."""
     end = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < end, f"waited {seconds:g} s for {what}"

@@ -6,7 +6,7 @@ import fedstrata as fs
 
 
 class Enough(fs.Callback):
-    """Ends the run after a round, and counts what it is called for."""
+    """Ends the run after some rounds, and counts the calls of its methods."""
 
     rounds: int = 2
 
@@ -23,14 +23,14 @@ class Enough(fs.Callback):
 
 
 class Counter(fs.Callback):
-    """Remembers the rounds that it saw, across a kill."""
+    """Stores the rounds that it has seen in the run's memory, which survives a kill."""
 
     def on_round(self, simulation, record):
         simulation.memory["rounds"] = [*simulation.memory.get("rounds", []), record["round"]]
 
 
 class Clumsy(fs.Callback):
-    """Raises after a round, once."""
+    """Raises an error after some rounds, but only once."""
 
     rounds: int = 2
     once: bool = True

@@ -1,4 +1,4 @@
-"""Workers of Ray's that a file of tests shares."""
+"""Ray workers that all tests of a file share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def two_workers() -> Iterator[Any]:
-    """A pool of two for all tests of a file: most of the time of a short run is the start of processes."""
+    """Make a pool of two workers for all tests of a file, because starting processes takes longer than a short run."""
     ray = pytest.importorskip("ray")
     from fedstrata.engines.ray import WorkerPool
 

@@ -1,4 +1,4 @@
-"""Audits that measure how much clients' messages reveal of their data, by attacks and by controls.
+"""Audits, which measure by attacks how much clients' messages reveal of the clients' data.
 
-The controls are easier targets, which show how strong the attacks are.
+For comparison, they also try to recover the data without the messages, such as by guessing at random.
 """

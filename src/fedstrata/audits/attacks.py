@@ -20,10 +20,9 @@ from fedstrata.federation.messages import Params
 from fedstrata.models.model import Model
 
 TUNING = 16
-"""The number of held-out images with which feature matching chooses the weight of its prior. Decoders are not trained
-on these images."""
+"""The number of held-out images on which feature matching tries ``PRIORS``. Decoders do not train on these images."""
 PRIORS = (0.003, 0.01, 0.03)
-"""The weights of the prior, total variation, from which feature matching chooses."""
+"""The weights of the total variation that feature matching tries in its loss."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class View:
         images: The attacker's held-out images, (n, C, H, W) in [0, 1].
         labels: The classes of these images, (n,).
         features: The features of these images under the client's model, (n, d).
-        class_means: The mean held-out image of every class, (classes, C, H, W). For a class without held-out images,
-            the mean of all held-out images is used.
+        class_means: The mean of the held-out images of every class, (classes, C, H, W). For a class without held-out
+            images, the mean of all held-out images is used.
     """
 
     model: Model
@@ -51,14 +50,14 @@ class View:
 
     @classmethod
     def of(cls, model: Model, params: Params, pixels: Pixels, images: Tensor, labels: Tensor) -> View:
-        """Make the view from a loaded model and the attacker's images; compute their features and class means."""
+        """Make the view; compute the features and the class means from the attacker's images."""
         features = features_of(model, params, pixels, images)
         means = [images[labels == c] for c in range(pixels.data.classes)]
         class_means = torch.stack([(of if len(of) else images).mean(dim=0) for of in means])
         return cls(model, params, pixels, images, labels, features, class_means)
 
     def seen(self, images: Tensor) -> Tensor:
-        """Return the features of images (B, C, H, W) in [0, 1] under the client's model, (B, d); differentiable."""
+        """Return the features (B, d) that the client's model computes for images (B, C, H, W); differentiable."""
         features, _ = self.model.with_features(self.params, self.pixels.inputs(images))
         return features.flatten(1)
 
@@ -76,22 +75,22 @@ def features_of(model: Model, params: Params, pixels: Pixels, images: Tensor) ->
 
 
 Invert = Callable[[Tensor, Tensor], Tensor]
-"""A function that reconstructs images: from features (B, d) and their classes (B,) to images (B, C, H, W) in [0, 1]."""
+"""A function that takes features (B, d) and their classes (B,), and returns reconstructed images (B, C, H, W)."""
 
 
 def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, seed: int, client: int) -> Invert:
-    """Train a decoder to reconstruct the held-out images from their features, and return it as a function.
+    """Train a decoder to reconstruct the held-out images from their features; return a function that uses the decoder.
 
     Args:
         kind: The class of the decoder.
         view: The attacker's knowledge.
-        steps: Training steps.
+        steps: The number of training steps.
         seed: The seed of the audit.
         client: The id of the attacked client.
     """
     features, images = view.for_training
     mean = features.mean(dim=0)
-    # All components have one scale, because a component that is almost always 0 must not become very large.
+    # All components are scaled alike. Scaled to unit variance, a component that is almost always 0 could become huge.
     scale = 1 / (features - mean).square().mean().sqrt().clamp(min=1e-6)
     purpose = f"audit-{kind.__name__}"
     with torch_seeded(seed, purpose, client=client):
@@ -110,13 +109,13 @@ def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, se
 def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
     """Return a function that optimises an image until its feature f(x) is near the given feature h.
 
-    It minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation, with Adam over the logits of the pixels
-    (Mahendran & Vedaldi 2015; GRNN uses a generator instead of the prior TV). It starts from the mean held-out image of
-    the class. Of the weights ``PRIORS`` for α, it uses the one that reconstructs held-out images best.
+    With Adam over the logits of the pixels, it minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation
+    (Mahendran & Vedaldi 2015). It starts from the mean held-out image of the class. α is the one of ``PRIORS`` that
+    reconstructs held-out images best.
 
     Args:
         view: The attacker's knowledge.
-        steps: Steps of Adam.
+        steps: The number of steps of Adam.
         seed: Not used, because nothing is drawn at random.
         client: Not used.
     """
@@ -140,8 +139,8 @@ def match(view: View, features: Tensor, start: Tensor, *, steps: int, alpha: flo
         view: The attacker's knowledge.
         features: The features h, (B, d).
         start: The initial images, (B, C, H, W) in [0, 1].
-        steps: Steps of Adam.
-        alpha: α, the weight of the total variation (a mean over pixels).
+        steps: The number of steps of Adam.
+        alpha: α, the weight of the total variation.
         lr: Adam's learning rate.
     """
     pixels = torch.logit(start.clamp(0.01, 0.99)).requires_grad_()
@@ -158,7 +157,9 @@ def match(view: View, features: Tensor, start: Tensor, *, steps: int, alpha: flo
 
 
 def total_variation(images: Tensor) -> Tensor:
-    """Return the mean absolute difference of vertical neighbours plus that of horizontal neighbours, shape (B,).
+    """Return the total variation of each image, shape (B,).
+
+    It is the mean absolute difference of vertical neighbours plus that of horizontal neighbours.
 
     >>> total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))
     tensor([1.])
@@ -173,4 +174,4 @@ ATTACKS: Sequence[tuple[str, Attack]] = (
     ("variational", partial(decode, Variational)),
     ("feature matching", feature_matching),
 )
-"""The name of each attack, and the attack: a function of view, steps, seed and client that returns an ``Invert``."""
+"""Pairs of a name and an attack: a function that takes view, steps, seed and client, and returns an ``Invert``."""

@@ -1,4 +1,4 @@
-"""The command ``fedstrata audit``, which attacks the messages of a run."""
+"""The command ``fedstrata audit``, which attacks the messages that clients sent in a run."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ COARSE = 7
 class UpConvolutional(nn.Module):
     """A decoder of transposed convolutions (Dosovitskiy & Brox 2016).
 
-    A linear layer turns a feature vector into a coarse map. Each transposed convolution doubles its height and width.
+    A linear layer turns a feature vector into a coarse map. Each transposed convolution doubles the map's size.
 
     Args:
         features: d, the length of a feature vector.
         shape: The shape of an image, (C, H, W).
-        width: The number of channels of the coarse map; every doubling halves it, down to 16.
+        width: The number of channels of the coarse map; every transposed convolution halves it, down to 16.
 
     >>> UpConvolutional(5, (3, 28, 30))(torch.zeros(2, 5)).shape
     torch.Size([2, 3, 28, 30])
@@ -60,8 +60,8 @@ class Variational(nn.Module):
         features: d, the length of a feature vector.
         shape: The shape of an image, (C, H, W).
         code: The length of the code.
-        deviation: The standard deviation of a pixel given its code, for values in [0, 1]. The smaller it is, the less
-            the prior of the code counts in the loss.
+        deviation: The standard deviation of a pixel's value in [0, 1] given the code. The smaller it is, the more the
+            error of the images counts in the loss, compared with the divergence of codes from their prior.
     """
 
     def __init__(self, features: int, shape: tuple[int, ...], code: int = 32, deviation: float = 0.1) -> None:
@@ -71,7 +71,7 @@ class Variational(nn.Module):
         self.deviation = deviation
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the images (B, C, H, W) in [0, 1] to which the mean codes of features (B, d) decode."""
+        """Compute the mean code of each of the features (B, d), and decode it to images (B, C, H, W) in [0, 1]."""
         drawn: Tensor = self.decoder(self.mean(features))
         return drawn
 
@@ -95,7 +95,7 @@ def fit(
     batch_size: int = 64,
     lr: float = 2e-3,
 ) -> None:
-    """Train a decoder with Adam and a learning rate that falls to 0 as a cosine.
+    """Train a decoder with Adam, with a learning rate that falls to 0 as a cosine.
 
     Args:
         decoder: The network.

@@ -1,11 +1,11 @@
-"""Attacks on the parts of Stratify's batches; results are given separately for each number of samples in a part.
+"""Attacks on the gradients that clients send in the method Stratify.
 
-In Stratify, each client computes a part of a batch: it sends the gradient of the summed loss over its samples in the
-batch. The attacker is an honest but curious server, which knows this gradient, the number of samples and the model.
-There are three attacks, of which the first is the cheapest:
+In Stratify, a batch contains samples of several clients. Each client sends the gradient of the loss, summed over its
+samples in the batch, which are called a part of the batch. The attacker is an honest but curious server, which knows
+this gradient, the number of samples and the model. There are three attacks, and results for each size of a part:
 
 - **labels** are recovered from the gradient of the last layer's bias, Σ (p − y), where p are predicted probabilities
-  and y one-hot labels: n samples of a class contribute −n to its entry (iDLG, Zhao et al. 2020, for one sample);
+  and y one-hot labels: each sample adds −1 to the entry of its class (Zhao et al. 2020 use this for one sample);
 - **rows** of the first layer's gradient reveal samples, if that layer is linear: if a unit was active only for one
   sample, its row is a multiple of this sample, and the gradient of its bias is the factor;
 - **inversion** finds images whose gradient has the same direction as the part's gradient, with the recovered labels
@@ -55,22 +55,22 @@ NAME = "gradients"
 SIZES = (1, 2, 4, 8)
 """The sizes (numbers of samples) of the parts that are attacked."""
 PARTS = 12
-"""The most parts of each size that are attacked."""
+"""The largest number of parts of each size that are attacked."""
 EXACT = 1e-4
-"""A sample counts as recovered exactly up to this mean squared error on values in [0, 1], which is a PSNR of 40 dB."""
+"""A sample counts as recovered exactly if the mean squared error of its values in [0, 1] is smaller (40 dB PSNR)."""
 STRANGERS = 99
-"""The number of test images of the same class with which a reconstruction is compared, in addition to its sample."""
+"""The largest number of test images of the same class with which a reconstruction is compared, besides its sample."""
 PRIOR = 1e-3
-"""The weight of the total variation in an inversion."""
+"""The weight of the total variation in the loss of an inversion."""
 
 
 @dataclass(frozen=True, eq=False)
 class SentPart:
-    """A part of a batch that a client sent, and its samples, which the attacker does not know.
+    """The gradient of a part of a batch that a client sent, and its samples, which the attacker does not know.
 
     Args:
         client: The id of the client.
-        round: The round in which it was sent.
+        round: The round in which the client sent it.
         weights: The model for which the gradient was computed.
         gradient: The gradient of the loss, summed over the samples.
         samples: The indices of the samples in the training set.
@@ -90,7 +90,7 @@ class Tap(LocalEngine):
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
         sizes: The sizes of the parts to keep.
-        parts: The number of parts to keep of each size; they are drawn uniformly from all parts of this size.
+        parts: The largest number of parts to keep of each size; they are drawn uniformly from all parts of this size.
         seed: The seed of the draws.
     """
 
@@ -98,7 +98,7 @@ class Tap(LocalEngine):
         super().__init__(context, store)
         self.parts = parts
         self.counts: Counter[int] = Counter()
-        """The number of parts of each size that were sent."""
+        """A mapping from each size to the number of parts of this size that were sent."""
         self.kept: dict[int, list[SentPart]] = {size: [] for size in sizes}
         self._generator = rng(seed, "audit-parts")
 
@@ -122,7 +122,7 @@ class Tap(LocalEngine):
             self.counts[len(places)] += 1
             if (kept := self.kept.get(len(places))) is None:
                 continue
-            # Reservoir sampling: the nth part of a size replaces a kept part with probability parts / n.
+            # Reservoir sampling: the nth part of a size replaces one of the kept parts with probability parts / n.
             place = len(kept) if len(kept) < self.parts else int(self._generator.integers(self.counts[len(places)]))
             if place >= self.parts:
                 continue
@@ -144,12 +144,12 @@ class Finding:
         labels_chance: The same fraction for labels that are drawn at random from all training samples.
         rows: The fraction of samples that a row of the first layer's gradient reveals exactly; None if that layer is
             not linear.
-        error: The mean squared error of the inversion. Each sample is compared with the reconstruction that is matched
-            to it.
-        error_mean: The same error if the reconstruction is the mean test image of the true class, which an attacker has
-            without a gradient.
-        recognised: The fraction of samples whose reconstruction is nearer to the sample than to all of 99 test images
-            of its class; 0.01 by chance.
+        error: The mean squared error of the inversion. Samples and reconstructions are paired such that their total
+            error is smallest.
+        error_mean: The same error for a simple reconstruction that needs no gradient: the mean test image of the
+            sample's class.
+        recognised: The fraction of samples whose reconstruction is nearer to the sample than to each of 99 test images
+            of the sample's class. It is 0.01 if reconstructions are random.
     """
 
     size: int
@@ -203,11 +203,11 @@ def audit_gradients(
     Args:
         run: The run folder. The rounds since its second-to-last checkpoint are run again ("replayed").
         sizes: The sizes (numbers of samples) of the parts that are attacked.
-        parts: The most parts of each size.
+        parts: The largest number of parts of each size that are attacked.
         steps: The number of optimisation steps of each inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
-        prepared: The run's experiment, if it had data or a model of your own.
-        watch: Is called with the progress.
+        prepared: The run's experiment; needed only if the run used your own data or model.
+        watch: A function that is called with the progress.
 
     Raises:
         SpecError: ``run`` is not a run folder, the method does not send parts, or the samples are not images.
@@ -234,20 +234,20 @@ def attack(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> GradientAudit:
-    """Run rounds, and attack the parts that are sent in them.
+    """Run rounds, and attack the gradients of parts that clients send in them.
 
     Args:
         prepared: The experiment.
         before: The checkpoint from which to start; None for the beginning of the run.
         until: The last round to run.
-        sizes: The sizes of the parts that are attacked; see ``audit_gradients`` for this and the following arguments.
-        parts: The most parts of each size.
+        sizes: See ``audit_gradients``, also for the following arguments.
+        parts: The largest number of parts of each size.
         steps: The number of optimisation steps.
         seed: The seed of all draws.
-        watch: Is called with the progress.
+        watch: A function that is called with the progress.
 
     Raises:
-        SpecError: The method does not send plain parts, or the samples are not images.
+        SpecError: Clients do not send uncompressed gradients of parts, or the samples are not images.
     """
     watch = watch or (lambda done, total, text: None)
     pixels = Pixels.of(prepared.data)
@@ -284,10 +284,10 @@ class Attacker:
     """The attacks on parts of batches.
 
     Args:
-        prepared: The experiment, whose test set the attacker has.
+        prepared: The experiment. The attacker knows its test set.
         pixels: The map from images to the model's inputs.
         steps: The number of optimisation steps of an inversion.
-        seed: The seed of the initial images of inversions.
+        seed: The seed of the noise from which inversions start.
     """
 
     def __init__(self, prepared: Prepared, pixels: Pixels, steps: int, seed: int) -> None:
@@ -350,7 +350,7 @@ class Attacker:
         }
 
     def _images(self, inputs: Tensor) -> Tensor:
-        """Convert inputs of the model (n, features) to images in [0, 1]; drop those whose values are out of range."""
+        """Convert inputs of the model (n, features) to images, and drop images with values clearly outside [0, 1]."""
         data = self.data
         values = inputs.reshape(-1, data.shape[0], *data.shape[1:])
         if data.shift is not None and data.scale is not None:
@@ -397,13 +397,13 @@ class Layers:
 
 
 def labels_from(bias: Tensor, samples: int) -> Tensor:
-    """Recover the labels of a part from the gradient Σ (p − y) of the last layer's bias; returns shape (samples,).
+    """Recover the labels of a part, shape (samples,), from the gradient Σ (p − y) of the last layer's bias.
 
-    Repeatedly takes the class with the most negative entry as a label, and adds 1 to the entry.
+    In each step, the class with the most negative entry becomes a label, and 1 is added to its entry.
 
     Args:
-        bias: The gradient of the summed loss, shape (C,).
-        samples: The number of samples.
+        bias: The gradient of the summed loss with respect to the bias, shape (C,).
+        samples: The number of samples in the part.
 
     >>> labels_from(torch.tensor([0.3, -1.6, 0.2, -0.9]), 3).tolist()
     [1, 3, 1]
@@ -416,11 +416,11 @@ def labels_from(bias: Tensor, samples: int) -> Tensor:
 
 
 def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
-    """Recover inputs from the rows of a linear first layer's gradient; returns at most (units, features).
+    """Recover candidates for inputs from the gradient of a linear first layer, shape (at most units, features).
 
     The layer computes z = W x + b. With δ = ∂L/∂z of each sample, ∂L/∂W = Σ δ xᵀ and ∂L/∂b = Σ δ. So a row of ∂L/∂W
-    divided by the same entry of ∂L/∂b is a mean of the inputs, weighted by δ. If δ ≠ 0 for only one input, it is this
-    input. Rows whose entry of ∂L/∂b is almost 0 are left out.
+    divided by the same entry of ∂L/∂b is a mean of the inputs x, weighted by δ. If δ ≠ 0 for only one input, the mean
+    is this input. Units whose entry of ∂L/∂b is almost 0 are left out.
 
     Args:
         weight: ∂L/∂W, shape (units, features).
@@ -435,14 +435,14 @@ def invert(
 ) -> Tensor:
     """Find images (n, C, H, W) whose gradient has the direction of a given gradient (Geiping et al. 2020).
 
-    Minimises 1 − cos(∇L(x, y), g) + α TV(x) with Adam over the logits of the pixels, starting from grey noise. TV is
-    the total variation.
+    With Adam over the logits of the pixels, this minimises 1 − cos(∇L(x, y), g) + α TV(x), where TV is the total
+    variation and α is ``PRIOR``. It starts from images that are grey with some noise.
 
     Args:
         model: The model, with ``params`` loaded.
         params: The parameters, from ``Model.loaded``.
         pixels: The map from images to the model's inputs.
-        gradient: The given gradient g of the summed or the mean loss.
+        gradient: The given gradient g, of the summed or of the mean loss.
         labels: The labels y of the images, shape (n,).
         steps: The number of steps of Adam.
         lr: Adam's learning rate.
@@ -465,13 +465,13 @@ def invert(
 
 
 def _errors(one: Tensor, other: Tensor) -> Tensor:
-    """Return the mean squared error between each image of ``one`` and each of ``other``, (len(one), len(other))."""
+    """Return the mean squared error of each image in ``one`` and each in ``other``, shape (len(one), len(other))."""
     a, b = one.flatten(1).double(), other.flatten(1).double()
     return torch.cdist(a, b).square() / a.shape[1]
 
 
 def _right(guess: Tensor, labels: Tensor) -> float:
-    """Return the fraction of ``labels`` that are also in ``guess``; the order does not count."""
+    """Return the fraction of ``labels`` that ``guess`` contains, in any order."""
     common = Counter(guess.tolist()) & Counter(labels.tolist())
     return common.total() / len(labels)
 
@@ -481,7 +481,7 @@ HEADINGS = ("samples in a part", "sent", "attacked", "labels right", "by chance"
 
 
 def cells(finding: Finding) -> list[str]:
-    """Return the row of the table about parts of one size."""
+    """Return the texts of the cells in the table's row about parts of one size."""
     cells = [str(finding.size), f"{finding.sent:,}", str(finding.attacked)]
     for key in ("labels", "labels_chance", "rows", "error", "error_mean", "recognised"):
         value = getattr(finding, key)

@@ -20,9 +20,9 @@ from fedstrata.reporting.tables import markdown_table
 
 NAME = "prototypes"
 ROWS = 8
-"""The most prototypes on the contact sheet, a picture that shows reconstructions side by side."""
+"""The largest number of prototypes on the contact sheet, a picture that shows reconstructions side by side."""
 AGAINST = ("mean", "nearest", "stranger", "average")
-"""The attributes of a ``Finding`` that say how similar a reconstruction is to other images; see ``Finding``."""
+"""Those attributes of a ``Finding`` that give the similarity of a reconstruction to other images."""
 HEADINGS = ("feature of", "attack", "PSNR mean", "nearest", "stranger", "average", "SSIM mean", "nearest", "stranger",
             "average", "feature error")  # fmt: skip
 
@@ -37,8 +37,7 @@ class Row:
         targets: The number of targets.
         psnr: A mapping from each of ``AGAINST`` to the mean PSNR over the targets, in dB.
         ssim: A mapping from each of ``AGAINST`` to the mean SSIM over the targets.
-        feature_error: The mean relative error of the feature, over the targets whose feature is not 0; None if there
-            are none.
+        feature_error: The mean of the relative errors of the features; None if all features are 0.
     """
 
     feature: str
@@ -50,9 +49,10 @@ class Row:
 
 
 def rows(audit: Audit) -> list[Row]:
-    """Return the rows of the table: first the controls, sorted by size, and then the prototypes.
+    """Return the rows of the table.
 
-    Each kind of target has a row for the baseline and a row for each attack.
+    Each kind of target has a row for the baseline and a row for each attack. The first kinds are the controls, sorted
+    by size; the last kind is the prototypes.
     """
     kinds = sorted({_kind(finding) for finding in audit.findings})
     pairs = product(kinds, (BASELINE, *(name for name, _ in ATTACKS)))
@@ -61,7 +61,7 @@ def rows(audit: Audit) -> list[Row]:
 
 
 def _kind(finding: Finding) -> tuple[bool, int]:
-    """Return a key for sorting that puts controls in order of size, and prototypes last."""
+    """Return the kind of a finding's target: whether it is a prototype, and the size of a control (else 0)."""
     return finding.target.sent, 0 if finding.target.sent else finding.target.size
 
 
@@ -75,13 +75,13 @@ def _row(kind: tuple[bool, int], attack: str, members: Sequence[Finding]) -> Row
 
 
 def _scores(finding: Finding) -> dict[str, dict[str, float | None]]:
-    """Return the PSNR and the SSIM of a reconstruction, each as a mapping from the names in ``AGAINST``."""
+    """Return the PSNR and the SSIM of a reconstruction, each as a mapping from names in ``AGAINST`` to values."""
     of = {key: getattr(finding, key) for key in AGAINST}
     return {name: {key: each and getattr(each, name) for key, each in of.items()} for name in ("psnr", "ssim")}
 
 
 def cells(row: Row) -> list[str]:
-    """Return a row of the table as texts."""
+    """Return the texts of the cells in a row of the table."""
     psnr = ["–" if value is None else f"{value:.1f}" for value in row.psnr.values()]
     rest = ["–" if value is None else f"{value:.2f}" for value in (*row.ssim.values(), row.feature_error)]
     return [row.feature, row.attack, *psnr, *rest]
@@ -156,10 +156,10 @@ def write(audit: Audit, out: Path) -> None:
 
 
 def draw_sheet(audit: Audit, path: Path) -> None:
-    """Draw the contact sheet, with a line per prototype.
+    """Draw the contact sheet, with a row of images per prototype.
 
-    On the left are reconstructions from the prototype, and on the right, as a control, from the feature of one image of
-    the same client and class.
+    The left half of a row shows reconstructions from the prototype. The right half shows, as a control, reconstructions
+    from the feature of a single image of the same client and class.
     """
     from matplotlib.figure import Figure
 
@@ -189,9 +189,9 @@ def draw_sheet(audit: Audit, path: Path) -> None:
 
 
 def _pairs(audit: Audit) -> list[tuple[dict[str, Finding], dict[str, Finding]]]:
-    """Return a pair for each prototype: its findings, and those of the first single image of the same client and class.
+    """Return two mappings from the names of attacks to findings, for each prototype.
 
-    Findings are a mapping from the name of each attack.
+    The first contains the findings of the prototype, the second those of a single image of the same client and class.
     """
     targets: dict[tuple[int, int, bool], dict[str, Finding]] = {}
     for finding in audit.findings:

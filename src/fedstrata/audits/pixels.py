@@ -11,7 +11,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset, Indices, Split
 
 SMALLEST = 7
-"""The least height and width of an image in pixels, which is the size of SSIM's window."""
+"""The smallest height and width of an image in pixels, which is the size of the window of the measure SSIM."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Pixels:
     Args:
         data: The data set, whose samples are images.
         low: The stored value that becomes 0 (black).
-        high: The stored value that becomes 1.
+        high: The stored value that becomes 1 (white).
     """
 
     data: Dataset
@@ -30,7 +30,7 @@ class Pixels:
 
     @classmethod
     def of(cls, data: Dataset) -> Pixels:
-        """Make the map for a data set. Bytes range from 0 to 255; the range of other types is that of the training set.
+        """Make the map for a data set: bytes range from 0 to 255, and other types as the values in the training set.
 
         Raises:
             SpecError: The samples are not images of at least 7x7 pixels.

@@ -1,9 +1,9 @@
 """The audit of prototypes: reconstruct clients' images from the prototypes that they sent (ReBaFL §5.6).
 
 A prototype is the mean feature of a client's images of one class. Every attack has the same targets: the prototypes
-that a client sent and, as controls, mean features of only a few of its images, down to a single image. Clients do not
-send the controls. If an attack can reconstruct an image from a control but not from the prototype, averaging hides the
-image. If it can do neither, the attack is too weak for a conclusion.
+that a client sent and, for comparison, controls. A control is the mean feature of a few of these images or the feature
+of one of them; clients do not send controls. If an attack can reconstruct an image from a control but not from the
+prototype, averaging hides the image. If it can do neither, the attack is too weak for a conclusion.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ HeldOut = Literal["test", "spare"]
 BASELINE = "class mean"
 """The reconstruction that needs no feature: the mean held-out image of the class."""
 SIZES = (1, 5, 25)
-"""The sizes of controls: a control is the mean feature of so many images."""
+"""The numbers of images in a control."""
 DRAWS = 4
 """The number of controls of each size, for each client and class."""
 CLASSES = 4
-"""The most classes of a client that are attacked."""
+"""The largest number of classes of a client that are attacked."""
 COMPARED = 1000
-"""The most images of a client and class with which a reconstruction is compared."""
+"""The largest number of images of a client and class with which a reconstruction is compared."""
 MOST = 10_000
-"""The most held-out images that the attacker uses."""
+"""The largest number of images that the attacker has of its own ("held-out images")."""
 FEWEST = 4 * TUNING
+"""The smallest number of held-out images with which an audit is possible."""
 DRIFT = 1e-3
+"""The relative difference of prototypes between the run and its replay above which the audit warns."""
 
 Ints = NDArray[np.int64]
 
@@ -61,7 +63,7 @@ class Target:
         sent: Whether this is a prototype that the client sent; otherwise it is a control.
         feature: The feature h, (d,).
         own: The images behind the feature, (n, C, H, W) in [0, 1].
-        unseen: The strangers: up to n images of the same class that the client does not hold.
+        unseen: Strangers, which are up to n images of the same class that the client does not hold.
     """
 
     client: int
@@ -83,8 +85,8 @@ class Finding:
         image: The reconstruction, (C, H, W) in [0, 1].
         mean: The mean similarity of the reconstruction to the images behind the feature.
         nearest: The similarity to the most similar of these images.
-        stranger: The similarity to the most similar stranger; None if there are no strangers. If an attack learns
-            nothing about this client, its reconstruction is as similar to a stranger as to the client's images.
+        stranger: The similarity to the most similar stranger (see ``Target``); None if there are no strangers. If an
+            attack learns nothing about this client, this is about as large as ``nearest``.
         average: The similarity to the mean of the images behind the feature.
         feature_error: The relative error ‖f(x) − h‖ / ‖h‖ of the reconstruction's feature f(x); None if h = 0.
     """
@@ -140,14 +142,14 @@ def audit_prototypes(
 
     Args:
         run: The run folder.
-        clients: The most clients to attack. They are drawn from those that sent prototypes since the run's
-            second-to-last checkpoint.
+        clients: The largest number of clients to attack. They are drawn from the clients that sent prototypes since
+            the run's second-to-last checkpoint.
         steps: The number of optimisation steps of each attack.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         held_out: The attacker's own images: the test set (``"test"``), or the training samples that no client holds
             (``"spare"``).
-        prepared: The run's experiment, if it had data or a model of your own.
-        watch: Is called with the progress.
+        prepared: The run's experiment; needed only if the run used your own data or model.
+        watch: A function that is called with the progress.
 
     Raises:
         SpecError: ``run`` is not a run folder, the method does not send or keep prototypes, or the samples are not
@@ -167,7 +169,7 @@ def audit_prototypes(
     pixels = Pixels.of(prepared.data)
     images, labels, theirs = _held_out(prepared, pixels, held_out, seed)
     findings: list[Finding] = []
-    # The replayed rounds give the same bits as before only with the same number of threads.
+    # Rounds that are run again give the same bits only with the same number of threads.
     with training_process(spec.training.threads):
         sent = replay(prepared, folder, clients, seed, watch)
         if (drift := max(one.difference for one in sent)) > DRIFT:
@@ -192,9 +194,9 @@ def audit_prototypes(
 
 
 def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) -> tuple[Tensor, Tensor, Ints]:
-    """Return the attacker's images and labels, in random order, and their indices in the training set.
+    """Return the attacker's images, their labels, and their indices in the training set, in random order.
 
-    There are no indices if the images are from the test set.
+    The array of indices is empty if the images are from the test set.
     """
     data = prepared.data
     split: Split = "test" if held_out == "test" else "train"
@@ -209,7 +211,7 @@ def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) 
 
 
 def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int) -> list[Target]:
-    """Return the client's prototypes and their controls as targets.
+    """Return a client's prototypes and their controls as targets.
 
     Args:
         prepared: The experiment.
@@ -231,7 +233,7 @@ def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int
         for number, group in enumerate([own, *(generator.choice(own, size, replace=False) for size in sizes)]):
             images = view.pixels.images(torch.from_numpy(group))
             if is_sent := number == 0:
-                # The prototype is used as it was sent. A data sampler may have left some of the images out of it.
+                # The prototype is used as it was sent. It may be the mean of fewer images, if a sampler left some out.
                 size, feature = int(sent.table["samples"][label]), sent.table["means"][label]
             else:
                 size = len(group)

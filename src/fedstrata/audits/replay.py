@@ -1,8 +1,8 @@
-"""The prototypes that clients sent in a run, and the models with which they were computed; both are found by a replay.
+"""Recover the prototypes that clients sent in a run, and the models with which they were computed.
 
-A server sees the prototypes and the models. A checkpoint contains the last prototypes of each client, but not its
-model. So the rounds between the last two checkpoints are run again, and the new prototypes are compared with those in
-the checkpoint.
+A prototype is the mean feature of a client's samples of one class. A server sees the prototypes and the models. A
+checkpoint contains the last prototypes of each client, but not its model. So the rounds between the last two
+checkpoints are run again (a "replay"), and the new prototypes are compared with those in the last checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import Simulation
 
 PROTOTYPES = "prototypes"
-"""The key of the prototypes in a client's message."""
+"""The key of the prototypes in the message of a client."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Sent:
         weights: The client's model; the prototypes are class means of its features. The client sent the model too,
             except BatchNorm's statistics if clients keep these (``training.batch_norm = "local"``). In this case, the
             audit's attacker, who has the statistics, knows more than the server.
-        table: The prototypes ``means`` (C, d), and the number of ``samples`` of each class (C,).
-        difference: The largest difference from the stored prototypes, relative to their largest entry; 0 if the
-            replayed rounds gave the same bits as before.
+        table: The prototypes of all C classes ``means`` (C, d), and the number of ``samples`` of each class (C,).
+        difference: The largest difference between an entry of these prototypes and of those in the checkpoint,
+            divided by the largest entry of the latter; 0 if the replay gave the same prototypes.
     """
 
     client: int
@@ -52,7 +52,7 @@ class Sent:
 
 
 Watch = Callable[[int, int, str], None]
-"""A function that is called with the number of steps done, the number of all steps, and a text about the next step."""
+"""A function that shows progress: it takes the number of finished steps, of all steps, and a text about the next."""
 
 
 def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Watch) -> list[Sent]:
@@ -61,9 +61,9 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     Args:
         prepared: The run's experiment.
         folder: The run folder.
-        clients: The most clients. They are drawn from those that sent prototypes since the second-to-last checkpoint.
+        clients: The largest number of clients to draw from those that sent prototypes since the checkpoint before last.
         seed: The seed of the draw.
-        watch: Is called before every round.
+        watch: A function that is called before every round.
 
     Raises:
         SpecError: The clients of the run do not send or keep prototypes.
@@ -88,7 +88,7 @@ def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
     """Return the second-to-last checkpoint of a run (None if there is only one), and the last checkpoint.
 
     Raises:
-        CheckpointError: The run does not have a checkpoint, or sites keep its clients' states.
+        CheckpointError: The run does not have a checkpoint, or its clients were at sites, which keep their states.
     """
     last = checkpoint.load(folder / "checkpoint")
     if last is None:
@@ -115,13 +115,13 @@ def _require_prototypes(prepared: Prepared) -> None:
 
 
 def _stored_tables(last: Checkpoint, before: Checkpoint | None, clients: int, seed: int) -> dict[int, Table]:
-    """Return the prototypes in the last checkpoint, for some clients whose state changed since the checkpoint before.
+    """Return prototypes from the last checkpoint, of clients whose state has changed since the checkpoint before it.
 
     Args:
         last: The last checkpoint.
         before: The checkpoint before it, if any.
-        clients: The most clients.
-        seed: The seed with which clients are drawn.
+        clients: The largest number of clients.
+        seed: The seed with which the clients are drawn.
 
     Returns:
         A mapping from the id of each client to its prototypes.
@@ -160,7 +160,7 @@ def _send_again(
 
 
 def _as_computed(state: Mapping[str, Tree], weights: Weights) -> Weights:
-    """Return the model with which a client computed its prototypes, including statistics that it did not send."""
+    """Return the client's model: the weights that it sent and, if it keeps them, BatchNorm's statistics."""
     return Weights(weights.params, {**weights.buffers, **state[BUFFERS]}) if BUFFERS in state else weights
 
 

@@ -43,7 +43,7 @@ class Likeness:
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None if all are."""
+    """Return the mean of the values that are not None; None if all values are None."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
@@ -70,8 +70,8 @@ def likeness(image: Tensor, others: Tensor) -> tuple[Likeness, Likeness]:
     """Compare an image (C, H, W) with others (n, C, H, W).
 
     Returns:
-        The mean PSNR and SSIM over the other images; and the largest PSNR and SSIM, which may be those of two different
-        images.
+        The mean PSNR and the mean SSIM over the other images; and the largest PSNR and the largest SSIM, which two
+        different images may have.
     """
     ratios = [psnr(image, other) for other in others]
     similarities = [ssim(image, other) for other in others]

@@ -1,4 +1,4 @@
-"""Names of the array types."""
+"""Short names for types of NumPy arrays."""
 
 from __future__ import annotations
 

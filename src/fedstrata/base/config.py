@@ -1,8 +1,8 @@
 """Settings that validate themselves, and registries that find them by name.
 
-Everything that a spec can name (a method, a partition, an availability model, a sampler …) is a frozen pydantic model:
-its fields are the settings, and its methods are the behaviour. ``Registry`` turns ``{"name": "dirichlet", "alpha":
-0.1}`` into such a model, imports the class only then, and accepts ``"module:Class"`` for the user's own classes.
+A spec describes an experiment. Everything that it can name (a method, a partition, a sampler …) is a frozen pydantic
+model: its fields are the settings, and its methods are the behaviour. ``Registry`` turns ``{"name": "dirichlet",
+"alpha": 0.1}`` into such a model and imports its class only then. Users name their own classes by ``"module:Class"``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ T = TypeVar("T", bound="Setting")
 R = TypeVar("R")
 
 MOST = 2**31 - 1
-"""The largest whole number of a setting without its own limit, so that counts computed from it fit into 64 bits."""
+"""The largest value of a whole-number setting that declares no limit. Counts computed from it fit into 64 bits."""
 
 LARGEST = 1e18
-"""The largest number of a setting without its own limit, so that its square fits into float32."""
+"""The largest value of a float setting that declares no limit. Its square fits into float32."""
 
 _NAMES: dict[str, str] = {}
 """A mapping from the path ``"module:Class"`` of a class to its name in specs."""
@@ -67,7 +67,7 @@ class MayChange:
 
 
 class Setting(BaseModel):
-    """A frozen group of validated settings; an unknown key is an error.
+    """Base class of groups of settings, which are frozen and validated; an unknown key is an error.
 
     Raises:
         SpecError: A setting is wrong; the message says what is accepted.
@@ -78,7 +78,7 @@ class Setting(BaseModel):
     )
 
     name: ClassVar[str] = _SpecName()  # type: ignore[assignment]
-    """The name in specs; empty for a section that has only one kind."""
+    """The name by which a spec chooses this class; empty if a section has only one class."""
 
     if not TYPE_CHECKING:  # type checkers know the arguments from the fields
 
@@ -88,7 +88,7 @@ class Setting(BaseModel):
             except ValidationError as error:
                 raise explain(error, type(self)) from None
 
-        # Nested settings are validated by pydantic and not by their __init__, so that errors have the whole key.
+        # pydantic then validates nested settings without their __init__, so that errors show the whole key.
         __init__.__pydantic_base_init__ = True
 
     @field_validator("*")
@@ -164,7 +164,7 @@ class Registry(Generic[T]):
         """Build an instance from a name or from a table with a ``name``; return an instance unchanged.
 
         Raises:
-            SpecError: The name is unknown or a setting is wrong; the key is relative to the table.
+            SpecError: The name is unknown or a setting is wrong; the key in the error is that in the table.
         """
         if isinstance(value, self.base):
             return value
@@ -183,7 +183,7 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True)
 class FromRegistry:
-    """An annotation of fields that hold a class of a registry: ``Annotated[Objective, FromRegistry(OBJECTIVES)]``.
+    """An annotation of fields whose values are of classes in a registry: ``Annotated[Codec, FromRegistry(CODECS)]``.
 
     Such a field accepts a name, a table with a name, or an instance. Its errors show the field's key.
 
@@ -211,10 +211,11 @@ class FromRegistry:
 
 
 def from_word(cls: type[Setting], key: str = "") -> BeforeValidator:
-    """Return an annotation of fields that hold settings of class ``cls``. Their errors show the field's key.
+    """Return an annotation of fields that hold settings of class ``cls``; errors show the field's key.
 
-    Such a field accepts a table or an instance. With ``key``, it also accepts a text, which is short for a table with
-    only that key: ``Annotated[Data, from_word(Data, "name")]`` reads ``"adult"`` as ``{"name": "adult"}``.
+    Such a field accepts a table or an instance. If ``key`` is not empty, the field also accepts a text, which stands
+    for a table with only that key: ``Annotated[Data, from_word(Data, "name")]`` reads ``"adult"`` as
+    ``{"name": "adult"}``.
     """
 
     def parse(value: object) -> object:
@@ -261,7 +262,7 @@ def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
 
 
 def _accepted(cls: type[BaseModel], word: str) -> str:
-    """Say which keys are accepted instead of ``word``."""
+    """Return a text with the keys that ``cls`` accepts, and a hint which of them the unknown key ``word`` may mean."""
     accepted = list(cls.model_fields)
     others = _belongs(cls, word)
     if not accepted:
@@ -273,7 +274,7 @@ def _accepted(cls: type[BaseModel], word: str) -> str:
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
-    """Say which other classes of the same registry have a setting of that name, such as ``alpha`` of a partition."""
+    """Return a text that names the classes in the registry of ``cls`` that have a setting ``word``; may be empty."""
     for registry in _REGISTRIES:
         if issubclass(cls, registry.base):
             owners = []
@@ -298,7 +299,7 @@ def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
 
 
 def under(section: str, work: Callable[[], R]) -> R:
-    """Return the result of ``work()``, and put ``section`` in front of the key of its errors, as in ``section.key``."""
+    """Return ``work()``; if it raises a ``SpecError``, put ``section`` in front of the error's key: ``section.key``."""
     try:
         return work()
     except SpecError as error:

@@ -7,20 +7,20 @@ from collections.abc import Iterable
 from typing import Self
 
 LONGEST = 500
-"""The most characters of a value that a message shows."""
+"""The number of characters after which an error message cuts off a value."""
 
 
 class FedstrataError(Exception):
-    """Anything that fedstrata refuses or cannot do; the command line prints it as one line."""
+    """Base class of fedstrata's errors, each of which the command line prints as one line."""
 
     public = ""
-    """The text that other parties may read, for an error about one party's data.
+    """A text for other parties, if the error is about one party's data.
 
     It names the column and the rule that the data break, but shows no value of the data.
     """
 
     def publicly(self, text: str) -> Self:
-        """Set the public text, which discloses no value, line, count or path of the data; return the error."""
+        """Set the public text, which must not disclose values, lines, counts or paths of the data; return the error."""
         self.public = text
         return self
 
@@ -48,7 +48,7 @@ class SpecError(FedstrataError):
 
 
 class DataError(FedstrataError):
-    """A data set that is missing, unreadable or not what its name promises."""
+    """A data set that is missing, cannot be read or has wrong content."""
 
 
 class WireError(FedstrataError):
@@ -56,7 +56,7 @@ class WireError(FedstrataError):
 
 
 class ReplyRefusedError(FedstrataError):
-    """A reply that arrived and cannot be used: not finite, wrong shapes, missing tensors."""
+    """A client's reply that cannot be used, because tensors are missing, not finite or of a wrong shape."""
 
 
 class WithheldError(FedstrataError):
@@ -64,7 +64,7 @@ class WithheldError(FedstrataError):
 
 
 class QuorumError(FedstrataError):
-    """Fewer answers than the method needs."""
+    """An error for a round in which fewer clients answered than the method needs."""
 
 
 class ClientsFailedError(FedstrataError):
@@ -96,7 +96,7 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return a hint with the closest accepted spelling, or an empty string.
+    """Return a hint with the accepted word that is most similar to ``word``; empty if none is similar.
 
     >>> nearest("alfa", ["alpha", "clients"])
     "; did you mean 'alpha'?"

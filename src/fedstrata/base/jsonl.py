@@ -1,4 +1,4 @@
-"""Files of records, one JSON object per line, that survive crashes."""
+"""Write and read files that survive crashes; most of them contain one record (a JSON object) per line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from fedstrata.base.errors import DataError
 
 CHECKSUM = "checksum"
-"""The last key of each line: the checksum of the line's other keys and of the previous line's checksum."""
+"""The last key of each line. Its value is a hash of the rest of the line and of the previous line's checksum."""
 
 _SEAL = re.compile(rb'(?:, )?"checksum": "([0-9a-f]{64})"\}$')
 
@@ -27,17 +27,17 @@ class Log:
 
     Args:
         path: The file; the first ``append`` creates it.
-        mode: The permissions of the file, before the umask.
+        mode: The permissions of a new file, of which the process's umask removes some.
     """
 
     def __init__(self, path: Path | str, mode: int = 0o666) -> None:
         self.path, self._mode = Path(path), mode
         self.last, self.size = "", 0
-        """The checksum of the last line, and the size of the file in bytes, after this object's last access."""
+        """The checksum of the last line and the size of the file in bytes, after this object last wrote or read it."""
 
     @property
     def is_known(self) -> bool:
-        """Whether the file has the expected size: no other process wrote into it, and no write was incomplete."""
+        """Whether the file's size is still ``size``: no other process wrote into it, and no write was incomplete."""
         return self.size == (self.path.stat().st_size if self.path.exists() else 0)
 
     def append(self, *records: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ class Log:
             with open(self.path, "ab", opener=lambda name, flags: os.open(name, flags, self._mode)) as file:
                 file.write(data)
         except OSError as error:
-            error.filename = str(self.path)  # the system does not name it, for example if the disk is full
+            error.filename = str(self.path)  # some errors lack it, such as that of a full disk
             raise
         self.last, self.size = last, self.size + len(data)
 
@@ -68,7 +68,7 @@ class Log:
 
 
 def checksum_of(line: bytes, after: str | None = None) -> str | None:
-    """Return the checksum of a line; None if it has none, or if it is wrong for the previous checksum ``after``."""
+    """Return the checksum of a line; None if it has none, or if it is wrong given the previous line's, ``after``."""
     match = _SEAL.search(line)
     if match is None or (after is not None and _checksum(after, line[: match.start()] + b"}") != match[1].decode()):
         return None
@@ -148,8 +148,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
         try:
             record = json.loads(line, parse_constant=lambda _: None)
         except ValueError:
-            # A process that was killed while writing leaves a last line without a newline, which is ignored. A power
-            # cut leaves zero bytes, which are reported as damage.
+            # A process that is killed while it writes leaves a last line without a newline, which is ignored. A power
+            # cut may leave zero bytes, which are reported as damage.
             if number == len(lines) and b"\0" not in line:
                 return
             raise DataError(f"{path}, line {number}: no JSON object; what stands before can be read") from None
@@ -182,7 +182,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     Args:
         path: The file.
         data: The new content.
-        mode: The permissions of the file, before the umask.
+        mode: The permissions of the file, of which the process's umask removes some.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove_leftovers(path.parent)
@@ -196,7 +196,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
         error.filename, error.filename2 = (
             str(path),
             None,
-        )  # the system does not name it, for example if the disk is full
+        )  # some errors lack it, such as that of a full disk
         raise
     finally:
         beside.unlink(missing_ok=True)
@@ -204,7 +204,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 @lru_cache(maxsize=256)
 def remove_leftovers(folder: Path) -> None:
-    """Remove incomplete files of processes that were killed. The cache lets a process do this once per folder."""
+    """Remove temporary files of killed processes. Because of the cache, a process does this only once per folder."""
     for path in folder.glob(".*.tmp"):
         pid = path.name.split(".")[-2]
         if pid.isdigit() and not _is_running(int(pid)):
@@ -212,8 +212,8 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return False if no process has this id; True if one has it, or if the system does not say."""
-    if os.name == "posix":  # elsewhere, signal 0 would end the process
+    """Return False if no process has this id; True if one has it, or if this cannot be found out."""
+    if os.name == "posix":  # on Windows, this call would send Ctrl-C to the process
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

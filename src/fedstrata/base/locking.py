@@ -11,14 +11,14 @@ from filelock import FileLock, Timeout
 from fedstrata.base.errors import SpecError
 
 LOCK = ".lock"
-"""The lock file in the folder."""
+"""The name of the lock file in a run folder."""
 PATIENCE = 3.0
-"""Seconds to wait for the lock, because a process that is ending may still hold it."""
+"""The time to wait for the lock in seconds; a process that is about to end may still hold it."""
 
 
 @contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """Lock a folder while the ``with`` block runs. The system also releases the lock if this process is killed.
+    """Lock a folder while the ``with`` block runs. The system releases the lock if this process is killed.
 
     Raises:
         SpecError: Another process has the lock, or the folder cannot be written.

@@ -1,4 +1,4 @@
-"""Find the optional packages on top of the library by name, so that the library itself does not import them."""
+"""Import the outer packages, which use the library and may be left out of an installation, only when needed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from fedstrata.base.errors import FedstrataError
 
 OUTER = ("papers", "audits", "sites")
-"""The packages on top of the library. Each has a module ``cli`` with its commands."""
+"""The outer packages. Each has a module ``cli`` with its commands for the command line."""
 
 
 def installed() -> list[str]:
-    """Return the names of those outer packages that are installed."""
+    """Return the names of the outer packages that are installed."""
     return [name for name in OUTER if find_spec(f"fedstrata.{name}") is not None]
 
 
 def commands() -> list[Any]:
-    """Return the modules with the commands of those outer packages that are installed."""
+    """Return the module ``cli`` of each outer package that is installed."""
     return [importlib.import_module(f"fedstrata.{name}.cli") for name in installed()]
 
 

@@ -1,4 +1,4 @@
-"""Text of other parties (names, labels, error texts), made safe for terminals, tables and spreadsheets."""
+"""Make texts of other parties, such as names and errors, safe to show in terminals, tables and spreadsheets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def printable(text: object) -> str:
-    r"""Return text in one line, with line breaks, control characters and invisible characters as ``repr`` shows them.
+    r"""Replace line breaks, control characters and invisible characters in a text by their escapes, such as ``\n``.
 
-    So no text can move the cursor of a terminal, change the direction of writing or add lines to a log. Text that is
-    printable already is not changed, not even its backslashes.
+    The result cannot move the cursor of a terminal, change the direction of writing or add lines to a log. All other
+    characters, also backslashes, stay as they are.
 
     >>> print(printable("α\nb\x1b[2J"))
     α\nb\x1b[2J
@@ -20,12 +20,12 @@ def printable(text: object) -> str:
 
 
 def print_lines(*lines: object, file: TextIO | None = None) -> None:
-    """Print printable lines, by default to standard output."""
+    """Print each text in one line after making it printable; by default, to standard output."""
     print(*map(printable, lines), sep="\n", file=file, flush=True)
 
 
 def csv_cell(value: object) -> object:
-    r"""Return a value for a CSV file: text is printable and is not a formula for a spreadsheet.
+    r"""Return a value for a CSV file: a text becomes printable, and spreadsheets do not read it as a formula.
 
     >>> csv_cell("=1+1"), csv_cell(-1.5)
     ("'=1+1", -1.5)

@@ -36,7 +36,7 @@ Task = Callable[[], None]
 
 
 def can_fork() -> bool:
-    """Return True if a fork of this process can train; it must use a single thread.
+    """Return True if a fork of this process can train, which the fork must do with a single thread.
 
     Forks are safe only on Linux. A daemonic process may not have child processes. CUDA does not work after a fork.
     """
@@ -74,7 +74,7 @@ class Worker:
         self.process = context.Process(target=_begin, args=arguments, daemon=daemon, name="fedstrata-worker")
         program = sys.modules["__main__"]
         try:
-            if not fork:  # otherwise, the new process would run the user's script, unless that has a main guard
+            if not fork:  # a new process imports __main__; this would run a script that lacks a main guard
                 sys.modules["__main__"] = ModuleType("__main__")
             with warnings.catch_warnings():
                 # Python warns of locks that other threads hold during the fork. Workers do not use these locks.
@@ -117,8 +117,8 @@ def _begin(
     inherited: Iterable[Connection],
     asked_by_main_thread: bool,
 ) -> None:
-    signal.set_wakeup_fd(-1)  # signals of this process must not wake an event loop of the parent, as notebooks have
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
+    signal.set_wakeup_fd(-1)  # else, signals to this process would wake the parent's event loop, as in a notebook
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, but the parent ends this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:
         other.close()
@@ -130,8 +130,8 @@ def _begin(
 class TaskPool(Generic[K]):
     """Workers that each do one task at a time, for use in a ``with`` block.
 
-    Tasks that still run at the end of the block are terminated. Without ``fork``, a worker is started afresh and does
-    one task after another. With ``fork``, each task has a fork of this process to itself, which ends after it.
+    Tasks that still run at the end of the block are terminated. Without ``fork``, each worker is a new process, which
+    does one task after another. With ``fork``, each task runs in its own fork of this process.
 
     Args:
         jobs: The largest number of workers.
@@ -157,7 +157,7 @@ class TaskPool(Generic[K]):
             watch: A function to call repeatedly while tasks run.
 
         Yields:
-            The key of each task, and a text: empty if the task was done; otherwise, how its process ended early.
+            The key of each task and a text: empty if the task was done; otherwise, how its process ended too early.
 
         Raises:
             Exception: A task raised it.
@@ -220,14 +220,14 @@ def _serve(connection: Connection) -> None:
 
 def _do(task: Task, connection: Connection) -> None:
     """Do one task in a fork."""
-    # A fork does not have the OpenMP threads of its parent, and with several threads it would wait for them for ever.
+    # A fork does not inherit OpenMP's threads. With more than one thread, it would wait for them for ever.
     prepare_process(1)
     with threadpoolctl.threadpool_limits(1), ending_in_order():
         connection.send(_error_of(task))
 
 
 def _error_of(task: Task) -> Exception | None:
-    """Do a task; return the error that it raised, in a form that can be pickled."""
+    """Do a task; return the error that it raised, in a form that can be pickled, or None."""
     try:
         task()
     except Exception as error:

@@ -1,9 +1,10 @@
 """Encode trees of plain values and tensors as bytes.
 
 Every message and every checkpoint is a tree of records (frozen dataclasses), mappings, lists, plain values, tensors and
-arrays. ``encode`` writes it as a length, a JSON skeleton and one safetensors block. ``decode`` reads only records that
-were declared with ``@record``, and checks the types of a message's fields. Nothing is pickled. Numbers are in the block
-and not in the text, so that the length of a message does not depend on their values.
+arrays. ``encode`` writes three parts: the length of the second part; a JSON text with the structure of the tree (its
+"skeleton"); and one safetensors block with all tensors and numbers. The JSON text contains no numbers, so the length
+of a message does not depend on their values. ``decode`` reads only records that were declared with ``@record``, and
+checks the types of a message's fields. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from typing_extensions import TypedDict
 from fedstrata.base.errors import WireError
 
 Tree = Any
-"""Records, mappings, lists, tuples, tensors, arrays, bytes, str, int, float, bool and None, nested."""
+"""A nested structure of records, mappings, lists, tuples, tensors, arrays, bytes, str, int, float, bool and None."""
 
 DEFAULT_LIMIT = 2 << 30
-"""The size of the largest message that is read, in bytes."""
+"""The largest message that ``decode`` accepts by default, in bytes."""
 
 RECORDS: dict[str, type] = {}
 """A mapping from wire name to class, for all declared records. ``decode`` creates objects of these classes only."""
@@ -53,7 +54,7 @@ _SAFETENSORS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The names of the common dtypes in safetensors, in the order in which safetensors stores them."""
+"""A mapping from the common dtypes to their names in safetensors, in the order in which safetensors stores tensors."""
 T = TypeVar("T")
 
 
@@ -62,17 +63,17 @@ def record(name: str) -> Callable[[type[T]], type[T]]:
     """Declare a frozen dataclass that can be encoded and decoded.
 
     Args:
-        name: Its wire name, which stays the same when the class is moved or renamed. Your own names begin with a
-            prefix, such as ``"my/State"``.
+        name: The wire name: the name of the class in encoded bytes. It stays the same when the class is moved or
+            renamed. Begin your own names with a prefix, such as ``"my/State"``.
 
     Raises:
-        ValueError: Another class has the name.
+        ValueError: Another class has this wire name.
     """
 
     def declare(cls: type[T]) -> type[T]:
         new = dataclasses.dataclass(frozen=True)(cls)
         old = RECORDS.get(name, new)
-        # A class may be declared twice, by a notebook's cell or a script that is imported: the newer one counts.
+        # The same class may be declared again, such as by a notebook cell that runs twice. The newer one then counts.
         if old.__qualname__ != new.__qualname__ or fields_of(old) != fields_of(new):
             problem = f"is the wire name of {old.__module__}.{old.__qualname__}. Choose another name"
             raise ValueError(f"@record({name!r}) of {new.__module__}.{new.__qualname__}: {problem}.")
@@ -98,7 +99,7 @@ def fields_of(cls: type) -> tuple[str, ...]:
 
 
 class Message:
-    """A record that another party sends; the types of its fields are checked when it is decoded."""
+    """Base class of records that another party sends; the types of their fields are checked when they are decoded."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -139,8 +140,8 @@ def size(tree: Tree) -> int:
 def _form(tree: Tree) -> Hashable:
     """Return a cache key for ``size``: trees with equal keys have encodings of equal length.
 
-    The key lists the type of each node, and the keys, texts, shapes and dtypes, but not the values of numbers and
-    tensors. The entry of a node says how many children it has, and the entries of the children follow.
+    The key is a flat tuple that contains everything on which the length depends: the types of the nodes, mapping keys,
+    texts, shapes and dtypes, but not the values of numbers and tensors. The children of a node follow the node.
     """
     form: list[Any] = []
     pending = [tree]
@@ -195,7 +196,7 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
 
     Args:
         data: Bytes from ``encode``.
-        limit: The size of the largest message that is read, in bytes; None for bytes that this process encoded.
+        limit: The largest number of bytes that is accepted. None accepts any number, for bytes of this process itself.
 
     Raises:
         WireError: The bytes are damaged or larger than ``limit``, a record is unknown, or the field of a message has
@@ -286,7 +287,7 @@ def _neither(node: object) -> TypeError:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, with copies of those that share memory with others, because safetensors refuses these."""
+    """Return the tensors; those that share memory with an earlier one are copied, because safetensors refuses them."""
     seen: set[int] = set()
     result = {}
     for key, tensor in tensors.items():
@@ -298,7 +299,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rebuild(node: Any, tensors: dict[str, Tensor], ints: list[int], floats: list[float]) -> Tree:
-    # ``tensors.pop`` lets each tensor be used only once. Otherwise a short message could request many copies of one.
+    # ``tensors.pop`` lets a message use each tensor only once. Otherwise a short message could repeat a large tensor.
     def rebuild(inner: Any) -> Tree:
         return _rebuild(inner, tensors, ints, floats)
 
@@ -393,7 +394,7 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
 
 def _checker(cls: type) -> TypeAdapter[Any]:
     if cls not in _CHECKERS:
-        # In strict mode, pydantic would check a dataclass only from an instance, but it checks a TypedDict from a dict.
+        # In strict mode, pydantic does not accept a dict for a dataclass, but it accepts a dict for a TypedDict.
         hints = get_type_hints(cls)
         table = TypedDict(cls.__name__, {name: hints[name] for name in _FIELDS[cls]})  # type: ignore[misc]
         table.__pydantic_config__ = ConfigDict(  # type: ignore[attr-defined]
@@ -421,7 +422,7 @@ def leaves_of(tree: Tree) -> list[Any]:
 
 
 def add(first: Any, second: Any) -> Any:
-    """Add two trees of the same structure, leaf by leaf. Fields that are declared with ``same`` keep their first value.
+    """Add two trees of the same structure, leaf by leaf. Fields declared with ``same`` keep the value of ``first``.
 
     >>> add({"n": 1, "g": torch.ones(2)}, {"n": 2, "g": torch.ones(2)})
     {'n': 3, 'g': tensor([2., 2.])}

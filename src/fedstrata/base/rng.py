@@ -1,7 +1,7 @@
 """Randomness as a function of (seed, purpose, round, client).
 
 Generators are never shared in fedstrata: each use of random numbers names its purpose and gets a new counter-based
-generator. Adding a client, leaving out an evaluation or changing the order of work therefore changes no other number.
+generator. If a client is added, an evaluation left out or the order of work changed, all other numbers stay the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 SERVER = -1
-"""The value of ``client`` for draws of the server."""
+"""The value of ``client`` for random numbers of the server."""
 
 
 class Key(ISeedSequence):
@@ -31,7 +31,7 @@ class Key(ISeedSequence):
         text = f"{seed}|{purpose}|{round}|{client}".encode()
         digest = hashlib.blake2b(text, digest_size=16, person=b"fedstrata").digest()
         self.words = np.frombuffer(digest, dtype=np.uint64)
-        """The key, shape (2,)."""
+        """The 128 bits of the key as two whole numbers, shape (2,)."""
 
     def generate_state(self, n_words: int, dtype: Any = np.uint64) -> NDArray[np.uint64]:
         """Return the key, whatever the arguments are: ``Philox`` always asks for two words of 64 bits."""
@@ -58,11 +58,11 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
 
 
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a uniform number in [0, 1) for each client, which does not depend on the other clients.
+    """Draw a uniform number in [0, 1) for each client, which does not depend on the other clients given.
 
-    This is a vectorised replacement for ``rng(…, client).random()`` that draws different numbers. The time depends only
-    on how many clients are given, not on the largest id. Each number is a hash of the key and the client's id, mixed
-    by SplitMix64 (Steele et al. 2014).
+    This is like ``rng(…, client).random()`` for each client, but faster and with different numbers. The time depends
+    only on how many clients are given, not on the largest id. Each number is a hash of the key and the client's id,
+    computed by SplitMix64 (Steele et al. 2014).
 
     Args:
         seed: The experiment's seed.

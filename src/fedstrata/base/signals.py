@@ -19,13 +19,13 @@ TERMINATED = 128 + signal.SIGTERM
 GRACE = 2.0
 """Seconds in which a child process may clean up after its parent has ended, before it is killed.
 
-This is less than the time for which a new process waits for the lock of the run folder (``fedstrata.base.locking``).
+It is less than ``fedstrata.base.locking.PATIENCE``, so that a new process gets the lock that the child may hold.
 """
 
 AGAIN = 0.01
 """Seconds after which SIGTERM is sent again, if Python ignored the exception that the signal raised."""
 
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_PR_SET_PDEATHSIG = 1  # an option of the system call prctl: the signal to receive when the parent ends
 
 
 class Terminated(SystemExit):
@@ -99,13 +99,13 @@ def _runs(function: Callable[..., object], frame: FrameType | None) -> bool:
 def end_with_parent(asked_by_main_thread: bool) -> None:
     """Let this process end when its parent process ends, even if the parent is killed.
 
-    ``multiprocessing`` must have started this process. A thread waits for the pipe that the system closes when the
-    parent ends. It then sends SIGTERM to this process, and ends it after ``GRACE`` seconds. On Linux, the system is
-    asked to send SIGTERM too, because other processes may hold the pipe open.
+    ``multiprocessing`` must have started this process. A thread waits until the parent's end closes a pipe. It then
+    sends SIGTERM to this process, and ends it after ``GRACE`` seconds. On Linux, the system is asked to send SIGTERM
+    too, because the pipe stays open if other processes hold it.
 
     Args:
-        asked_by_main_thread: Whether the main thread of the parent started this process. If not, the system is not
-            asked: Linux would send SIGTERM as soon as the thread ends that started this process.
+        asked_by_main_thread: Whether the main thread of the parent started this process. If another thread did, Linux
+            is not asked, because it would send SIGTERM as soon as that thread ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.

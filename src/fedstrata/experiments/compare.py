@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Key = tuple[str, int]
-"""Label and seed of a run."""
+"""The label and the seed of a run."""
 Watcher = Callable[[str, int, int], None]
 """A function that is called with the label, the seed and the number of finished rounds of a run."""
 
@@ -76,7 +76,7 @@ def compare(
     progress: bool = False,
     report: bool = True,
 ) -> Comparison:
-    """Run every experiment with every seed and write a table, a plot and a report.
+    """Run every experiment with every seed, and write a report.
 
     Finished runs in ``out`` are not repeated, and interrupted runs continue from their last checkpoint. After a kill,
     the same call finishes the work.
@@ -86,17 +86,17 @@ def compare(
         seeds: Each experiment runs once with each seed. Default: the seed of the specs.
         out: The folder of the comparison. The files of a run are in ``LABEL/seed-S/``.
         data: Your own data for all experiments; see ``prepare``.
-        model: Your own model for all experiments, best as its class; see ``prepare``.
+        model: Your own model for all experiments, preferably as its class; see ``prepare``.
         engine: The engine that runs the clients of each run.
-        references: Additional references: ``"local"``, in which each client trains alone (the row is the mean over
-            the clients' runs), and ``"centralised"``, in which one client has all samples and computes as many
-            sample gradients per round. See ``fedstrata.experiments.references``.
+        references: References to add to the comparison: ``"local"``, in which each client trains alone (its results
+            are means over the clients), and ``"centralised"``, in which one client trains on all samples. See
+            ``fedstrata.experiments.references``.
         jobs: The number of simultaneous runs, each in its own process. Default: the number of processors, or 1 if the
             engine is not ``local``. Results do not depend on it. If you pass data, a model or classes that only this
-            program defines, the processes are forks of this process; if it cannot be forked, the runs take turns in it.
-        watch: A function that is called with the progress of each run.
+            program defines, the processes are forks of this process. If it cannot fork, one run follows another in it.
+        watch: A function that is called with the progress of each run; see ``Watcher``.
         progress: Show the progress: bars in a terminal and in a notebook, otherwise a line from time to time.
-        report: Write tables, figures and a page about all runs in the folder.
+        report: Whether to write a report into ``out``: tables, figures and an HTML page about all runs.
 
     Returns:
         A mapping from each label to its histories, in the order of ``seeds``.
@@ -160,10 +160,10 @@ def plan(
 ) -> dict[Key, Experiment]:
     """Return a mapping from the label and seed of each run of a comparison to its experiment.
 
-    A reference has several runs; their labels are ``NAME/RUN``, such as ``local/client-0``.
+    A reference may have several runs, whose labels are ``NAME/RUN``, such as ``local/client-0``.
 
     Raises:
-        SpecError: The seeds differ, or a reference is unknown or does not fit the experiments.
+        SpecError: ``seeds`` is None and the experiments' seeds differ; or a reference is unknown or does not fit.
     """
     if seeds is None:
         seeds = sorted({spec.seed for spec in experiments.values()})
@@ -200,7 +200,7 @@ def folder_of(out: Path, key: Key) -> Path:
 
 
 def is_done(folder: Path, spec: Experiment) -> bool:
-    """Return whether a folder contains the finished run: it has all rounds of the spec, or a callback stopped it."""
+    """Return True if a folder contains a finished run: it has all rounds of the spec, or a callback stopped it."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return bool(summary["rounds"] == spec.training.rounds or summary.get("stopped"))
@@ -216,7 +216,9 @@ def _run_all(
     engine: str,
     own: Mapping[str, Any],
 ) -> None:
-    """Run experiments side by side or in turn; ``own`` may contain the caller's data and model.
+    """Run experiments in parallel processes, or one after another in this process.
+
+    ``own`` may contain the caller's ``data`` and ``model``.
 
     Raises:
         FedstrataError: The process of a run was killed.
@@ -261,16 +263,16 @@ def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
 def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
     """Decide how to run several experiments at the same time.
 
-    A fresh process cannot get arrays and modules of this process, or classes that only this program defines. Such runs
-    need forks of this process.
+    A new process cannot use arrays and modules of this process, or classes that only this program defines. Runs that
+    use these need forks of this process.
 
     Args:
         specs: The experiments to run.
         in_memory: Whether the caller passes data or a model.
 
     Returns:
-        False to use fresh processes, True to use forks of this process, and None if forks are needed but not possible,
-        so that the runs must take turns in this process.
+        False to use new processes, and True to use forks of this process. None if forks are needed but not possible, so
+        that the runs must follow one another in this process.
     """
     specs = list(specs)
     if not in_memory and not any(part in spec.to_toml() for spec in specs for part in ("__main__:", "<locals>")):
@@ -283,7 +285,7 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
 
 
 def run_to_end(spec: Experiment, folder: Path, callbacks: Sequence[Any] = (), **given: Any) -> None:
-    """Start or resume an experiment in its folder, and run it to its end; ``given`` as in ``carry_out``."""
+    """Start or resume an experiment in its folder, and run it to its end; ``given`` is passed to ``carry_out``."""
     carry_out(spec, out=folder, resume=folder.exists(), callbacks=callbacks, **given)
 
 
@@ -293,5 +295,5 @@ def run_text(spec: str, folder: Path, engine: str = "local") -> None:
 
 
 def report_rounds(watch: Watcher, key: Key) -> Callable[[Mapping[str, Any]], None]:
-    """Return a callback that passes the finished rounds of a run to ``watch``."""
+    """Return a callback that calls ``watch`` after every round of the run ``key``."""
     return lambda record: watch(*key, record["round"])

@@ -1,9 +1,9 @@
 """References for federated methods: local training of each client, and centralised training on all samples.
 
-A reference shows what federated training is worth. Its runs use the data, the model and the training settings of an
-experiment, but have only one client (the partition ``SingleClient``). This client has the samples of all clients
-(``centralised``, one run), or those of one client (``local``, one run per client). ``fold`` combines the runs of a
-reference into one run folder.
+A reference shows how much federated training improves on training without it, or loses. Its runs use the data, the
+model and the training settings of an experiment, but have only one client (the partition ``SingleClient``). This client
+has the samples of all clients (``centralised``, one run), or those of one client (``local``, one run per client).
+``fold`` combines the runs of a reference into one run folder.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ SHARED: dict[str, Callable[[Experiment], object]] = {
         spec.training.batch_size,
     ),
 }
-"""Settings that must be equal in all compared experiments, so that one reference fits all: a description of each
-setting, and a function that returns it."""
+"""A mapping from descriptions of settings to functions that return their values. These settings must be equal in all
+compared experiments, so that one reference fits all of them."""
 
 SUMMED = ("samples", "seconds")
-"""Columns that are summed over the runs of a reference, besides counts of clients. Other numbers are averaged."""
+"""Columns that are summed over the runs of a reference, as counts of clients are. Other numbers are averaged."""
 
 MEASURED = ("test", "validation")
 """The keys of a record whose values are tables of metrics."""
@@ -58,11 +58,12 @@ COMMUNICATION = ("exchanges", "hops", "bytes_up", "bytes_down")
 def reference_runs(
     name: str, experiments: Mapping[str, Experiment], data: Arrays | None = None
 ) -> dict[str, Experiment]:
-    """Return a mapping from the name of each run of a reference, which is also its folder's name, to its experiment.
+    """Return the experiments of a reference, as a mapping from the name of each run to its experiment.
 
-    ``centralised`` has one run, ``everything``, which computes as many sample gradients per round as the invited
-    clients of an experiment compute together on average. ``local`` has a run ``client-K`` for every client, in which
-    the client trains in every round. All other settings, such as the learning rate, are those of the first experiment.
+    The name of a run is also that of its folder. ``centralised`` has one run, ``everything``. In a round, it computes
+    the gradients of as many samples as all invited clients of the federated experiment do on average. ``local`` has a
+    run ``client-K`` for every client, in which the client trains in every round. All other settings, such as the
+    learning rate, are those of the first experiment.
 
     Args:
         name: A name in ``REFERENCES``.
@@ -70,7 +71,7 @@ def reference_runs(
         data: Your own data; see ``prepare``.
 
     Raises:
-        SpecError: The reference is unknown, or the experiments differ in data, partition, model or work.
+        SpecError: The reference is unknown, or the experiments differ in one of the ``SHARED`` settings.
     """
     if name not in REFERENCES:
         raise SpecError("--references", f"there are: {', '.join(REFERENCES)}{nearest(name, REFERENCES)}", name)
@@ -93,7 +94,7 @@ def reference_runs(
 
 
 def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
-    """Return the settings with which centralised training does the same work per round as the invited clients.
+    """Return changes of ``training`` that let one client do as much work per round as all invited clients together.
 
     Args:
         spec: The federated experiment.
@@ -143,13 +144,13 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None if all are."""
+    """Return the mean of the values that are not None; None if all values are None."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
 def _combined(records: Sequence[Record], lower: Collection[str]) -> Record:
-    """Combine the records that all runs have of one round into one record; see ``fold``."""
+    """Combine the records of one round, one record per run, into one record; see ``fold``."""
     combined: Record = {"round": records[0]["round"]}
     for key in records[0]:
         values = [record.get(key) for record in records]

@@ -36,16 +36,16 @@ def run(
         spec: An experiment, a path to a TOML file, or nested tables.
         out: The run folder. Default: no files are written.
         data: Your own data; see ``prepare``.
-        model: Your own model, best as its class; see ``prepare``.
+        model: Your own model, preferably as its class; see ``prepare``.
         engine: The engine that runs the clients.
         resume: Continue the run in ``out`` from its last checkpoint.
-        callbacks: Callbacks in addition to the spec's: a ``fedstrata.Callback``, or a function that is called with the
-            record of every round.
+        callbacks: Callbacks in addition to those of the spec. Each is a ``fedstrata.Callback``, or a function that is
+            called with the record of every round.
         progress: Show the progress: a bar in a terminal and in a notebook, otherwise a line from time to time.
 
     Returns:
         The records of the rounds. ``params`` holds the final model's parameters and buffers. ``warning`` is a text if
-        the server could use none of the clients' replies, always or from some round on; otherwise it is empty.
+        the server could not use any reply of a client, in all rounds or from some round on; otherwise it is empty.
 
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.

@@ -1,4 +1,4 @@
-"""A search for good settings, which Optuna proposes and which are judged by their validation samples."""
+"""A search for good settings: Optuna proposes settings, and results on validation samples show which are best."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ STUDY, NAME = "study.db", "sweep"
 """Optuna's file in the folder of a search, and the name of the study in it. Optuna's dashboard reads this file."""
 
 PRUNED = "pruned"
-"""The first word of the reason why the run of a pruned trial was stopped. To prune is to stop a bad trial early."""
+"""The first word of the stored reason why a run was stopped, if its trial was pruned (stopped early as a bad one)."""
 
 STARTUP = 5
 """The number of trials that run to their end before any trial is pruned."""
 
 REFUSED = "refused"
-"""The name of a trial's attribute in Optuna that holds the error if its settings were refused."""
+"""The name of the attribute of a trial in Optuna that contains an error, if the spec refused the trial's settings."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Range:
 
     @property
     def ends(self) -> list[Any]:
-        """The values that are checked before a search: both ends of a range, or all choices."""
+        """Both ends of a range, or all choices. These values are checked before a search."""
         return [self.value(end) for end in self.choices or (self.low, self.high)]
 
     def value(self, proposed: Any) -> Any:
@@ -127,7 +127,7 @@ class Range:
         return min(max(float(f"{proposed:.4g}"), self.low), self.high)
 
     def propose(self, trial: optuna.trial.Trial, key: str) -> Any:
-        """Return Optuna's proposal for a key of a trial. Later calls for the same trial return the same value."""
+        """Return the value that Optuna proposes for a key of a trial. Later calls for the trial return the same."""
         if self.kind == "choice":
             return self.value(trial.suggest_categorical(key, self.choices))
         if self.kind == "int":
@@ -149,11 +149,12 @@ def search(
 ) -> Sweep:
     """Let Optuna propose settings, run them, and write one table and the best spec.
 
-    Trials are judged by the mean of ``evaluation.primary`` over the seeds on the validation samples, for the models
-    that the runs save. A trial is pruned if its first seed is worse than the median of the earlier trials in the same
-    round. After a kill, the same call continues the search: finished trials are not repeated, and an interrupted trial
-    continues from its last checkpoint. With ``jobs=1`` the result is the same as without a kill. With more jobs, the
-    proposals depend on the order in which trials end.
+    A trial is one proposal, which runs with every seed. Its result is the mean over the seeds of the metric
+    ``evaluation.primary`` on the validation samples, for the model that each run saves. A trial is pruned if its first
+    run is worse than the median of the earlier trials in the same round. After a kill, the same call continues the
+    search: finished trials are not repeated, and an interrupted trial continues from its last checkpoint. With
+    ``jobs=1`` the result is the same as without a kill. With more jobs, the proposals depend on the order in which
+    trials end.
 
     Args:
         table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
@@ -163,7 +164,7 @@ def search(
         trials: The number of trials, including the trials that the folder already contains.
         seeds: Each trial runs once with each seed. Default: the spec's seed.
         jobs: The number of simultaneous trials. Default: the number of processors.
-        prune: Whether bad trials are stopped early.
+        prune: Whether bad trials are pruned, that is, stopped early.
         watch: A function that is called with the label, the seed and the finished rounds of a run.
         progress: Show the progress.
 
@@ -211,13 +212,13 @@ class Setup:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The arguments that must not change when a search continues: a mapping from command-line names to texts."""
+        """The arguments that must not change when a search continues: their command-line names, and values as texts."""
         spec = {key: value for key, value in Experiment.from_table(self.table).to_spec().items() if key != "tracking"}
         ranges = {key: str(span) for key, span in self.space.items()}
         return {"SPEC": json.dumps(spec), "--search": json.dumps(ranges), "--seeds": json.dumps(self.seeds)}
 
     def folder(self, number: int, seed: int) -> Path:
-        """Return the folder of the run that belongs to a trial number and a seed."""
+        """Return the folder of the run of a trial with one seed."""
         return folder_of(self.out, (called(number), seed))
 
 
@@ -233,7 +234,7 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Return the spec's experiment if the search space is valid.
 
-    Experiments are built with both ends of each range, while the other settings have the first ends of their ranges.
+    This builds an experiment for each end of each range; its other settings have the first ends of their ranges.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -252,7 +253,7 @@ def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
 def opened(
     path: Path, identity: Mapping[str, Any] | None = None, direction: str = "maximize"
 ) -> Iterator[optuna.Study]:
-    """Open Optuna's study (its record of all trials) in a file during the ``with`` block.
+    """Open a file with Optuna's study (the record of all trials) during the ``with`` block.
 
     Args:
         path: The file. It is created if it does not exist and ``identity`` is given.
@@ -297,7 +298,7 @@ def opened(
 
 
 def trial_of(study: optuna.Study, number: int) -> optuna.trial.Trial:
-    """Return the trial with this number from the study; it has been created before."""
+    """Return the trial with this number from a study that contains it."""
     import optuna
 
     storage = study._storage
@@ -355,9 +356,9 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
 
 
 def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
-    """Return the experiment that Optuna proposes for a trial; None if the spec refuses the settings.
+    """Return the experiment that Optuna proposes for a trial.
 
-    A trial that is refused is marked as failed in the study.
+    If the settings do not give a valid experiment, mark the trial as failed in the study and return None.
     """
     from optuna.trial import TrialState
 
@@ -381,7 +382,7 @@ def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
 
 
 def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSampler:
-    """Return Optuna's algorithm for proposals, the tree-structured Parzen estimator, with a seed per trial and key.
+    """Return Optuna's tree-structured Parzen estimator, which proposes values, with a seed per trial and key.
 
     With this seed, a proposal depends only on the trials that have ended, not on whether the search was interrupted.
     """
@@ -412,12 +413,12 @@ def run_trial(setup: Setup, number: int, text: str, watch: Watcher | None = None
 
 
 def is_pruned(history: History) -> bool:
-    """Return whether a run was pruned."""
+    """Return True if a run was pruned."""
     return history.stopped.startswith(PRUNED)
 
 
 def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
-    """Report a finished trial to the study: its mean accuracy, or that it was pruned or failed."""
+    """Report the result of a finished trial to the study: the mean of its primary metric, pruned, or failed."""
     from optuna.trial import TrialState
 
     histories = runs_of(setup, number)
@@ -434,13 +435,13 @@ def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: C
 
 
 def runs_of(setup: Setup, number: int) -> list[History]:
-    """Return the histories of a trial's finished runs, one per seed; a pruned trial has only the first."""
+    """Return the histories of a trial's finished runs, one per seed; a pruned trial has only that of the first seed."""
     folders = [setup.folder(number, seed) for seed in setup.seeds]
     return [History.load(folder) for folder in folders if (folder / SUMMARY).exists()]
 
 
 def results(setup: Setup, study: optuna.Study) -> Sweep:
-    """Return all finished trials, and the best trial."""
+    """Return the results of all trials of a study, and find the best trial."""
     planned, histories, notes = dict[str, Cell](), dict[str, list[History]](), dict[str, str]()
     for trial in study.get_trials(deepcopy=False):
         label = called(trial.number)
@@ -458,7 +459,7 @@ def results(setup: Setup, study: optuna.Study) -> Sweep:
 
 
 class Pruning(Callback):
-    """Stops the run of a trial that is worse than the median of the earlier trials in the same round.
+    """Stops the run of a trial if its result is worse than the median of earlier trials in the same round.
 
     Args:
         study: The path of the study's file.

@@ -1,4 +1,4 @@
-"""A grid of settings, whose cells are compared by the primary metric on validation samples."""
+"""A sweep runs every combination (cell) of values of some settings, and finds the best on validation samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Cell:
     """One combination of values in a grid, or one trial of a search.
 
     Args:
-        settings: A mapping from each key that is varied to its value.
+        settings: A mapping from the key of each setting that varies to its value in this cell.
         spec: The experiment with these values.
     """
 
@@ -38,7 +38,7 @@ class Cell:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], settings: Mapping[str, Any]) -> Cell:
-        """Build a cell from a spec, given as nested tables, and the settings that replace settings of the spec."""
+        """Build a cell from a spec, given as nested tables, and settings that replace those of the spec."""
         tables = copy.deepcopy(dict(table))
         for key, value in settings.items():
             set_key(tables, key, value, f"{key}={value}")
@@ -47,12 +47,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The result of a sweep.
+    """The result of a sweep or a search.
 
     Args:
-        cells: A mapping from each label to its cell, in the order of the grid.
-        histories: The histories of each label, one per seed.
-        values: The primary metric of each label on the validation samples, over its seeds.
+        cells: A mapping from each label to its cell, in the order of the grid or of the trials.
+        histories: A mapping from each label to the histories of its runs, one per seed.
+        values: A mapping from each label to the mean and spread over its seeds of the primary metric on the validation
+            samples.
         best: The label of the best cell; None if no cell has a value for every seed.
         notes: A mapping from labels to the reason why the cell cannot be the best, such as that it was pruned.
         primary: The primary metric, ``evaluation.primary`` of the first cell.
@@ -79,8 +80,8 @@ def sweep(
     """Run every cell of a grid with every seed, and write one table and the best spec.
 
     Cells run as in ``compare``: finished runs in ``out`` are not repeated, and interrupted runs continue from their
-    last checkpoint. The best cell has the best mean of ``evaluation.primary`` on the validation samples, by default the
-    accuracy; of equal cells, the first.
+    last checkpoint. The best cell has the best mean of the metric ``evaluation.primary`` on the validation samples. If
+    several cells have the same mean, the first of them is the best.
 
     Args:
         table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
@@ -121,7 +122,7 @@ def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[s
     """
     if not grid or not all(grid.values()):
         raise SpecError("--set", "a sweep needs a setting with values to try, such as training.lr=0.01,0.1")
-    # Use the last part of a key as its name if no other key ends with it.
+    # The name of a key is its last part, such as lr for training.lr; or the whole key if another one ends alike.
     ends = [key.rpartition(".")[2] for key in grid]
     names = {key: end if ends.count(end) == 1 else key for key, end in zip(grid, ends, strict=True)}
     result: dict[str, Cell] = {}
@@ -148,7 +149,7 @@ def judge(
 ) -> Sweep:
     """Compute the primary metric of each cell on the validation samples, and find the best cell.
 
-    A cell cannot be the best if it has a note, or if one of its seeds has no value or broke down.
+    A cell cannot be the best if it has a note, or if a run has a warning or no value.
 
     Args:
         planned: A mapping from each label to its cell.
@@ -170,17 +171,17 @@ def judge(
 
 
 def measure(primary: str) -> str:
-    """Return the measure of a cell: the column of the primary metric on the validation samples."""
+    """Return the name of the column by which cells are compared: the primary metric on the validation samples."""
     return f"validation.{primary}"
 
 
 def validated(history: History, primary: str) -> float | None:
-    """Return the primary metric of the saved model on the validation samples; None without one."""
+    """Return the primary metric of a run's saved model on the validation samples; None if it was not measured."""
     return history.final(measure(primary))
 
 
 def figures(result: Sweep) -> dict[str, Any]:
-    """Return the content of ``sweep.json``: the best label, and the settings and the measure of each cell."""
+    """Return the content of ``sweep.json``: the best label, and the settings and the result of each cell."""
     return {
         "best": result.best,
         "cells": [
@@ -193,7 +194,7 @@ def figures(result: Sweep) -> dict[str, Any]:
 
 
 def to_markdown(result: Sweep) -> str:
-    """Return the table in Markdown, with the best cell and its test result below."""
+    """Return a Markdown table with a row per cell, and a sentence about the best cell and its test result."""
     metric, final = result.primary, f"final_{result.primary}"
     how = tables.measure(final)
     unit = how.heading.removeprefix(f"final {metric}")

@@ -1,7 +1,7 @@
 """Callbacks, which observe a run and may stop it.
 
-A callback is a setting, so that a spec can name it. It stores its state in the run's ``memory``, which is written to
-the checkpoints. So a run that is killed and resumed continues as if it had not been killed.
+A callback is a ``Setting``, so that a spec can name it. It stores its state in the run's ``memory``, which every
+checkpoint contains. So a run that is killed and resumed continues as if it had not been killed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ BEST = "best.safetensors"
 
 
 class Callback(Setting):
-    """Base class of callbacks. A subclass overrides the functions that it needs.
+    """Base class of callbacks. A subclass overrides the methods that it needs.
 
-    The fields of a subclass are its settings. State that must survive a kill belongs in ``simulation.memory``. Other
-    attributes may be set too, preferably in ``on_start``.
+    The fields of a subclass are its settings. Store state that must survive a kill in ``simulation.memory``. Other
+    attributes do not survive it; set them in ``on_start``.
 
     >>> class StopEarly(Callback):
     ...     rounds: int = 10
@@ -46,16 +46,16 @@ class Callback(Setting):
             object.__setattr__(self, name, value)
 
     def check(self, evaluation: Evaluation) -> None:
-        """Raise ``SpecError`` if the callback needs a metric or samples that the evaluation does not have."""
+        """Raise ``SpecError`` if the callback needs a metric or validation samples that ``evaluation`` does not set."""
 
     def on_start(self, simulation: Simulation) -> None:
-        """Run before the first round, and before the first round after a resume."""
+        """Prepare for the rounds; called before the first round of a run, and again when the run is resumed."""
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Run after every round; ``record`` contains the round's metrics and counts."""
+        """Handle the end of a round; ``record`` contains the round's metrics and counts."""
 
     def on_end(self, simulation: Simulation, history: History) -> None:
-        """Run after the last round, before the final model is stored."""
+        """Handle the end of the last round; the final model is stored after this call."""
 
     def on_close(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
         """Release resources at the very end, also after an error.
@@ -91,14 +91,14 @@ class _Best(Callback):
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric's value in a record, if any: on validation samples or, without them, on the test set."""
+        """Return the metric on the validation samples or, without these, on the test set; None if not measured."""
         metrics: Mapping[str, Any] = record.get("validation") or {}
         if simulation.spec.evaluation.validation is None:
             metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}
         return metrics.get(self.compared(simulation))
 
     def improves(self, simulation: Simulation, value: float | None, best: float | None, least: float = 0.0) -> bool:
-        """Return whether a value is better than the best value so far by more than ``least``."""
+        """Return True if a value is better than the best value so far by more than ``least``."""
         if value is None or best is None:
             return value is not None
         lower = (
@@ -129,7 +129,7 @@ class EarlyStopping(_Best):
             raise SpecError("callbacks", f"{problem}, such as 0.1")
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Store the model if the metric has improved; stop after ``patience`` evaluations in a row without that."""
+        """Remember the model if the metric has improved; stop after ``patience`` evaluations without improvement."""
         if record.get("validation") is None:
             return
         best = simulation.memory.get(self.name)
@@ -153,7 +153,7 @@ class EarlyStopping(_Best):
 class KeepBest(_Best):
     """Stores the model of the best evaluation so far as ``best.safetensors`` in the run folder.
 
-    It uses the validation samples if there are any. Otherwise it uses the test set, whose results are then optimistic.
+    It compares results on validation samples or, without these, on the test set, which makes test results optimistic.
     """
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
@@ -165,7 +165,7 @@ class KeepBest(_Best):
         if simulation.folder is not None:
             weights = simulation.evaluated()
             tensors = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
-            # Store only one entry of metadata: safetensors writes several entries in random order.
+            # Several entries of metadata would be written in random order, so there is only one.
             metadata = {"round": str(record["round"])}
             replace_file(simulation.folder / BEST, safetensors.torch.save(tensors, metadata))
 
@@ -181,7 +181,7 @@ AnyCallback = Annotated[Callback, FromRegistry(CALLBACKS)]
 
 @contextmanager
 def named(callback: object, history: History) -> Iterator[None]:
-    """Add the callback's name to an exception in the ``with`` block, and the history so far as its ``history``."""
+    """Add two things to an exception in the ``with`` block: a note with the callback's name, and the history so far."""
     try:
         yield
     except Exception as error:

@@ -29,13 +29,13 @@ from fedstrata.spec.callbacks import AnyCallback, EarlyStopping, KeepBest
 from fedstrata.spec.tracking import Tracking
 
 COMPARE = "compare"
-"""The section of a spec file that ``fedstrata compare`` uses; its tables ``[compare.LABEL]`` say how methods differ."""
+"""The section of a spec file for comparisons; each table ``[compare.LABEL]`` changes the spec for one experiment."""
 
 EXCLUSIVE = {"local_epochs": "local_steps", "local_steps": "local_epochs", "indices": "file", "file": "indices"}
 """A mapping from each key to the key that it excludes: if one of them is overridden, the other is removed."""
 
 LARGEST_SEED = 2**128 - 1
-"""The largest seed, because random numbers are derived from only 128 bits of it."""
+"""The largest seed. Random generators have keys of 128 bits, so larger seeds would not give more different numbers."""
 
 
 class Experiment(Setting):
@@ -45,13 +45,13 @@ class Experiment(Setting):
         seed: The seed of all random numbers.
         data: The data set.
         partition: How samples are assigned to clients.
-        availability: Which clients answer, and how fast.
+        availability: The rule that decides which clients answer, and how fast.
         method: The federated method.
         model: The architecture.
         training: How clients train.
-        evaluation: When the model is evaluated and stored.
+        evaluation: The rounds in which the model is evaluated and stored, and the metrics.
         communication: How models and updates are compressed.
-        privacy: The minimum number of samples behind every value that a client sends.
+        privacy: The minimum number of samples from which every value that a client sends must be computed.
         callbacks: Callbacks that observe the run and may stop it, such as ``["early-stopping"]``.
         tracking: Other programs that show the run; they have no effect on results.
 
@@ -75,14 +75,14 @@ class Experiment(Setting):
 
     @model_validator(mode="after")
     def _compare_primary(self) -> Experiment:
-        """Let callbacks without a metric compare the primary metric, so that a run folder's spec names it."""
+        """Set the primary metric in callbacks without a metric, so that the spec in a run folder names the metric."""
         for place, callback in enumerate(self.callbacks):
             if isinstance(callback, EarlyStopping | KeepBest) and callback.metric is None:
                 self.callbacks[place] = callback.model_copy(update={"metric": self.evaluation.primary})
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return nested tables. Sections that were added in later versions are left out if they have no effect."""
+        """Return nested tables. Four sections, unknown to early versions, are left out if they have no effect."""
         without_effect = {
             "communication": self.communication.plain,
             "privacy": self.privacy == Privacy(),
@@ -93,7 +93,7 @@ class Experiment(Setting):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Experiment:
-        """Build the experiment from nested tables, such as parsed TOML; the table ``compare`` is ignored.
+        """Build the experiment from nested tables, such as parsed TOML; ignore the section ``compare``.
 
         Raises:
             SpecError: A key is unknown or a value is wrong.
@@ -149,12 +149,12 @@ class Experiment(Setting):
 
 
 def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the tables of a spec file after overrides; without a file, only the overrides count.
+    """Read the tables of a spec file and apply overrides to them.
 
-    The file of a partition is first searched in the folder of the spec, because a run folder contains both.
+    A file that the partition names is first searched in the folder of the spec, because a run folder contains both.
 
     Args:
-        path: The spec file; None for no file.
+        path: The spec file; None to apply the overrides to empty tables.
         overrides: Texts of the form ``section.key=value``.
 
     Raises:
@@ -208,14 +208,14 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
-    """Return the error with the path of the file and the line of its key, if the file contains the key."""
+    """Add to an error the path of the spec file and the line of the error's key, if the file contains the key."""
     line = line_of(Path(path).read_text(encoding="utf-8"), error.key)
     where = f" ({path}, line {line})" if line else ""
     return SpecError(error.key, error.problem + where, error.value)
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
-    """Set one ``section.key=value`` in nested tables.
+    """Set the key of an override ``section.key=value`` in nested tables.
 
     Raises:
         SpecError: The override does not contain ``=``, or a part of the key is a value, not a section.
@@ -311,11 +311,11 @@ def line_of(text: str, key: str) -> int | None:
 def variants(
     table: Mapping[str, Any], labels: Sequence[str] | None = None, overrides: Sequence[str] = ()
 ) -> dict[str, Experiment]:
-    """Return a mapping from each label that is compared to its experiment.
+    """Return the experiments of a comparison, as a mapping from each label to its experiment.
 
-    A label is the name of a method, or of a table ``[compare.LABEL]``, whose sections are merged into the spec. The
-    method of such a table is its ``method.name``. If the table does not have one, it is the method whose name is the
-    label. If no such method exists, it is the spec's method.
+    A label is the name of a method, or of a table ``[compare.LABEL]``, whose sections are merged into the spec. Such a
+    table chooses its method by ``method.name``. If it does not, the method called like the label is used or, if there
+    is no such method, the spec's method.
 
     Args:
         table: The spec as nested tables.
@@ -341,8 +341,8 @@ def variants(
         accepting = [sections for sections in merged.values() if _accepts(sections, tables, override)]
         if not accepting:
             raise SpecError("--set", f"none of these methods has that setting: {', '.join(merged)}", override)
-        # The spec's own tables are changed too, because _accepts compares later overrides with them: this override may
-        # name the class whose setting a later override sets.
+        # The spec's own tables are changed too. For a later override, _accepts compares the section's name in an
+        # experiment with the name in these tables, and this override may have set that name.
         for sections in (*accepting, tables):
             apply_override(sections, override)
     result: dict[str, Experiment] = {}
@@ -380,7 +380,7 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
         accepted = [*METHODS, *overlays]
         problem = f"no such method or label{nearest(label, accepted)}; there are: {', '.join(accepted)}"
         raise SpecError("--methods", problem, label)
-    # Inherit the spec's settings of the method only if the method is the same.
+    # Settings of the spec's method apply only to the same method.
     common = common if common.get("name", "fedavg") == name else {}
     merged = deep_merge(base, {key: value for key, value in overlay.items() if key != "method"})
     merged["method"] = {**common, **own, "name": name}
@@ -388,10 +388,10 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
 
 
 def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) -> bool:
-    """Return whether an override applies to an experiment.
+    """Return True if an override applies to an experiment.
 
     An override of ``method`` applies if the experiment's method has the key. An override of another section applies if
-    the section has the same ``name`` as in the spec, or if the override sets the name.
+    it sets the section's ``name``, or if this name is the same as in the spec.
 
     Args:
         merged: The tables of the experiment.

@@ -54,7 +54,7 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "method.aggregator": AGGREGATORS,
     "method.aggregator.server": ServerOptimizer,
 }
-"""A mapping from each section of a spec to its class of settings, or to a registry of classes that it can name."""
+"""A mapping from each section of a spec to its class of settings, or to the registry of classes it can choose from."""
 
 Row = tuple[str, str, str, str]
 """A key, the values that it accepts, its default ("" if the key is required), and its description."""
@@ -76,7 +76,7 @@ def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
 
 
 def common(section: str) -> list[Row]:
-    """Return the rows of the keys that all classes of a section have; for methods, of those that all recipes have."""
+    """Return the rows of the keys that all classes of a section share; for methods, those of most: of a ``Recipe``."""
     settings = SECTIONS[section]
     if not isinstance(settings, Registry):
         return []
@@ -84,7 +84,7 @@ def common(section: str) -> list[Row]:
 
 
 def specific(section: str, cls: type[Setting]) -> list[Row]:
-    """Return the rows of a class's keys that are not in ``common``, or differ there, such as in the default."""
+    """Return the rows of a class that ``common`` does not contain, or contains with, for example, another default."""
     shared = common(section)
     return [row for row in rows(cls) if row not in shared]
 
@@ -101,7 +101,7 @@ def rows(cls: type[Setting]) -> list[Row]:
 
 
 def _default_recipe(cls: type[Setting]) -> Recipe | None:
-    """Return a recipe with default settings; None if the class is not a recipe, or if a setting is required."""
+    """Return a recipe of this class with default settings; None if it is not a recipe, or has a required setting."""
     required = any(field.is_required() for field in cls.model_fields.values())
     return cls() if issubclass(cls, Recipe) and not required else None
 
@@ -140,9 +140,9 @@ def _table(rows: list[Row]) -> list[str]:
 
 
 def _descriptions(cls: type[Setting]) -> dict[str, str]:
-    """Return a mapping from each key of a class to its description, which is read from docstrings.
+    """Return a mapping from each key of a class to its description in a docstring.
 
-    They are the docstrings of the class, of its base classes, and, for a recipe, of the classes of its choices.
+    The docstring is that of the class, of a base class, or, for a recipe, of the class of one of its choices.
     """
     descriptions: dict[str, str] = {}
     if recipe := _default_recipe(cls):
@@ -181,7 +181,7 @@ def _type(kind: Any) -> str:
 
 
 def _is_group(kind: Any) -> bool:
-    """Return whether a type is a class of settings that a spec cannot give by name, only as a table."""
+    """Return True if a type is a class of settings that a spec can only give as a table, not by name."""
     return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name and kind is not ServerOptimizer
 
 

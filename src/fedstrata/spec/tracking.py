@@ -2,8 +2,7 @@
 
 Trackers are callbacks that do not store state in checkpoints, and they only read what a run records anyway. They are
 not part of a run's identity (the settings that may not change when a run is resumed). A run writes exactly the same
-files with and without trackers. A resumed run continues in the same place of the tracker, and each round appears there
-once.
+files with and without trackers. A tracker shows a run and its resumption as one run, in which each round appears once.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ if TYPE_CHECKING:
     from fedstrata.runs.simulation import Simulation
 
 TOKEN = "tracking.json"
-"""The file in a run folder with the names under which trackers show the run, so that a resumed run uses them again."""
+"""A file in a run folder. It contains the names under which trackers show the run, which a resumed run uses again."""
 
 LONGEST = 500
-"""The most characters of a setting that every tracker accepts; longer settings are cut."""
+"""The number of characters after which the text of a setting is cut off, so that every tracker accepts it."""
 
 
 class Tracker(Callback):
-    """Shows a run in another program. If this fails, it warns once, and the run continues without the tracker."""
+    """Base class of trackers. If a tracker fails, it warns once, and the run continues without the tracker."""
 
     name: ClassVar[str] = ""
 
@@ -108,7 +107,7 @@ class TensorBoard(Tracker):
             raise ExtraMissingError("TensorBoard", "tracking")
 
     def begin(self, simulation: Simulation) -> None:
-        """Open the event files, and make TensorBoard ignore earlier records of rounds that run again after a resume."""
+        """Open the event files; after a resume, let TensorBoard ignore the earlier records of rounds that run again."""
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
@@ -120,7 +119,7 @@ class TensorBoard(Tracker):
             problem = "a run without a run folder has nowhere to write event files. Set dir"
             raise SpecError("tracking.tensorboard.dir", problem)
         is_new = simulation.round == 0
-        # In earlier event files, TensorBoard ignores this step (the round) and all later steps.
+        # A step is a round. TensorBoard ignores this step and all later steps in earlier event files.
         purge = 0 if is_new else simulation.round + 1
         self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=purge if folder.exists() else None)
         if is_new:
@@ -156,7 +155,7 @@ class MLflow(Tracker):
             MLflow's own default (``MLFLOW_TRACKING_URI``).
         experiment: The name of the experiment in MLflow; it is created if it does not exist.
         run: The name of the run in MLflow. Default: a name made of its method, data and seed.
-        tags: A table of additional tags, from the name of each tag to its value.
+        tags: Additional tags, as a table from the name of each tag to its value.
         artifacts: Whether the files of the run folder, except checkpoints, are uploaded at the end.
     """
 
@@ -179,8 +178,8 @@ class MLflow(Tracker):
         with _locked_store(self.uri or get_tracking_uri()):
             self.client: MlflowClient = MlflowClient(tracking_uri=self.uri)
             experiment = self._experiment_id()
-        # The token identifies the run in MLflow. It is stored before the run is created there. If the process is killed
-        # in between, a resumed run thus finds the run instead of creating a second one.
+        # The token identifies the run in MLflow. It is stored before MLflow creates the run. So even if the process is
+        # killed just after that, a resumed run finds the run in MLflow and does not create a second one.
         token, spec = stored_name(simulation.folder, "mlflow", lambda: uuid.uuid4().hex), simulation.spec
         runs = self.client.search_runs([experiment], f"tags.`fedstrata.run` = '{token}'", max_results=1)
         if runs:
@@ -244,7 +243,7 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
     Args:
         folder: The run folder; None if the run does not have one, so that the name is not stored.
         key: The key of the name in the file.
-        make: Returns a new name.
+        make: A function that returns a new name.
     """
     if folder is None:
         return make()
@@ -260,7 +259,7 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
 
 @contextmanager
 def _locked_store(uri: str) -> Iterator[None]:
-    """Lock a local SQLite store during the ``with`` block, because two processes that create it would damage it."""
+    """Lock MLflow's store during the ``with`` block if it is an SQLite file, which two processes must not create."""
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield
@@ -271,7 +270,7 @@ def _locked_store(uri: str) -> Iterator[None]:
 
 
 def _switched(value: object) -> object:
-    """Convert ``true`` to an empty table, which stands for a tracker with default settings, and ``false`` to None."""
+    """Convert ``true`` to an empty table (a tracker with default settings), and ``false`` to None (no tracker)."""
     if isinstance(value, bool):
         return {} if value else None
     if value is None or isinstance(value, (Mapping, Callback)):
@@ -280,11 +279,11 @@ def _switched(value: object) -> object:
 
 
 class Tracking(Setting):
-    """The programs that show a run. They may change when a run is resumed.
+    """The programs that show a run. A resumed run may use other ones.
 
     Args:
-        tensorboard: Event files for TensorBoard; ``true`` for the defaults.
-        mlflow: A run in MLflow; ``true`` for the defaults.
+        tensorboard: The settings of TensorBoard, or ``true`` for their defaults.
+        mlflow: The settings of MLflow, or ``true`` for their defaults.
     """
 
     tensorboard: Annotated[
@@ -299,7 +298,7 @@ class Tracking(Setting):
 
 
 def title(simulation: Simulation) -> str:
-    """Return a name for a run, which contains a hash of the run's identity."""
+    """Return a name for a run, made of its method, data, seed and a hash of its identity."""
     spec, data = simulation.spec, Path(str(simulation.spec.data.name)).stem
     digest = sha256(json.dumps(simulation.identity, sort_keys=True).encode()).hexdigest()[:8]
     return re.sub(r"[^\w\-.]", "_", f"{spec.method.name}-{data}-seed-{spec.seed}-{digest}")

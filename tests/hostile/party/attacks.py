@@ -1,4 +1,4 @@
-"""What a hostile server does with the engine of a real federation, once its job has begun as agreed."""
+"""The attacks of a hostile server in a real federation, after its job has started as agreed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOOT = "loot.json"
 
 
 def instead_of_the_survey(prepared: Prepared, engine: NVFlareEngine, folder: Path, **_: Any) -> Prepared:
-    """Send each probe of ``FEDSTRATA_PROBES`` to each site; all bytes that come back go into a file beside the run."""
+    """Send each probe of ``FEDSTRATA_PROBES`` to each site, and write all replies into a file next to the run."""
     texts, numbers = json.loads(os.environ["FEDSTRATA_PROBES"]), itertools.count(time.time_ns())
     loot = dict[str, list[str]]()
     for client, site in enumerate(engine.directory.site_of_client):
@@ -42,17 +42,17 @@ def instead_of_the_survey(prepared: Prepared, engine: NVFlareEngine, folder: Pat
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Train nothing."""
+    """Do nothing instead of training."""
 
 
 def instead_of_the_job(prepared: Prepared, folder: Path, engine: NVFlareEngine, *_: Any, **__: Any) -> None:
-    """Enrol as agreed, then attack; what each client gave away goes into a file beside the run."""
+    """Enrol clients as agreed, and then attack them; write all data that clients reveal into a file next to the run."""
     clients, loot = range(prepared.config.clients), dict[str, Any]()
     model = prepared.config.model
     weights = Weights(model.params(), model.buffers())
 
     def ask(requests: Mapping[int, Request]) -> tuple[dict[int, Any], dict[int, str]]:
-        """What comes of it, and why nothing does."""
+        """Return the answers of clients, and the reasons of those that did not answer."""
         outcomes = engine.ask(requests, together=False)
         got = {client: outcome for client, outcome in outcomes.items() if not isinstance(outcome, Failure)}
         engine.commit(got)

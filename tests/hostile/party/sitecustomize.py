@@ -1,7 +1,8 @@
-"""Makes a party of a real federation another one than it should be: read by Python when its processes start.
+"""Change the behaviour of a party of a real federation. Python imports this module when the party's processes start.
 
-``FEDSTRATA_PARTY`` says how: ``hostile``, a server that attacks instead of running its job; ``probing``, one that asks
-sites whether other descriptions fit their data; ``open``, a site without a guard, the control of each attack.
+``FEDSTRATA_PARTY`` is ``hostile`` for a server that attacks instead of running its job, ``probing`` for a server that
+asks sites whether other descriptions fit their data, and ``open`` for a site without a guard, to which each attack is
+compared.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""One site with the digits, as a server reaches it: every message is bytes."""
+"""A site with the digits in this process, which receives and sends bytes, as from a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLIENTS = 2
 
 
 class MemoryLedger:
-    """Keeps what a ledger would write."""
+    """A ledger that keeps its entries in memory."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -52,9 +52,9 @@ class Site:
     """A site server with all clients of a small run.
 
     Args:
-        folder: Where it keeps its states.
-        table: The spec, as far as it is not small.
-        settings: Of the site, and its ``policy``.
+        folder: The folder for the states of the clients.
+        table: Changes of the small default spec.
+        settings: The settings of the site, and its ``policy``.
     """
 
     def __init__(self, folder: Path, table: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -73,7 +73,7 @@ class Site:
         self.start()
 
     def start(self) -> None:
-        """The site's process starts, also after a kill."""
+        """Start the site, also after a kill."""
         self.site_server = SiteServer(
             "a", self.folder, lambda target, data: b"", self.settings, policy=self.policy, ledger=self.ledger
         )
@@ -92,7 +92,7 @@ class Site:
         return found
 
     def ask(self, *requests: Request, clients: Any = None, group: str = "", acks: Any = ()) -> list[Any]:
-        """What comes of one request for all clients, or of one for each."""
+        """Send one request to all clients or one to each, and return the outcomes."""
         self.exchange += 1
         asked = list(range(len(requests) if len(requests) > 1 else 1)) if clients is None else list(clients)
         which = list(range(len(asked))) if len(requests) > 1 else [0] * len(asked)
@@ -103,7 +103,7 @@ class Site:
         return found.outcomes
 
     def counts(self, *clients: int) -> Commit:
-        """Acknowledge that the last answers count."""
+        """Return a message that confirms the last answers of these clients."""
         return Commit(self.exchange, list(clients))
 
     def hop(self, task: Request, relay_id: int = 1, hop: int = 0, **more: Any) -> Hopped | Refused:

@@ -1,4 +1,4 @@
-"""Sites of NVFlare in this process: all that crosses are bytes."""
+"""Sites in this process that exchange bytes with the server, as NVFlare's sites do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedstrata.sites.sums import Sums
 
 
 def near_sites(prepared: Prepared, place: Path, request: Any, *, direct: bool = True) -> Engine:
-    """Two sites of two clients each."""
+    """Return an engine over two sites of two clients each."""
     patience = 120.0
     sums, site_servers = Sums(patience), {}
 

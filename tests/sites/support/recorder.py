@@ -1,4 +1,4 @@
-"""Engines with a site's guard in front of them: what is asked, and what is declared and never asked."""
+"""Engines with a site's guard, which find requests that a job does not declare, or declares but never uses."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fedstrata.sites.policy import Policy
 
 
 class Watching(Engine):
-    """An engine with a guard in front of every client: whatever is asked has to be declared; and it is counted."""
+    """An engine with a guard for every client: each request must be declared, and is counted."""
 
     def watch(
         self, prepared: Prepared, folder: Path, declared: Declaration | None = None, policy: Policy | None = None
     ) -> None:
-        """Begin.
+        """Begin to check requests.
 
         Raises:
-            RuleError: The job is not one for this policy.
+            RuleError: The policy does not allow the job.
         """
         self.asked = declared or declaration_of(prepared.spec, agreed=prepared.config, own_data=False)
         if policy is not None:
             policy.check(self.asked)
         self.guard = Guard(self.asked, policy, Quota(folder, self.asked.job))
         self.counts: Counter[tuple[int, int, tuple[int, int]]] = Counter()
-        """How often each request was put to each client, by where the run stood."""
+        """The number of requests for each declared request, client and point of the run."""
 
     def note(self, client: int, request: Any, **how: Any) -> Any:
         match = self.guard.check(client, request, **how)
@@ -52,7 +52,7 @@ class Watching(Engine):
 
     def ask_sum(self, requests: Any) -> Any:
         reply = super().ask_sum(requests)
-        if reply is not None:  # otherwise they are asked one by one
+        if reply is not None:  # if it is None, the caller asks the clients one by one
             for client, request in requests.items():
                 self.note(client, request)
         return reply
@@ -69,7 +69,7 @@ class Watching(Engine):
         return session
 
     def unused(self) -> list[str]:
-        """What was declared wider than this run needed it: never put, or never as often as it may be."""
+        """Return the declared requests that the run never sent, or never as often as declared."""
         found = []
         for number, allowed in enumerate(self.asked.allowed or ()):
             counts = [count for (which, _, _), count in self.counts.items() if which == number]
@@ -80,7 +80,7 @@ class Watching(Engine):
 
 
 class Recorder(Watching, LocalEngine):
-    """The local one."""
+    """A local engine with a guard."""
 
     def __init__(self, prepared: Prepared, folder: Path, declared: Declaration | None = None) -> None:
         super().__init__(make_context(prepared), StateStore())
@@ -88,10 +88,10 @@ class Recorder(Watching, LocalEngine):
 
 
 def recorded(table: Any, folder: Path, *, data: Any = None) -> Recorder:
-    """Run a spec under its own declaration.
+    """Run a spec with a guard for its own declaration.
 
     Raises:
-        RuleError: It asks what it does not declare.
+        RuleError: The run sends a request that it does not declare.
     """
     prepared = fs.prepare(fs.Experiment.from_table(table), data=data)
     engine = Recorder(prepared, folder)
@@ -104,5 +104,5 @@ def recorded(table: Any, folder: Path, *, data: Any = None) -> Recorder:
 
 
 def labels(asked: Declaration) -> list[str]:
-    """What a job asks, by name."""
+    """Return the labels of the requests that a job declares."""
     return [allowed.label for allowed in asked.allowed or ()]

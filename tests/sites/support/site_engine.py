@@ -1,4 +1,4 @@
-"""The engine of sites, from all its settings."""
+"""A function that builds the engine of sites with settings for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real site in another process, as a hostile server reaches it: any bytes, at any time."""
+"""A real site in another process, to which a hostile server can send any bytes at any time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedstrata.sites.ledger import PLACE, check
 
 
 class Line:
-    """The pipes to the process of a site."""
+    """The process of a site, and the pipes to it."""
 
     def __init__(self) -> None:
         command = [sys.executable, str(Path(__file__).parents[2] / "hostile" / "site_process.py")]
@@ -40,14 +40,14 @@ class Line:
 
 
 class Target(asked.Site):
-    """What a hostile server sees of a site.
+    """A site as a hostile server sees it.
 
     Args:
-        line: To its process.
-        folder: The site's.
-        table: The job's spec.
-        policy: The site's, where it differs from the default.
-        opened: Whether it is the control, which nothing guards.
+        line: The connection to the site's process.
+        folder: The folder of the site.
+        table: The spec of the job.
+        policy: The settings in which the site's policy differs from the default.
+        opened: Whether the site runs without a guard, for comparison.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Target(asked.Site):
         return asked.records.decode(self.raw(data, caller))
 
     def raw(self, data: bytes, caller: str = asked.SERVER) -> bytes:
-        """The answer to any bytes."""
+        """Send any bytes to the site, and return its answer."""
         return self.line.order({"to": str(self.folder), "caller": caller, "size": len(data)}, data)
 
     @property
     def refused(self) -> list[str]:
-        """The rules by which the site's ledger says that it refused something; and it is whole."""
+        """The rules in the refusals of the site's ledger, which must be undamaged."""
         found = check(self.folder / PLACE)
         assert found.problems == []
         return [entry["refused"] for entry in found.entries if "refused" in entry]

@@ -1,10 +1,10 @@
-"""What a site's guard says to requests that differ a little from those of a real run.
+"""Compute the verdicts of a site's guard on requests that differ a little ("mutants") from those of a real run.
 
     python tests/sites/support/verdicts.py     # writes tests/hostile/verdicts.json.gz again
 
-A short run of each job is recorded as it crosses the wire. Its requests are changed there, by names of records and
-fields: the same changes can be made when classes have moved or have lost fields. A change is drawn by a seed and by
-the fields of the day on which the file was written. What cannot be built is refused.
+The requests of a short run of each job are recorded as they are sent. They are changed in this form, by the names of
+records and fields, so that the same changes are possible after classes have moved or lost fields. A seed, and the
+fields that existed when the file was written, determine each change. A request that cannot be built counts as refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fedstrata.sites.sums import Sums
 FILE = Path(__file__).parents[2] / "hostile" / "verdicts.json.gz"
 CLIENTS, ROUNDS = 4, 2
 MUTANTS = 1500
-"""For each job and phase."""
+"""The number of mutants for each job and phase."""
 PHASES = ("enrolment", "round", "evaluation")
 RULES = {"kind": "k", "rounds": "r", "phase": "p", "bounds": "b", "repeat": "t", "order": "o"}
 ACCEPTED, UNREADABLE = "A", "w"
@@ -90,7 +90,7 @@ def spec_of(job: str) -> fs.Experiment:
     )
 
 
-# The wire form: a skeleton whose numbers and tensors stand in their places.
+# The wire form of a record: its JSON skeleton, with the numbers and tensors put back into it.
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,9 @@ def parse(data: bytes) -> Any:
             if key in ("$t", "$a", "$b"):
                 tensor = tensors[str(value)]
                 large = key == "$b" or tensor.numel() > 1000
-                return Block(key, tensor.flatten()[:16] if large else tensor)  # a guard reads no model, no ciphertext
+                return Block(
+                    key, tensor.flatten()[:16] if large else tensor
+                )  # guards do not read models or ciphertexts
         return {key: filled(item) for key, item in node.items()}
 
     return filled(skeleton)
@@ -152,12 +154,12 @@ def unparse(tree: Any) -> bytes:
     return struct.pack("<Q", len(text)) + text + (safetensors.torch.save(named) if named else b"")
 
 
-# The recording.
+# The recording of a run.
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request of the run, and its answer, in the wire form."""
+    """A request of the run and its answer, in the wire form."""
 
     client: int
     request: Any
@@ -167,7 +169,7 @@ class Asked:
 
 
 def recorded(job: str, folder: Path) -> tuple[Prepared, list[Asked]]:
-    """What a site with all clients is asked in a run."""
+    """Run a job, and return the requests to a site that has all clients."""
     spec = spec_of(job)
     prepared, sums, tape = fs.prepare(spec), Sums(60.0), list[Asked]()
     site_server = SiteServer("a", folder, lambda target, data: sums.add_up("a", data), SiteSettings())
@@ -193,11 +195,11 @@ def recorded(job: str, folder: Path) -> tuple[Prepared, list[Asked]]:
     return prepared, tape
 
 
-# Mutations. Only ``fields`` and the recorded values decide which one a seed stands for.
+# The mutations. A mutation depends only on the seed, ``fields`` and the recorded values.
 
 
 def field_names(tape: list[Asked]) -> dict[str, list[str]]:
-    """The fields of every record inside the requests, by wire name."""
+    """Return a mapping from the wire name of every record in the requests to its fields."""
     found: dict[str, list[str]] = {}
 
     def look(node: Any) -> None:
@@ -214,10 +216,10 @@ def field_names(tape: list[Asked]) -> dict[str, list[str]]:
 
 
 def changed(node: Any, chance: random.Random, fields: Mapping[str, list[str]]) -> Any:
-    """A wire form with one difference.
+    """Return a wire form with one change.
 
     Raises:
-        KeyError: The field is not there any more.
+        KeyError: The field to change does not exist any more.
     """
     if isinstance(node, dict) and "$r" in node:
         names, way = fields[node["$r"]], chance.random()
@@ -290,10 +292,10 @@ def changed_tensor(block: Block, chance: random.Random) -> Any:
 
 
 def mutant(seed: str, place: int, tape: list[Asked], fields: Mapping[str, list[str]]) -> Asked:
-    """A request that might be put where the request ``place`` of the run is.
+    """Return a mutant to send instead of the request with index ``place`` in the run.
 
     Raises:
-        KeyError: It cannot be built any more.
+        KeyError: The mutant cannot be built any more.
     """
     chance = random.Random(seed)
     other = chance.choice([place] * 6 + [max(0, place - 1), chance.randrange(place + 1), chance.randrange(len(tape))])
@@ -311,11 +313,11 @@ def mutant(seed: str, place: int, tape: list[Asked], fields: Mapping[str, list[s
     return Asked(client, request, None, relay, together)
 
 
-# Verdicts.
+# The verdicts.
 
 
 def verdict(guard: Guard, asked: Asked) -> str:
-    """What a site does with a request: a letter."""
+    """Return the verdict of a guard on a request as a letter; see ``RULES``, ``ACCEPTED`` and ``UNREADABLE``."""
     try:
         request = records.decode(unparse(asked.request))
     except WireError:
@@ -330,7 +332,7 @@ def verdict(guard: Guard, asked: Asked) -> str:
 
 
 def places_of(phases: list[str]) -> Iterator[tuple[int, str, int]]:
-    """For each request of the run its place, its phase and how many mutants are made there."""
+    """Yield for each request of the run its index, its phase and its number of mutants."""
     for place, phase in enumerate(phases):
         many, nth = phases.count(phase), phases[:place].count(phase)
         yield place, phase, MUTANTS * (nth + 1) // many - MUTANTS * nth // many
@@ -338,12 +340,12 @@ def places_of(phases: list[str]) -> Iterator[tuple[int, str, int]]:
 
 @dataclass
 class Found:
-    """Of one job.
+    """The results of one job.
 
     Args:
-        tape: Names the requests of the run, without what is in them.
-        fields: What could be changed.
-        verdicts: By phase, a letter for each mutant.
+        tape: A text that identifies the sequence of requests in the run, without their contents.
+        fields: The fields that could be changed.
+        verdicts: A mapping from each phase to the letters of its mutants.
     """
 
     tape: str
@@ -352,11 +354,11 @@ class Found:
 
 
 def judged(job: str, fields: dict[str, list[str]] | None = None) -> Found:
-    """The verdicts on all mutants of a job.
+    """Return the verdicts on all mutants of a job.
 
     Args:
-        job: Its name.
-        fields: What could be changed when the file was written; the fields of today by default.
+        job: The name of the job.
+        fields: The fields that existed when the file was written. Default: the current fields.
     """
     with tempfile.TemporaryDirectory() as folder:
         prepared, tape = recorded(job, Path(folder))
@@ -380,7 +382,7 @@ def judged(job: str, fields: dict[str, list[str]] | None = None) -> Found:
 
 
 def replayed(guard: Guard, tape: list[Asked]) -> list[str]:
-    """Put requests of the run to a guard, which accepts them; their phases."""
+    """Let a guard check requests of the run, all of which it accepts; return their phases."""
     phases = []
     for asked in tape:
         match = guard.check(
@@ -395,12 +397,12 @@ def replayed(guard: Guard, tape: list[Asked]) -> list[str]:
 
 
 def made_on() -> dict[str, str]:
-    """What may decide which clients are asked."""
+    """Return the parts of the environment on which the choice of clients may depend."""
     return {key: environment()[key] for key in ("torch", "processor")}
 
 
 def known() -> dict[str, Any]:
-    """What the file says."""
+    """Return the content of the file with verdicts."""
     content: dict[str, Any] = json.loads(gzip.decompress(FILE.read_bytes()))
     return content
 

@@ -1,4 +1,4 @@
-"""A federation whose wire can be listened to, cut and tampered with."""
+"""A federation whose messages tests can record, drop and change."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from fedstrata.stratify.masking.key_store import KeyRing
 
 
 class Wire(Engine):
-    """Every message crosses as bytes, as it does between machines.
+    """An engine that encodes every message as bytes, as between machines.
 
-    ``received`` is all that came to the server. ``cut`` names the kinds of request that a client no longer answers:
-    it is gone from then on. ``tamper`` changes a client's reply to a kind of request.
+    ``received`` contains all messages that the server received. ``cut`` names for each client the kinds of request at
+    which it disappears. ``tamper`` changes a client's reply to a kind of request.
     """
 
     def __init__(self, engine: LocalEngine) -> None:
@@ -71,35 +71,35 @@ class Wire(Engine):
 
 
 class Site(Federation):
-    """A federation with what a test looks at within reach."""
+    """A federation with shortcuts to data that tests check."""
 
     engine: Wire  # type: ignore[assignment]
 
     def map_of(self, client: int) -> dict[int, int]:
-        """What a client knows: {placeholder: class number}."""
+        """Return the labels that a client knows, as a mapping from placeholder to class index."""
         return dict(self.engine.engine.store.get(client)["placeholders"])
 
     def reasons(self, kind: str) -> list[str]:
         return [event["reason"] for event in self.events if event["kind"] == kind]
 
     def count(self, kind: type[Request]) -> int:
-        """How many clients were asked so."""
+        """Return the number of requests of this kind."""
         return sum(asked is kind for _, asked in self.engine.asked)
 
 
 SHARED = KeyRing()
-"""Making keys takes longer than most tests do."""
+"""Keys that tests share, because making keys takes longer than most tests."""
 
 
 def build(
     holdings: Sequence[Mapping[Any, int]], *, names: Sequence[Any] | None = None, keys: KeyRing | None = None
 ) -> Site:
-    """Clients that hold so many samples of each label.
+    """Build a federation whose clients hold given numbers of samples of each label.
 
     Args:
-        holdings: {label: samples} of each client.
-        names: All labels; those that somebody holds unless given.
-        keys: The clients' ring; one that tests share unless given.
+        holdings: For each client, a mapping from label to number of samples.
+        names: All labels. Default: the labels of ``holdings``.
+        keys: The clients' keys. Default: those that tests share.
     """
     labels = [label for held in holdings for label, n in held.items() for _ in range(n)]
     everything = list(names) if names is not None else sorted(set(labels))
@@ -122,17 +122,17 @@ def build(
 
 @pytest.fixture(autouse=True)
 def printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The published protocol is a mode beside the package's own."""
+    """Add the published protocol to the modes of masking."""
     monkeypatch.setitem(enrolment._MODES, printed_protocol.MODE, printed_protocol.enrol_printed)
 
 
 @pytest.fixture
 def site() -> Callable[..., Site]:
-    """Builds one; see ``build``."""
+    """Return ``build``."""
     return build
 
 
 @pytest.fixture
 def wire() -> type[Wire]:
-    """What wraps an engine."""
+    """Return the class ``Wire``."""
     return Wire
