@@ -1,8 +1,8 @@
 """Aggregation of the clients' models at the server.
 
-Each aggregation combines the clients' updates with a weight a_k per client: w ← w_t + Σ_k a_k (w_k − w_t), where w_t
-is the global model and w_k the model of client k. An ``Aggregator`` computes the a_k. A ``ServerOptimizer`` may then
-use the combined update as if it were a negative gradient.
+Each aggregation combines the clients' updates with a weight a_k per client: w ← w_t + Σ_k a_k (w_k − w_t), where w_t is
+the global model and w_k the model of client k. An ``Aggregator`` computes the a_k. A ``ServerOptimizer`` then applies
+the combined update: it treats the update as a negative gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Aggregator(Setting):
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """Client code that answers the aggregator's own requests; see ``fedstrata.clients.handling``."""
+    """The functions that answer the aggregator's own requests at a client; see ``fedstrata.clients.handling``."""
 
     needs_counts: ClassVar[bool] = False
     """Whether the weights depend on how many samples the clients used."""
@@ -45,11 +45,11 @@ class Aggregator(Setting):
 
     @abstractmethod
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return the weight a_k of each client that returned a reply.
+        """Return the weight a_k of each client that replied.
 
         Args:
             selection: The invited clients, and how they were drawn.
-            returned: Positions in ``selection.clients`` of the clients that returned a reply, ascending, shape (r,).
+            returned: The clients that replied, as indices into ``selection.clients``, ascending, shape (r,).
             samples: How many samples each of these clients used, shape (r,).
 
         Returns:
@@ -57,11 +57,11 @@ class Aggregator(Setting):
         """
 
     def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:
-        """Return the weight a_k of each reply. Override it instead of ``coefficients`` to use the whole replies.
+        """Return the weight a_k of each reply. Subclasses that need more than sample counts override this method.
 
         Args:
             selection: The invited clients, and how they were drawn.
-            returned: Positions in ``selection.clients`` of the clients that returned a reply, ascending, shape (r,).
+            returned: The clients that replied, as indices into ``selection.clients``, ascending, shape (r,).
             replies: The replies of these clients, in the same order.
 
         Returns:
@@ -97,12 +97,12 @@ def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Para
 
 
 def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params:
-    """Average float buffers with the weights a_k / Σ a; take the largest value of integer buffers (counters)."""
+    """Average float buffers with the weights a_k / Σ a; of integer buffers (counters), take the largest value."""
     total = float(a.sum())
     if total == 0:
         return buffers
     floats = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
-    # Average the changes and not the buffers: rounding would alter a buffer that no client changed.
+    # Average the changes of buffers. In an average of the buffers, rounding would alter those that no client changed.
     change = weighted_update(floats, others, a / total)
     result: Params = {}
     for name, buffer in buffers.items():
@@ -114,10 +114,10 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
 
 
 class MeanBySize(Aggregator):
-    """a_k = n_k / Σ n over the clients that returned (FedAvg), where n_k is the number of samples that client k used.
+    """Weights a_k = n_k / Σ n (FedAvg), where n_k is the number of samples that client k used.
 
-    If clients were drawn in proportion to n_k, every draw has the same weight. Weighting by size as well would count
-    size twice.
+    The sum is over the clients that replied. If clients were drawn in proportion to their size, every draw has the same
+    weight instead, because size would otherwise count twice.
     """
 
     needs_counts: ClassVar[bool] = True
@@ -137,7 +137,7 @@ class MeanBySize(Aggregator):
 
 
 class Mean(Aggregator):
-    """a_k = 1 / r with r replies. A client that was drawn twice counts as two replies."""
+    """Equal weights a_k = 1 / r for r replies. A client that was drawn twice counts as two replies."""
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return weights in proportion to the number of draws of each client."""
@@ -147,15 +147,16 @@ class Mean(Aggregator):
 
 
 class StratumMean(Aggregator):
-    """w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k: the mean of each stratum h, weighted by its size (FedSTS and FedSTaS).
+    """The mean of the models of each stratum h, weighted by the stratum's size (FedSTS and FedSTaS).
 
-    N_h is the number of clients in stratum h, N that of all clients, and S_h are the m_h clients of the stratum that
-    returned. Strata from which no client returned are left out, and the weights of the other strata increase. If
-    clients were drawn in proportion to their samples, N_h and N count samples instead of clients.
+    The model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N_h is the number of clients in stratum h, N that of all
+    clients, and S_h are the m_h clients of the stratum that replied. Strata without a reply are left out, and the
+    weights of the other strata increase. If clients were drawn in proportion to their samples, N_h and N count samples
+    instead of clients.
 
-    The papers call this mean unbiased. With importance sampling inside the strata it is biased: clients with large
-    gradients are drawn more often, and their weights are not reduced. There is a second bias, which the published code
-    has too: strata to which Neyman's allocation gives no draw are left out. ``HorvitzThompson`` is unbiased.
+    The papers call this mean unbiased, but it has two biases. With importance sampling inside the strata, clients with
+    large gradients are drawn more often, and their weights are not reduced. Strata to which Neyman's allocation gives
+    no draw are left out (in the published code, too). ``HorvitzThompson`` is unbiased.
     """
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
@@ -175,7 +176,7 @@ class StratumMean(Aggregator):
 
 
 class HorvitzThompson(Aggregator):
-    """a_k = draws_k / (N m_h p_k): the unbiased weights for draws with replacement (Hansen and Hurwitz 1943).
+    """Weights a_k = draws_k / (N m_h p_k), which are unbiased for draws with replacement (Hansen and Hurwitz 1943).
 
     N is the number of clients, m_h the number of draws from the client's stratum h, p_k the probability that a draw
     from the stratum picks client k, and draws_k how often client k was drawn. The a_k sum to one only on average, so
@@ -183,7 +184,7 @@ class HorvitzThompson(Aggregator):
     """
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Require draws with replacement, or uniform draws; for uniform draws, all weights are 1/m."""
+        """Require draws with replacement, or uniform draws, for which all weights are 1/m."""
         if getattr(sampler, "allocation", None) == "neyman":
             problem = "leaves strata without a draw in every round, which no weight corrects. "
             problem += "Use 'neyman-random' (the default of horvitz-thompson) or another allocation"
@@ -194,7 +195,7 @@ class HorvitzThompson(Aggregator):
             raise SpecError("method.client_sampler.replacement", problem, False)
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return draws_k / (N m_h p_k); if clients drop out, m_h counts only the draws of clients that returned."""
+        """Return draws_k / (N m_h p_k), where m_h counts only the draws of clients that replied."""
         stratum, draws = selection.stratum[returned], selection.draws[returned]
         per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
         population = _population(selection, selection.stratum_sizes, per_stratum)
@@ -210,10 +211,10 @@ def _chance(selection: Selection) -> Floats:
 
 
 def _population(selection: Selection, sizes: Ints, per_stratum: NDArray[Any]) -> int:
-    """Return the total size of the strata, without strata from which no client returned.
+    """Return the total size of the strata, without invited strata from which no client replied.
 
-    If chance decides which strata get draws (``stratum_chance``), strata without a draw are included all the same: all
-    weights are divided by ``_chance``, which makes up for the missing strata on average.
+    Strata without a draw are left out, too, except if their number of draws was random (``stratum_chance``): then all
+    weights are divided by ``_chance``, which makes up for them on average.
     """
     missing = per_stratum == 0
     if selection.stratum_chance is not None:

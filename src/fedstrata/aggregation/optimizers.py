@@ -1,4 +1,4 @@
-"""Server optimisers, which apply the clients' combined update, or a gradient, to the global model."""
+"""Server optimisers, which apply the clients' combined update or gradient to the global model."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ServerOptimizer(Setting):
             v ← v − (1 − β₂) g² sign(v − g²)) or ``adagrad`` (FedAdagrad: v ← v + g², with β₁ = 0).
         lr: The server's learning rate η. Default: 1 for ``sgd``, which then adds the update unchanged; 0.01 for the
             other optimisers.
-        schedule: Learning rate over the rounds: ``inverse`` or ``cosine``, as for ``training.schedule``. Default: it is
-            constant.
+        schedule: How the learning rate changes over the rounds: ``inverse`` or ``cosine``, as for
+            ``training.schedule``. Default: it is constant.
         momentum: Coefficient of momentum of ``sgd``.
         betas: β₁ and β₂ of ``adam`` and ``yogi``.
         eps: τ of the adaptive optimisers.
@@ -66,7 +66,7 @@ class ServerOptimizer(Setting):
     ) -> tuple[Params, Tree]:
         """Take one step with an update as the negative gradient; return the new parameters and the new state.
 
-        The schedule decides the learning rate of ``round``, counted from 1, in a run of ``rounds`` rounds.
+        The learning rate follows the schedule in ``round``, counted from 1, of a run of ``rounds`` rounds.
         """
         lr = None if self.schedule is None else scheduled(self.rate, self.schedule, round, rounds)
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:
@@ -88,8 +88,8 @@ class Stepper:
     Args:
         settings: The optimiser's settings.
         params: The initial parameters, which are copied.
-        state: The ``state()`` of an earlier stepper to continue from, or None.
-        lr: A learning rate that replaces that of ``settings``.
+        state: The ``state()`` of an earlier stepper, from which this one continues; None to start from scratch.
+        lr: A learning rate that replaces the one of ``settings``; None for no replacement.
     """
 
     def __init__(self, settings: ServerOptimizer, params: Params, state: Tree, lr: float | None = None) -> None:
@@ -101,7 +101,7 @@ class Stepper:
 
     @torch.no_grad()
     def step(self, gradient: Params, samples: int = 1) -> None:
-        """Take one step with ``gradient / samples``: a gradient that was summed over samples becomes their mean."""
+        """Take one step with ``gradient / samples``: the mean gradient, if ``gradient`` is a sum over samples."""
         gradients = [gradient[name] for name in self._weights]
         if self.settings.optimizer == "sgd":
             self._sgd(gradients, float(samples))
@@ -111,7 +111,7 @@ class Stepper:
     def _sgd(self, gradient: list[Tensor] | tuple[Tensor, ...], samples: float) -> None:
         """Set v ← momentum v + g and w ← w − η v with g = gradient / samples.
 
-        Where possible, the division is part of the last operation, which saves a pass over memory.
+        If possible, the division is part of the last operation, which saves a pass over memory.
         """
         weights = list(self._weights.values())
         if self.settings.weight_decay:

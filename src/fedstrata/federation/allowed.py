@@ -1,6 +1,6 @@
-"""The list of requests that a job may put to its clients.
+"""The list of requests that a job may send to its clients.
 
-Each method, sampler and evaluation declares its part of the list next to the code that asks. A site answers only the
+Each method, sampler and evaluation declares its requests next to the code that sends them. A site answers only the
 requests on the list (``fedstrata.sites.guard``). ``fedstrata asks`` prints the list.
 """
 
@@ -31,16 +31,16 @@ class Terms:
 
 
 Agreed = FederationConfig | Terms
-"""The settings that the list depends on: a ``FederationConfig``, or ``Terms`` as long as no data are loaded."""
+"""The settings on which the list of requests depends: a ``FederationConfig``, or ``Terms`` before data are loaded."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The accepted values of a request's field, if there are several.
+    """A condition on the value of a request's field, for fields that have more than one accepted value.
 
     Args:
         description: The accepted values in words, such as ``"from 0 to 1"``.
-        holds: Returns whether a value is accepted, from the value and the round.
+        holds: A function of the value and the round, which returns True if the value is accepted.
     """
 
     description: str
@@ -54,22 +54,22 @@ SHARE = Bound("more than 0, at most 1", lambda value, round: 0 < value <= 1)
 
 
 def by_round(description: str, value: Callable[[int], Any]) -> Bound:
-    """Return the bound of a field for which each round accepts one value.
+    """Return a bound that accepts one value in each round.
 
     Args:
         description: The accepted values in words.
-        value: Returns the accepted value of a round.
+        value: A function that returns the accepted value of a round.
     """
     return Bound(description, lambda given, round: bool(given == value(round)))
 
 
 @dataclass(frozen=True)
 class SampleLimit:
-    """The largest number of samples that a reply is computed from, however many a client has.
+    """The largest number of samples from which a client computes one reply, even if it has more samples.
 
     Args:
         samples: The largest number of samples.
-        reason: The reason for it, in words that follow the name of the request.
+        reason: The reason for the limit: a verb phrase that follows the name of the request in a message.
     """
 
     samples: int
@@ -78,18 +78,20 @@ class SampleLimit:
 
 @dataclass(frozen=True)
 class Allowed:
-    """A request that a job may put to each of its clients.
+    """A request that a job may send to each of its clients.
 
     Args:
         request: The class of the request; subclasses are not included.
-        where: For some fields of the request, the value that they must have, or a ``Bound``.
+        where: A mapping from names of the request's fields to the accepted value, or to a ``Bound`` for several values.
+            Other fields may have any value.
         times: How often the request may come. None for no fixed count: the rule about the sequence of requests, or the
             client's data, then limit it.
         per: Whether ``times`` counts the requests of one phase of one round, or of the whole run.
-        rounds: The rounds in which the request may come, as a range or as a test of a round. Default: every round.
-        limit: The largest number of samples that a reply is computed from. Default: all samples of the client.
-        rule: The rule of the class, or a copy of it that is adapted to the spec. Default: the rule of the class.
-        inside: The entry of the inner request, if this request is an envelope around another one.
+        rounds: The rounds in which the request may come: a range, or a function that returns True for them. Default:
+            every round.
+        limit: The largest number of samples from which a reply is computed. Default: all samples of the client.
+        rule: A copy of the rule of the class that is adapted to the spec. Default: the rule of the class.
+        inside: The entry of the inner request, if this request is an envelope around another request.
 
     Raises:
         TypeError: The class of the request has no rule.
@@ -119,7 +121,7 @@ class Allowed:
         return f"{self.request.__name__} of {self.inside.label}" if self.inside else self.request.__name__
 
     def wrong(self, request: Request, round: int) -> str:
-        """Return a sentence about the first field whose value is not accepted; an empty string if all are accepted."""
+        """Return a description of the first field whose value is not accepted; an empty string if all values are."""
         for name, accepted in self.where.items():
             value = getattr(request, name)
             if not (accepted.holds(value, round) if isinstance(accepted, Bound) else value == accepted):
@@ -129,9 +131,9 @@ class Allowed:
         return ""
 
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
-        """Return this entry's sample limit if it is below ``privacy.min_samples``, so that no client could answer.
+        """Return this entry's sample limit if it is so small that no client may answer; otherwise None.
 
-        Otherwise return None.
+        That is so if it is below ``privacy.min_samples``, and clients do not merge small parts of batches.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None
@@ -143,13 +145,13 @@ class Allowed:
         return round in self.rounds if isinstance(self.rounds, range) else self.rounds(round)
 
     def includes(self, request: Request) -> bool:
-        """Return True if a request, and the one inside it, have the classes of this entry; fields are not compared."""
+        """Return True if a request, and the request inside it if there is one, have the classes of this entry."""
         if type(request) is not self.request:
             return False
         return self.inside is None or self.inside.includes(getattr(request, "request", None))  # type: ignore[arg-type]
 
     def table(self) -> dict[str, Any]:
-        """Return the entry as values that JSON can represent."""
+        """Return the entry as a table of values that JSON can represent."""
         rule = self.rule
         table = dict[str, Any](request=self.label, sends=rule.description, phase=rule.phase, times=self.times)
         if self.per == "run":
@@ -168,7 +170,7 @@ class Allowed:
 
 
 def step_limit(agreed: Agreed) -> SampleLimit | None:
-    """Return how many samples the local steps of one update can use at most; None if clients train for epochs."""
+    """Return the largest number of samples that the local steps of one update use; None if clients train for epochs."""
     training = agreed.training
     if training.local_steps is None:
         return None
@@ -189,14 +191,14 @@ def joined(*parts: list[Allowed] | None) -> list[Allowed] | None:
 
 
 def declares(cls: type, declaration: str, *hooks: str) -> bool:
-    """Return True if a class's declaration of its requests covers everything that it asks.
+    """Return True if a class declares all requests that it sends.
 
-    It does not if a subclass overrides a method that asks, and does not repeat the declaration.
+    A declaration that a class inherits counts only if the class does not override a method that sends requests.
 
     Args:
         cls: The class.
-        declaration: Name of the attribute that holds the declaration.
-        hooks: Names of the methods that decide what is asked.
+        declaration: Name of the attribute or method that declares the requests.
+        hooks: Names of the methods that send requests.
     """
     for base in cls.__mro__:
         if declaration in vars(base):

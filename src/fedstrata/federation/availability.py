@@ -57,13 +57,13 @@ class Population:
 
 
 class Availability(Setting):
-    """A model of when clients answer.
+    """A model of which clients are online, and of the time that they need to answer.
 
     Args:
         announced: Whether the server knows which clients are online, and invites only these. By default it does not
             know, and an invited client that is offline is absent.
         deadline: Simulated seconds after which a reply is too late. Default: no deadline.
-        seconds_per_sample: Simulated seconds that the median client takes for one sample-gradient.
+        seconds_per_sample: Simulated seconds that the median client takes to compute the gradient of one sample.
         speed_spread: Standard deviation of the logarithm of the clients' speeds; 0 makes all speeds equal. A client
             keeps its speed for the whole run.
         bandwidth_up: Megabits per simulated second that a client sends. Default: sending takes no time.
@@ -107,8 +107,8 @@ class Availability(Setting):
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` if these settings do not fit the federation.
 
-        It is called once before the first round, on a copy of the settings for this run. A model may therefore store
-        what ``online`` needs in a ``pydantic.PrivateAttr`` here.
+        It is called once before the first round, on a copy of the settings that only this run uses. The method may
+        therefore store in a ``pydantic.PrivateAttr`` what ``online`` needs later.
 
         Args:
             population: The clients.
@@ -129,7 +129,7 @@ class Availability(Setting):
 
         Args:
             clients: The clients, (n,).
-            work: Number of sample-gradients of each client, (n,).
+            work: Number of sample-gradients (gradients of one sample) that each client computes, (n,).
             seed: The experiment's seed.
         """
         median: NDArray[np.float64] = work * self.seconds_per_sample
@@ -162,7 +162,7 @@ class Bernoulli(Availability):
     p: float = Field(default=0.5, gt=0, le=1)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return an independent draw for each client and round.
+        """Draw for each client whether it is online in the round.
 
         >>> bool(Bernoulli(p=1.0).online(np.arange(5), 1, seed=0).all())
         True
@@ -182,12 +182,12 @@ class Persistent(Availability):
     period: PositiveInt = 20
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return the draws of the period to which the round belongs."""
+        """Return the draw of each client for the period to which the round belongs."""
         return uniforms(seed, "online", (round - 1) // self.period, clients) < self.p
 
 
 class AvailabilityGroup(Setting):
-    """A group of consecutive clients with the same probability.
+    """A group of clients with consecutive ids and the same probability of being online.
 
     Args:
         clients: Number of clients in the group.
@@ -199,7 +199,7 @@ class AvailabilityGroup(Setting):
 
 
 class Grouped(Availability):
-    """Groups of clients with consecutive ids, each with its own ``p`` (ReBaFL, clustered setting).
+    """Groups of clients with consecutive ids; each group has its own probability ``p`` (ReBaFL, clustered setting).
 
     Args:
         groups: The groups in the order of the ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``. Their
@@ -215,7 +215,7 @@ class Grouped(Availability):
             raise SpecError("groups", f"their sizes add up to {total}; the partition has {population.clients} clients")
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return an independent draw for each client, with the probability of its group."""
+        """Draw for each client whether it is online, with the probability of its group."""
         ends = np.cumsum([group.clients for group in self.groups])
         p = np.array([group.p for group in self.groups])[np.searchsorted(ends, clients, side="right")]
         return uniforms(seed, "online", round, clients) < p
@@ -241,7 +241,7 @@ class Trace(Availability):
         except FileNotFoundError:
             problem = "no such file; expected a CSV file with the columns client,first,last"
             raise SpecError("file", problem, self.file) from None
-        except (OSError, RuntimeError, ValueError, csv.Error) as error:  # RuntimeError: the home of an unknown user
+        except (OSError, RuntimeError, ValueError, csv.Error) as error:  # RuntimeError: "~" of an unknown user
             raise SpecError("file", f"cannot be read as a trace: {error}", self.file) from None
         return self
 

@@ -19,7 +19,7 @@ class Clock:
     """A clock that simulates how long each exchange of requests and replies takes.
 
     Args:
-        availability: How fast clients work, send and receive.
+        availability: The model of how fast clients work, send and receive.
         seed: The experiment's seed.
     """
 
@@ -32,7 +32,7 @@ class Clock:
         """Begin an exchange; return the clients that receive the request and finish its work before the deadline.
 
         Args:
-            work: Number of sample-gradients that each client computes.
+            work: Number of sample-gradients (gradients of one sample) that each client computes.
             sizes: Size of each client's request in bytes.
             log: The round's log, which records the late clients.
         """
@@ -43,7 +43,7 @@ class Clock:
             down = availability.bandwidth_down
             seconds = seconds + [availability.transfer(sizes[client], down) for client in clients]
         late = seconds > (math.inf if availability.deadline is None else availability.deadline)
-        # A late client does not train at all: its answer would be thrown away, and its state stays as it was.
+        # A late client does not train at all, because its answer would be discarded. Its state does not change.
         log.miss_deadline(asked[late].tolist())
         self._seconds = dict(zip(clients, seconds.tolist(), strict=True))
         if not availability.network or late.all():

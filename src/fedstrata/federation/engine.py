@@ -24,15 +24,15 @@ class FederationConfig:
     Args:
         seed: The experiment's seed.
         training: The settings of local training.
-        model: The architecture, as a pure function of its parameters.
+        model: The model's architecture; parameters are passed to it.
         classes: Number of classes, C.
         clients: Number of clients, N.
         sizes: Number of samples n_k of every client, shape (N,); None at real sites. A method uses the sizes only for
             warnings and for simulated time, never for training.
-        server_data: Training samples of the server itself, for methods that need some; None at clients.
-        weight_diversity: Whether a method that combines models records how far they are from each other.
+        server_data: Training samples that the server itself has, for methods that need some; None at clients.
+        weight_diversity: Whether methods that combine clients' models record the distances between these models.
         random: Whether the model's forward pass draws random numbers during training, as dropout does.
-        privacy: The smallest number of samples that may contribute to an answer; a site may require more.
+        privacy: The settings of privacy, with the smallest number of samples that may contribute to an answer.
     """
 
     seed: int
@@ -49,7 +49,7 @@ class FederationConfig:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason for which a client's answer is missing.
+    """The outcome of a request that got no usable answer from a client.
 
     Args:
         reason: The reason in words.
@@ -69,19 +69,19 @@ EngineEvent = tuple[str, list[ClientId], str]
 
 
 class RelaySession(Protocol):
-    """A relay: a model travels from client to client, and each call of ``hop`` is one client's work on it."""
+    """A relay that is in progress: a model travels from client to client, and each client works on it in one *hop*."""
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
         """Let one client work on the model.
 
-        Values in the reply that depend on the model may be missing; ``finish`` returns the whole replies.
+        Values that depend on the model, such as the loss, may be missing in the reply. ``finish`` returns all values.
         """
 
     def keep(self, accepted: bool) -> None:
         """Accept or reject the last hop and its client's new state. It is not called after a ``Failure``."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the model after all accepted hops, and the whole reply or the failure of each of them, in order."""
+        """Return the model after all accepted hops, and the complete reply or the failure of each of these hops."""
 
 
 class Engine(ABC):
@@ -90,14 +90,14 @@ class Engine(ABC):
     - ``ask`` lets clients answer requests, each alone or all *together* as a group that can add up tensors
       (``all_reduce_sum``). ``ask_sum`` returns the sum of all answers if the engine can compute it in one pass.
     - ``relay`` sends a model from client to client.
-    - ``commit`` makes the new states of clients valid, after their answers were accepted.
-    - ``save`` and ``restore`` matter if clients keep their states themselves (``keeps_states``): the clients write
-      their states to disk, and return to the states that they had after a certain round.
+    - ``commit`` makes the new states of clients permanent, after their answers were accepted.
+    - ``save`` and ``restore`` are for clients that keep their states themselves (``keeps_states``): they let clients
+      write their states to disk, and reset them to the states that they had after a certain round.
     - ``events`` returns events that do not belong to an answer, such as the loss of a site.
     """
 
     keeps_states: ClassVar[bool] = False
-    """Whether clients keep their states themselves, so that the server's checkpoints do not contain these."""
+    """Whether clients keep their states themselves. If so, the server's checkpoints do not contain them."""
 
     @abstractmethod
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
@@ -109,7 +109,7 @@ class Engine(ABC):
         """
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """Return the sum of all replies if the engine computes it in one pass, otherwise None."""
+        """Return the sum of all replies if the engine can compute it in one pass; otherwise None."""
         return None
 
     @abstractmethod
@@ -117,7 +117,7 @@ class Engine(ABC):
         """Let one client work on the travelling model of a relay; return the new model and the reply."""
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay of tasks of one class.
+        """Begin a relay: let a model travel from client to client, where each client gets a task of the same class.
 
         Args:
             kind: The class of the tasks.
@@ -127,7 +127,7 @@ class Engine(ABC):
 
     @abstractmethod
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Keep the new states of the accepted clients; discard those of the other clients of the last request."""
+        """Keep the new states of the accepted clients; discard those of other clients that got the last request."""
 
     def restore(self, round: int) -> None:
         """Reset the clients to the states that they had after ``round`` (0 for a new run).
@@ -150,7 +150,7 @@ class Engine(ABC):
 
 
 class HopByHop:
-    """A relay whose model comes back to the server after every hop; see ``RelaySession``.
+    """A ``RelaySession`` in which the model comes back to the server after every hop.
 
     Args:
         engine: The engine of the clients.

@@ -1,4 +1,4 @@
-"""The exchanges of a run (which clients are reached, which replies count, how many bytes travel), and a round's log."""
+"""Exchanges of requests and replies: which clients are reached, which replies count, and what is logged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RoundLog:
         self.events: list[dict[str, Any]] = []
 
     def note(self, kind: str, clients: Iterable[ClientId] = (), reason: str = "") -> None:
-        """Record an event."""
+        """Record an event of this round: its kind, its clients (if any) and the reason (if any)."""
         event: dict[str, Any] = {"round": self.round, "kind": kind}
         if listed := [int(client) for client in clients]:
             event["clients"] = listed
@@ -95,11 +95,11 @@ class RoundLog:
 
 
 class Exchanges:
-    """The exchanges of a run: it decides which clients are reached and which replies count, and logs the costs.
+    """The rules for all exchanges of a run: which clients are reached, which replies count, and what is logged.
 
     Args:
         config: The settings that server and clients share.
-        availability: Which clients are online in a round, and how fast they are.
+        availability: The model of which clients are online in a round, and of how fast they are.
         method: The method's name, for messages.
     """
 
@@ -109,7 +109,7 @@ class Exchanges:
         self.answered: set[type[Request]] = set()
         """The classes of the requests that at least one client has answered."""
         self.resumed = False
-        """Whether the run was resumed, so that ``answered`` lacks the requests of the rounds before."""
+        """Whether the run was resumed. In that case, ``answered`` lacks the requests of earlier rounds."""
         self.clock: Clock | None = None
         """The clock of simulated time; None if the settings do not need it or the clients' sizes are unknown."""
         if config.sizes is not None and availability.simulates_time:
@@ -117,11 +117,11 @@ class Exchanges:
         self._online: dict[ClientId, bool] = {}
 
     def begin(self, round: int) -> None:
-        """Begin a round."""
+        """Begin a round with an empty log."""
         self.log, self._online = RoundLog(round, self._method), {}
 
     def reach_hop(self, client: ClientId, task: Request, model: int, work: Callable[[Any, int], float]) -> bool:
-        """Return True if a hop reaches its client, and log it. It is fast if an earlier hop reached the client.
+        """Return True if a hop of a relay reaches its client, and log it. This is fast for clients of earlier hops.
 
         Args:
             client: The client of the hop.
@@ -136,9 +136,7 @@ class Exchanges:
         return bool(self.reach(Requests([task], {client: 0}), partial(work, task), model))
 
     def reach(self, requests: Requests, work: Work | None, model: int | None = None) -> Requests:
-        """Return the requests that reach their clients and will be answered in time, and log them.
-
-        The bytes of requests to late clients are logged too.
+        """Return the requests that reach their clients and will be answered in time; log all requests that are sent.
 
         Args:
             requests: The requests.
@@ -185,13 +183,13 @@ class Exchanges:
         together: bool,
         check: Check | None,
     ) -> Replies:
-        """Return the replies that count, and log why the others do not.
+        """Return the replies that count, and log the reasons why other replies do not.
 
         Args:
             asked: The requests that were sent.
             outcomes: The reply or the failure of each client.
             together: Whether the clients answered as a group.
-            check: A check in addition to ``Request.check``.
+            check: A check of the replies in addition to ``Request.check``; None for no further check.
         """
         log, replies = self.log, Replies()
         failures: dict[ClientId, Failure] = {}
@@ -214,13 +212,13 @@ class Exchanges:
             raised = sum(failure.error is not None for failure in failures.values())
             self.raise_if_hopeless(set(asked), raised, kinds, list(failures.items()))
         if together and len(replies) < len(outcomes):
-            # The sums of the group include the part of a client that does not count, and every reply depends on them.
+            # Every reply depends on sums over the group, to which a client contributed whose reply does not count.
             void = Failure("the group's sums are void: another of its clients did not count", bystander=True)
             failures |= dict.fromkeys(replies, void)
             replies.clear()
         if failures:
-            # A bystander only waited for a client that failed, and is not logged. If there are only bystanders, the
-            # group itself broke, and all are logged.
+            # A bystander is a client that only waited for another client, which failed. Bystanders are not logged,
+            # except if all failures are bystanders: then the group itself broke.
             broken = not refused and all(failure.bystander for failure in failures.values())
             for client, failure in failures.items():
                 if broken or not failure.bystander:
@@ -240,14 +238,14 @@ class Exchanges:
     ) -> None:
         """Raise ``ClientsFailedError`` if the program seems to be at fault.
 
-        That is so if several clients were asked (or the only one), all of them raised an exception, and no client has
-        ever answered a request of these kinds.
+        It seems so if all clients that were asked raised an exception, and no client has ever answered a request of
+        these kinds. At least two clients must have been asked, if there are two.
 
         Args:
             asked: The clients that were asked.
             raised: Number of clients that raised an exception.
             kinds: The classes of the requests.
-            failures: The failed clients and their failures, the first of which the message quotes.
+            failures: The failed clients and their failures. The message quotes the first one.
         """
         several = len(asked) >= min(2, self._config.clients)
         if self.resumed or not several or raised < len(asked) or kinds & self.answered:
@@ -260,18 +258,19 @@ class Exchanges:
 
 
 def communication(weights: Weights, transfers: int, clients: int, round: int) -> dict[str, Any]:
-    """Return the metrics of communication: the bytes T = R × C × f that a client has sent, and the factors.
+    """Return the metrics of communication: the bytes T = R × C × f that a client has sent on average, and R, C and f.
 
     Args:
         weights: The model or gradient that is transferred; its size is C.
-        transfers: Number of transfers in this round, over all clients. One transfer is a client that gets a model and
-            returns a gradient, or a client that gets the travelling model and passes it on.
+        transfers: Number of transfers in this round, over all clients. In one transfer, a client gets a model and
+            returns a gradient, or gets the travelling model and passes it on.
         clients: Number of clients, N.
         round: Number of rounds so far, R.
 
     Returns:
-        ``transfers`` as given; ``transfers_per_client``, f, the mean over all clients; ``update_bytes``, C; and
-        ``client_bytes``, T, under the assumption that all rounds so far were like this one.
+        ``transfers``, the argument; ``transfers_per_client``, f, the mean number of transfers over all clients;
+        ``update_bytes``, C; and ``client_bytes``, T, under the assumption that all rounds so far had as many transfers
+        as this one.
 
     >>> communication(Weights({}, {}), 30, 10, 2)["transfers_per_client"]
     3.0

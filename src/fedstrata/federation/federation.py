@@ -2,8 +2,8 @@
 
 A method uses a ``Federation``: ``ask`` sends requests and collects the replies, ``relay`` sends the model from client
 to client. The federation decides which clients can be reached, counts bytes, refuses unusable replies, and records why
-a client is absent. It runs the clients through an ``Engine``. While clients answer a request as a group, they can add
-up tensors (``all_reduce_sum``).
+a client is absent. An ``Engine`` runs the clients. While clients answer a request as a group, they can add up tensors
+(``all_reduce_sum``).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Listener = Callable[[int, Mapping[ClientId, Any]], None]
 
 @dataclass(frozen=True)
 class Relayed:
-    """The result of a relay. A hop is one client's work on the travelling model.
+    """The result of a relay, in which a model travelled from client to client.
 
     Args:
-        weights: The model after the last successful hop.
-        replies: A mapping from the position of each task to its reply; it lacks failed hops.
+        weights: The model after the last client that succeeded.
+        replies: A mapping from the position of each task in the relay to its reply. Tasks that failed are not in it.
     """
 
     weights: Weights
@@ -50,7 +50,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class Leg:
-    """One exchange of requests and replies. An ``ask`` has one, or several if a codec needs them.
+    """One exchange of requests and replies. Each ``ask`` has one leg, or several if the codec needs several exchanges.
 
     Args:
         requests: The requests as they are sent.
@@ -62,10 +62,10 @@ class Leg:
 
 
 Legs = Callable[["Federation", Requests, Check | None], Generator[Leg, Replies, Replies]]
-"""A generator function that divides an ``ask`` into exchanges.
+"""A generator function that divides an ``ask`` into exchanges (legs).
 
-Its arguments are the federation, the method's requests and the method's check of a reply. It yields each exchange,
-receives the replies to it, and finally returns the replies for the method.
+Its arguments are the federation, the method's requests and the method's check of a reply. It yields each leg, receives
+the replies to it, and finally returns the replies for the method.
 """
 
 
@@ -78,13 +78,13 @@ class Federation:
     """The interface through which a method reaches the clients 0 … N−1.
 
     Args:
-        engine: Runs the clients.
+        engine: The engine that runs the clients.
         config: The settings that server and clients share.
-        availability: Which clients are online in a round, and how fast they are.
+        availability: The model of which clients are online in a round, and of how fast they are.
         method: The method's name, for messages.
-        listener: Called after every ``ask`` with the round and the accepted replies.
-        legs: Divides an ``ask`` into exchanges. Default: one exchange without encoding. The ``Compression`` of
-            ``fedstrata.federation.communication`` encodes models and updates.
+        listener: A function that is called after every ``ask`` with the round and the accepted replies.
+        legs: A function that divides an ``ask`` into exchanges. Default: one exchange without encoding. The alternative
+            is ``Compression.legs`` (``fedstrata.federation.communication``), which encodes models and updates.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class Federation:
         return self.log.events
 
     def begin(self, round: int) -> None:
-        """Begin a round. In round 0 clients enrol, and all of them are online."""
+        """Begin a round with an empty log. In round 0, clients enrol, and all of them are online."""
         self.exchanges.begin(round)
         self.round, self.log = round, self.exchanges.log
 
     def rng(self, purpose: str, client: int = SERVER) -> np.random.Generator:
-        """Return a new random generator for one purpose in this round, for the server or for a client."""
+        """Return a new random generator, seeded by the purpose, this round and a client (default: the server)."""
         return rng(self.config.seed, purpose, self.round, client)
 
     def candidates(self) -> NDArray[np.int64]:
@@ -147,11 +147,12 @@ class Federation:
             clients: The clients to ask.
             request: One request for all clients, or a mapping from each client to its request.
             quorum: Smallest number of replies with which the round can go on.
-            together: Let the clients run at the same time as one group for ``all_reduce_sum``. If one of them fails,
-                the sum is void and no reply counts.
-            work: Number of sample-gradients that an answer takes, for simulated time and the order of work: a function
-                of the client's number of samples, or a mapping from clients. Default: zero.
-            check: A check of replies in addition to ``Request.check``, which uses what only the server knows.
+            together: Whether clients run at the same time as a group that can add up tensors (``all_reduce_sum``). If
+                one of them fails, the sums are void and no reply counts.
+            work: Number of sample-gradients (gradients of one sample) that an answer takes: a function of the client's
+                number of samples, or a mapping from clients. It determines simulated time and the order of work.
+                Default: zero.
+            check: A check of replies in addition to ``Request.check``, such as one that needs the server's knowledge.
 
         Returns:
             The replies, sorted by client. A client that dropped out, failed, was late or was refused is absent;
@@ -175,8 +176,8 @@ class Federation:
     ) -> Summed | None:
         """Send a request and return only the sum of the replies; the arguments are those of ``ask``.
 
-        An engine may compute the sum in one pass. The log counts the same bytes in both cases: the full size of each
-        client's request and reply.
+        An engine may compute the sum in one pass. The log nevertheless counts the full size of each client's request
+        and reply.
 
         Returns:
             The sum over the clients that answered; None if no client did.
@@ -195,9 +196,10 @@ class Federation:
         check: Check | None,
         at_once: bool = False,
     ) -> Any:
-        """Ask as in ``ask``; return the ``Replies``.
+        """Ask as in ``ask``, and return the ``Replies``.
 
-        With ``at_once`` the engine may compute the sum of the replies in one pass; the result is then a ``Summed``.
+        With ``at_once``, the engine may compute the sum of the replies in one pass. If it does, the sum is returned, as
+        a ``Summed``.
         """
         legs = self.legs(self, requests, check)
         leg = next(legs)
@@ -222,16 +224,16 @@ class Federation:
         return replies
 
     def _sum(self, reached: Requests, check: Check | None) -> Summed | None:
-        """Return the sum of the replies if the engine can compute it in one pass, and it is usable; otherwise None."""
+        """Return the sum of the replies if the engine can compute it in one pass and it is usable; otherwise None."""
         clock, deadline = self.exchanges.clock, self.availability.deadline
-        # With a simulated network and a deadline, the size of a client's own reply decides whether it is late.
+        # With a simulated network and a deadline, the size of each client's reply decides whether it is late.
         alone = clock is not None and self.availability.network and deadline is not None
         if not reached or self.config.training.execution != "fused" or alone:
             return None
         total = self.engine.ask_sum(reached)
         first = next(iter(reached.values()))
         if total is None or defect_of(total, first.check_reply, check) is not None:
-            return None  # the clients are then asked one by one, which shows whose part is unusable
+            return None  # the caller then asks for single replies, which show whose is unusable
         self.engine.commit(reached)
         size = records.size(total)
         if clock is not None:
@@ -279,17 +281,17 @@ class Federation:
     ) -> Relayed:
         """Send the model from client to client; each client works on it and passes it on.
 
-        A hop is one client's work. A hop that fails, or whose client is offline, is skipped: the next client gets the
+        One client's work is a *hop*. A hop that fails, or whose client is offline, is skipped: the next client gets the
         model of the last successful hop.
 
         Args:
-            tasks: Pairs of a client and its task; all tasks have the same class. A generator may choose the next pair
-                from earlier replies, because it is advanced only after the hop before.
+            tasks: Pairs of a client and its task; all tasks have the same class. A generator can use earlier replies to
+                choose the next pair, because the pair is requested only after the previous hop.
             weights: The model that the first client gets.
             on_reply: Called after each hop with the position of its task in ``tasks`` and the reply, which is None if
                 the hop was skipped. If the engine computes the relay in one pass, it may learn of a failure only at the
                 end; ``on_reply`` is then called a second time for this hop, with None.
-            work: Returns the number of sample-gradients of a task, from the task and the client's number of samples.
+            work: A function of a task and the client's number of samples, which returns the number of sample-gradients.
         """
         replies: dict[int, Any] = {}
         failures: list[tuple[ClientId, Failure]] = []
@@ -335,7 +337,8 @@ class Federation:
                     self.log.bytes_up += records.size(outcome)
             raised = {client for client, failure in failures if failure.error is not None}
             if raised < reached:
-                # Replies alone do not show that clients can answer, because a task without work always succeeds.
+                # Some client never raised an exception. (A reply alone shows little: a task without work always
+                # succeeds.)
                 self.exchanges.answered |= kinds
             else:
                 self.exchanges.raise_if_hopeless(reached, len(raised), kinds, failures)

@@ -17,18 +17,19 @@ from fedstrata.base.records import Message, record
 
 ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
-"""How many sample-gradients a client computes for its answer.
+"""How many sample-gradients (gradients of one sample) a client computes for its answer.
 
-Either a function of the client's number of samples, or a mapping from each client to its count.
+This is a function of the client's number of samples, or a mapping from each client to the number of sample-gradients.
 """
 Params = dict[str, Tensor]
-"""A mapping from names to tensors."""
+"""A mapping from names to tensors, such as a model's parameters."""
 Extra = dict[str, dict[str, Tensor]]
-"""What an objective sends in addition to the model: named groups of named tensors."""
+"""The message that an objective sends in addition to the model: named groups of named tensors."""
 
 
 Phase = Literal["enrolment", "round", "evaluation"]
-"""``enrolment`` is before the first round, ``round`` is in a round, and ``evaluation`` measures a model after it."""
+"""When requests come: before the first round (``enrolment``), in rounds, or when a model is measured
+(``evaluation``)."""
 PHASES: tuple[Phase, ...] = ("enrolment", "round", "evaluation")
 
 Fact = Literal["labels", "sizes"]
@@ -38,7 +39,7 @@ Fact = Literal["labels", "sizes"]
 class Order:
     """A rule about the sequence of requests: it decides from earlier requests whether a client may answer the next one.
 
-    Each client has one instance per phase. All request classes that name the same order share this instance.
+    Each client has one instance per phase, which all request classes that name this order share.
     """
 
     def refusal(self, request: Any) -> str:
@@ -54,23 +55,23 @@ class Order:
 
 @dataclass(frozen=True)
 class RequestRule:
-    """The properties that all requests of a class have, whatever the spec says.
+    """The properties that all requests of a class have in every job.
 
     Args:
-        description: What leaves the site with the reply, as the rest of a sentence that begins with "It sends".
+        description: The contents of the reply, as the rest of a sentence that begins with "It sends".
         phase: The phase in which the request comes.
         order: The rule about the sequence of requests. Default: any sequence.
-        after: A request of the enrolment that a client must have answered before this one. It counts only for jobs
-            that ask it.
+        after: A request of the enrolment that a client must have answered before this one. It is ignored in jobs that
+            do not send it.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether clients may answer as a group, for which the server adds up tensors. If a group breaks, the
             same request may come again.
-        forms: Returns the forms in which a request may be repeated; the first one is its present form. Default: only
-            the present form.
+        forms: A function that returns the variants of a request which count as repetitions of it; the first one is the
+            request as it is. Default: only this one.
         merges: Whether a client merges parts of batches with fewer samples than ``privacy.min_samples`` if
             ``privacy.below`` is "hold-back".
         discloses: The facts about the client that the server can read in the reply.
-        epsilon: The ε of local differential privacy that a reply costs; None if it costs none.
+        epsilon: The ε of local differential privacy that each reply spends; None for replies without such noise.
     """
 
     description: str
@@ -86,12 +87,10 @@ class RequestRule:
 
 
 class Reply(Message):
-    """A client's answer."""
+    """Base class of the replies of clients."""
 
     def split_update(self, sent: Weights) -> tuple[Params, Self]:
-        """Return the model update of this reply as named tensors, and the reply without it.
-
-        A codec may then encode the update.
+        """Return the model update of this reply, which a codec may encode, and the reply without it.
 
         Args:
             sent: The model of the request.
@@ -99,7 +98,7 @@ class Reply(Message):
         return {}, self
 
     def merge_update(self, sent: Weights, change: Params) -> Self:
-        """Return the reply with its update again: the inverse of ``split_update``.
+        """Put an update back into the reply: the inverse of ``split_update``.
 
         Args:
             sent: The model of the request.
@@ -108,12 +107,12 @@ class Reply(Message):
         return self
 
     def has_update(self) -> bool:
-        """Return True unless the client had no samples to train on."""
+        """Return True if the reply contains an update; it does not if the client had no samples to train on."""
         return True
 
 
 class Request(Message):
-    """A request to a client."""
+    """Base class of the requests to clients."""
 
     reply_type: ClassVar[type[Reply]] = Reply
     """The type of reply that this request expects."""
@@ -122,9 +121,9 @@ class Request(Message):
     """The rule that a site checks requests of this class against. Only jobs that run at real sites need it."""
 
     def check(self, reply: Any) -> None:
-        """Refuse a reply of the right type with wrong values.
+        """Refuse a reply of the right type whose values are wrong.
 
-        NaN and infinity need no check here: they are always refused.
+        NaN and infinity need no check here, because they are always refused.
 
         Raises:
             ReplyRefusedError: A value is wrong.
@@ -143,7 +142,7 @@ class Request(Message):
 
 
 class Requests(dict[ClientId, Request]):
-    """A mapping from clients to their requests, which stores a request to several clients only once.
+    """A mapping from clients to their requests; a request to several clients is stored only once.
 
     Args:
         distinct: The different requests.
@@ -177,7 +176,7 @@ class Requests(dict[ClientId, Request]):
 
         Args:
             clients: The subset.
-            work: See ``Requests``. Default: the work as it is.
+            work: The sample-gradients of each client; see ``Requests``. Default: the numbers in this object.
         """
         return Requests(self.distinct, {client: self.which[client] for client in clients}, work or self.work)
 
@@ -249,9 +248,9 @@ class FitReply(Reply):
         samples: Number of samples that were used. If the request does not allow counts, ``samples``, ``steps`` and
             ``seen`` are 0.
         steps: Number of mini-batch steps, K.
-        seen: Number of sample-gradients computed.
+        seen: Number of sample-gradients that were computed.
         loss: Mean training loss over the steps.
-        message: The message of the objective's client side.
+        message: The message that the objective sends from the client to the server.
         trained: Whether the client took a step. Without a step it returns the model unchanged.
     """
 
@@ -264,7 +263,7 @@ class FitReply(Reply):
     trained: bool = True
 
     def split_update(self, sent: Weights) -> tuple[Params, FitReply]:
-        """Return the floating-point tensors of the parameters' change and of the objective's message, and the rest."""
+        """Return the floating-point tensors of the model's change and of the message, and the reply without them."""
         after = self.weights.params
         moved = {name: after[name] - before for name, before in sent.params.items() if before.is_floating_point()}
         others = {name: tensor for name, tensor in after.items() if name not in moved}
@@ -275,7 +274,7 @@ class FitReply(Reply):
         return change, replace(self, weights=Weights(others, self.weights.buffers), message=message)
 
     def merge_update(self, sent: Weights, change: Params) -> FitReply:
-        """Return the reply whose model is ``sent`` plus the update."""
+        """Return the reply with the model ``sent`` plus the update, and with the tensors of its message."""
         params, message = dict(self.weights.params), {group: dict(part) for group, part in self.message.items()}
         for name, tensor in change.items():
             kind, _, rest = name.partition("/")
@@ -309,7 +308,7 @@ class TrainingRequest(ModelRequest):
     reply_type: ClassVar[type[Reply]] = FitReply
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors with the shapes of the parameters and of the objective's message."""
+        """Return tensors with the names, shapes and dtypes of the update in a ``FitReply``."""
         return fit_changes(self.weights, message)
 
     def check(self, reply: FitReply) -> None:
@@ -326,8 +325,8 @@ class Fit(TrainingRequest):
     Args:
         round: The round, counted from 1.
         weights: The global model.
-        message: The message of the objective's server side.
-        keep: Probability with which each sample is used this round (data-level sampling).
+        message: The message that the objective sends from the server to the client.
+        keep: Probability with which each sample is used in this round (data-level sampling).
         counts: Whether the reply may contain the number of samples that were used. With local differential privacy of
             the clients' sizes it must not, because this number and ``keep`` would reveal a client's size.
     """

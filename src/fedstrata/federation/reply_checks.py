@@ -21,11 +21,11 @@ DTYPES = frozenset(
 
 
 Check = Callable[[Any], None]
-"""A function that raises ``ReplyRefusedError`` for a reply of the right type with wrong values."""
+"""A function that gets a reply of the right type, and raises ``ReplyRefusedError`` if its values are wrong."""
 
 
 def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | None:
-    """Return why a reply cannot be used; None if it can.
+    """Return the reason why a reply cannot be used; None if it can be used.
 
     Args:
         reply: The reply.
@@ -35,7 +35,7 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
     if not isinstance(reply, records.Message):
         return f"a {type(reply).__name__} is no message"
     try:
-        # Decoding has checked the types of a reply that came as bytes. A client in this process sends objects.
+        # For replies that came as bytes, decoding has checked the types. Clients in this process reply with objects.
         records.require_types(reply)
         for leaf in records.leaves_of(reply):
             if isinstance(leaf, Tensor):

@@ -13,15 +13,15 @@ from fedstrata.base.config import MayChange, Setting
 DEFAULT_EPOCHS = 5
 
 Threads = Annotated[PositiveInt, Field(le=1024)]
-"""A number of threads. It is limited because PyTorch ends the process if the system cannot start another thread."""
+"""A number of threads, at most 1024: PyTorch ends the process if the system cannot start as many threads."""
 
 
 def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float:
-    """Return a learning rate on a schedule.
+    """Return the learning rate of a round, which follows a schedule.
 
     Args:
         lr: The learning rate η of the first round.
-        schedule: ``inverse``, ``cosine`` or another name for a constant rate; see ``Training``.
+        schedule: ``inverse`` or ``cosine`` (see ``Training``); with any other value, the rate is constant.
         round: The round, counted from 1.
         rounds: The number of rounds of the run.
     """
@@ -36,17 +36,18 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 class Privacy(Setting):
     """The smallest number of samples that may contribute to anything that a client sends.
 
-    A client with fewer samples for an update, a count, a loss or a measurement does not answer. Prototypes and labels
-    of classes with fewer samples are left out. A site may require more samples than the spec.
+    A client does not answer a request for an update, a count, a loss or a measurement if it has fewer samples for it.
+    Prototypes, labels and counts of classes with fewer samples are left out of answers. A site may require more samples
+    than the spec.
 
     Args:
         min_samples: Smallest number of samples that may contribute to an update, to a client's part of Stratify's
             batch, to the prototype or the count of a class, or to the mean of a column. The value is refused if no
-            client could ever answer: if ``local_steps`` use fewer samples, or if the model travels from sample to
-            sample.
-        below: Treatment of a part of Stratify's batch with fewer samples. ``hold-back``: the client merges it into its
-            next part (the last one into the part before), so that no sample is lost. ``refuse``: the client does not
-            answer, and is absent for the rest of the epoch.
+            client could ever answer: because all ``local_steps`` together use fewer samples, or because the model
+            leaves a client after each sample.
+        below: Treatment of a client's part of Stratify's batch that has fewer samples. ``hold-back``: the client merges
+            it into its part of the next batch (and its last part into the part before), so that no sample is lost.
+            ``refuse``: the client does not answer, and is absent for the rest of the epoch.
     """
 
     min_samples: PositiveInt = 1
@@ -64,23 +65,23 @@ class Training(Setting):
     Args:
         rounds: Number of rounds. A resumed run may have more rounds than before.
         clients_per_round: Clients invited per round. Default: 10, or all clients if there are fewer.
-        local_epochs: Passes over its data that a client makes per round, E. Default: 5.
-        local_steps: Mini-batch steps per round, instead of epochs.
-        batch_size: Samples in a mini-batch. A client with fewer samples puts all of them into one.
+        local_epochs: E, how many times a client passes over its data per round. Default: 5.
+        local_steps: Mini-batch steps of a client per round; replaces ``local_epochs``.
+        batch_size: Samples in a mini-batch. A client with fewer samples uses all of them in each mini-batch.
         lr: Learning rate η.
         momentum: Momentum of the clients' SGD; its velocity starts at zero in each round.
         weight_decay: L2 penalty, added to the gradient.
-        schedule: Learning rate over the rounds t = 0, 1, …: ``constant``, ``inverse`` (η / (1 + t)) or ``cosine``
-            (zero after the last round).
+        schedule: How the learning rate changes over the rounds t = 0, 1, …: ``constant`` (η), ``inverse`` (η / (1 + t))
+            or ``cosine`` (from η to zero along half a cosine wave).
         clip: Largest norm of a gradient; a longer gradient is scaled down to it.
-        batch_norm: Treatment of BatchNorm's running statistics. ``average``: they are averaged like the parameters
-            (for counters: the largest). ``local``: each client keeps its own, and the global model is evaluated with
-            the statistics of the test batches. Stratify, SFL and FedTAN need ``average``.
+        batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them like the
+            parameters (and takes the largest value of counters). ``local``: each client keeps its own, and the global
+            model is evaluated with the statistics of the test batches. Stratify, SFL and FedTAN need ``average``.
         execution: ``fused``: an engine may compute the sum over clients in one pass. ``per-client``: each client's part
-            is computed alone, which is slower but gives the same bits on every engine.
-        threads: Threads with which PyTorch computes one operation. The last bits of results may depend on it.
-        workers: Processes that train clients on this machine, with one thread each. Default: one per core, if that is
-            faster. Results do not depend on it.
+            is computed separately, which is slower, but results are equal bit by bit on every engine.
+        threads: Threads that PyTorch uses for one operation. The last bits of results may depend on this number.
+        workers: Processes that train clients on this machine, with one thread each. Default: one per core if that is
+            faster, otherwise one. Results do not depend on this number.
         precision: Precision of the forward and backward passes of local training: ``float32``, or ``bf16`` for the
             operations for which PyTorch's autocast considers it safe. Parameters and updates stay float32. Stratify and
             FedTAN always train in float32.
@@ -120,15 +121,15 @@ class Training(Setting):
 
     @property
     def epochs(self) -> int:
-        """Number of epochs E; the default if clients train for ``local_steps``."""
+        """Number of local epochs, E. If clients train for ``local_steps``, it is the default number, 5."""
         return self.local_epochs or DEFAULT_EPOCHS
 
     def sample_gradients(self, samples: float, keep: float = 1.0) -> float:
-        """Return how many sample-gradients a client computes in a round of local training.
+        """Return how many sample-gradients (gradients of one sample) a client computes in a round of local training.
 
         Args:
             samples: The client's number of samples.
-            keep: The expected share of them that is used.
+            keep: The expected fraction of these samples that is used.
 
         >>> Training(local_epochs=2).sample_gradients(30), Training(local_steps=3, batch_size=32).sample_gradients(30)
         (60.0, 90.0)

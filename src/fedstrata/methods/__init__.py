@@ -1,1 +1,1 @@
-"""The federated methods, one file each; most are recipes of four choices."""
+"""The federated methods, one file each. Most are recipes: combinations of samplers, an objective and an aggregator."""

@@ -1,4 +1,4 @@
-"""``Method``, the base class of all methods, and ``Recipe``, the base class of methods that combine four choices."""
+"""``Method``, the base class of all methods, and ``Recipe``, for combinations of samplers, objective and aggregator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASKING = {
     "data_sampler": ("keep", "init", "handlers"),
     "objective": ("client_final", "handlers"),
 }
-"""The methods of each class that decide what clients are asked to compute and send.
+"""The Python methods and attributes of each kind of class that decide which requests clients get, or what they reply.
 
 A subclass that overrides one of them must also override its declaration of requests: ``allowed``, or ``sends`` in an
 objective.
@@ -39,7 +39,7 @@ objective.
 class Method(Setting):
     """A federated method: Python code that runs on the server and sends typed requests to clients.
 
-    The fields are the method's settings. What changes from round to round is the state, a record with at least the
+    The fields are the method's settings. The state, which changes from round to round, is a record with at least the
     field ``weights``, the global model. ``init`` returns the first state; ``run_round`` takes a state and returns the
     next one.
     """
@@ -48,10 +48,10 @@ class Method(Setting):
     """The paper that defines the method."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """Client code for the method's own requests: functions with a decorator from ``fedstrata.clients.handling``."""
+    """The functions that answer the method's own requests at a client; see ``fedstrata.clients.handling``."""
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the client code for all requests of the method; a recipe adds the handlers of its choices."""
+        """Return the functions that answer all requests of the method, including those of a recipe's choices."""
         return self.handlers
 
     def objective_in_use(self) -> Objective:
@@ -75,7 +75,7 @@ class Method(Setting):
         return None
 
     def declared(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return ``allowed``; None if a subclass overrides a method in ``ASKING`` and does not override ``allowed``."""
+        """Return ``allowed``; None if a subclass overrides a method in ``ASKING`` but not ``allowed``."""
         return self.allowed(agreed) if declares(type(self), "allowed", *ASKING["method"]) else None
 
     @property
@@ -88,14 +88,14 @@ class Method(Setting):
 
     @abstractmethod
     def init(self, federation: Federation, weights: Weights) -> Any:
-        """Return the state before the first round. A method may already send requests to clients here, in round 0."""
+        """Return the state before the first round. Requests that a method sends here belong to round 0."""
 
     @abstractmethod
     def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
         """Run one round; return the new state and the method's metrics of the round."""
 
     def evaluated(self, config: FederationConfig, state: Any) -> Weights:
-        """Return the model that is evaluated, and that is saved at the end of a run. Default: ``state.weights``."""
+        """Return the model to evaluate, and to save at the end of a run. Default: ``state.weights``."""
         weights: Weights = state.weights
         return weights
 
@@ -120,7 +120,7 @@ class RecipeState:
 
 
 class Parts(TypedDict, total=False):
-    """The choices in which a recipe differs from FedAvg; every key may be missing."""
+    """The choices in which a recipe differs from FedAvg; choices that are the same are missing."""
 
     client_sampler: ClientSampler
     data_sampler: DataSampler
@@ -134,14 +134,14 @@ CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 
 class Recipe(Method):
-    """A method that consists of four choices. A spec may replace each of them: by a name, or by a table of settings.
+    """A method that consists of four choices. A spec may replace each choice: by a name or by a table of settings.
 
     A subclass overrides ``parts``, which builds the choices that differ from FedAvg's from the subclass's settings. If
     a spec replaces all choices that a setting affects, it must not contain the setting.
 
     Args:
         client_sampler: How the clients of a round are drawn.
-        data_sampler: Which of its samples a client uses.
+        data_sampler: How many of its samples a client uses in a round.
         objective: The objective of local training.
         aggregator: How the server combines the clients' models.
 
@@ -156,7 +156,7 @@ class Recipe(Method):
     """
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """A mapping from the name of a method's setting to its name in a choice, for settings whose two names differ."""
+    """A mapping from a setting's name in the method to its name in a choice, for settings whose two names differ."""
 
     client_sampler: AnyClientSampler = Uniform()
     data_sampler: AnyDataSampler = AllData()
@@ -168,7 +168,7 @@ class Recipe(Method):
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
-        """Return the method's settings that ``parts`` passes on to a choice.
+        """Find the method's settings that ``parts`` passes on to a choice.
 
         Returns:
             A mapping from the setting's name in the method to the choice and the setting's name in it.
@@ -194,7 +194,7 @@ class Recipe(Method):
         return dict(parts)
 
     def _defaults(self) -> dict[str, Any]:
-        """Return the defaults of the method's optional settings; the four choices are not among them."""
+        """Return the default of each optional setting of the method, without the four choices."""
         return {
             key: field.get_default(call_default_factory=True)
             for key, field in type(self).model_fields.items()
@@ -220,7 +220,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings that have an effect, and the replaced choices. Parsing them gives an equal method."""
+        """Return the settings that have an effect, and the replaced choices; parsing them gives an equal method."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -231,7 +231,7 @@ class Recipe(Method):
         return self.client_sampler, self.data_sampler, self.objective, self.aggregator
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the client code for the method's own requests and for those of its four choices."""
+        """Return the functions that answer the requests of the method and of its four choices at a client."""
         return self.handlers + tuple(function for choice in self.choices() for function in choice.handlers)
 
     def objective_in_use(self) -> Objective:
@@ -255,7 +255,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the requests of the two samplers, and ``training``; None if a choice does not declare its requests."""
+        """Return the samplers' requests and the request ``training``; None if a choice does not declare requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -265,7 +265,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The clients' sizes (how many samples each has), if the data sampler keeps them private."""
+        """``sizes`` (how many samples each client has), if the data sampler keeps them private."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
@@ -356,10 +356,10 @@ class Recipe(Method):
 
 
 def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
-    """Return how many clients trained, the samples that they saw, and their mean loss.
+    """Return how many clients trained, the number of sample-gradients that they computed, and their mean loss.
 
-    A client's loss is the mean over its steps. The mean over clients is weighted by the samples that each client saw.
-    If clients keep their counts private, the samples are 0 and the loss is the mean over the clients that took a step.
+    A client's loss is the mean over its steps; the mean over clients is weighted by their sample-gradients. If clients
+    keep these counts private, they are 0, and the loss is the plain mean over the clients that took a step.
     """
     seen = sum([reply.seen for reply in answers])
     weights = [reply.seen if seen else int(reply.trained) for reply in answers]
@@ -370,7 +370,7 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
 
 
 def weight_diversity(models: Sequence[Params]) -> dict[str, Any]:
-    """Return Λ = mean_k ‖w_k − w̄‖² with w̄ the mean of the clients' w_k (ReBaFL, Eq. 24); None without clients.
+    """Return Λ = mean_k ‖w_k − w̄‖² with the mean w̄ of the clients' models w_k (ReBaFL, Eq. 24); None without models.
 
     >>> weight_diversity([{"w": torch.tensor([0.0, 1.0])}, {"w": torch.tensor([2.0, 1.0])}])
     {'weight_diversity': 1.0}

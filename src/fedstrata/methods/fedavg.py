@@ -6,6 +6,6 @@ from fedstrata.methods.base import Recipe
 
 
 class FedAvg(Recipe):
-    """Clients are drawn uniformly and train on all their data; their models are averaged, weighted by sample counts."""
+    """Averaging of the models of uniformly drawn clients, which train on all their data; weights are sample counts."""
 
     paper = "McMahan et al. 2017, Communication-Efficient Learning of Deep Networks (AISTATS)"

@@ -13,7 +13,7 @@ from fedstrata.methods.head_tuning import HeadTuning
 
 
 class FedAvgFT(Recipe, HeadTuning):
-    """FedAvg whose server trains the aggregated head on samples that no client holds: an upper bound for comparisons.
+    """FedAvg whose server trains the averaged head on samples that no client holds: an upper bound for comparisons.
 
     A partition that gives all samples to clients is refused.
     """
@@ -30,7 +30,7 @@ class FedAvgFT(Recipe, HeadTuning):
         return super().allowed(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """Run a round of FedAvg, then train the head at the server; skip the head if no client trained."""
+        """Run a round of FedAvg; if a client trained, also train the head at the server."""
         state, metrics = super().run_round(federation, state)
         if not metrics["clients_trained"]:
             return state, metrics

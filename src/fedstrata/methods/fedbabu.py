@@ -13,10 +13,10 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 
 
 class FedBABU(Recipe):
-    """FedAvg of the body, the layers before the head; the head keeps its initial values, in evaluations too.
+    """FedAvg of only the body, the layers before the head; the head keeps its initial values.
 
-    With ``fine_tune``, the server trains a copy of the head before each evaluation and for the run's final model.
-    Clients never receive this copy. The paper instead fine-tunes at each client, on the client's own data; for this,
+    With ``fine_tune``, the server trains a copy of the head before each evaluation, and for the run's final model.
+    Clients never receive this copy. In the paper, each client fine-tunes the model on its own data instead. For this,
     set ``evaluation.fine_tune``.
 
     Args:

@@ -11,9 +11,9 @@ from fedstrata.objectives.feddyn import Dynamic
 
 
 class FedDyn(Recipe):
-    """FedAvg with dynamically regularised local losses; the server takes the plain mean of the models, minus h/α.
+    """FedAvg with dynamically regularised local losses; the new model is the plain mean of models minus h/α.
 
-    h is −α/N times the sum of all clients' updates so far, where N is the number of clients.
+    h is −α/N times the sum of all updates that clients have sent so far, where N is the number of clients.
     """
 
     paper = "Acar et al. 2021, Federated Learning Based on Dynamic Regularization (ICLR)"

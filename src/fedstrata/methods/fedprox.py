@@ -10,7 +10,7 @@ from fedstrata.objectives.fedprox import Proximal
 
 
 class FedProx(Recipe):
-    """FedAvg whose clients minimise F_k(w) + (μ/2) ‖w − w_t‖², which keeps them near the global model w_t."""
+    """FedAvg with the loss F_k(w) + (μ/2) ‖w − w_t‖², which keeps client k's model w near the global model w_t."""
 
     paper = "Li et al. 2020, Federated Optimization in Heterogeneous Networks (MLSys)"
 

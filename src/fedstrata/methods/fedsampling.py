@@ -11,7 +11,7 @@ from fedstrata.sampling.fedsampling import Everyone, FedSamplingData
 
 
 class FedSampling(Recipe):
-    """FedAvg in which all clients train on a random part of their samples; each sample has the same probability."""
+    """FedAvg in which all clients take part, each with a random part of its samples; all samples are equally likely."""
 
     paper = "Qi et al. 2023, FedSampling: A Better Sampling Strategy for FL (IJCAI)"
 

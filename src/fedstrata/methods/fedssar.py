@@ -1,4 +1,4 @@
-"""FedSSAR (Lu et al. 2023): stratified sampling by the clients' parameters, with a proximal term."""
+"""FedSSAR (Lu et al. 2023): clients with similar parameters form a stratum, and the loss has a proximal term."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fedstrata.sampling.fedssar import Features, FedSSARSampler
 
 
 class FedSSAR(Recipe):
-    """FedProx with stratified client sampling: clients with similar parameters form a cluster, found with OPTICS.
+    """FedProx with stratified client sampling: the clustering algorithm OPTICS groups clients with similar parameters.
 
-    The larger a cluster, the more of its clients take part. Clients minimise F_k(w) + (α/2) ‖w − w_t‖², and their
-    models are averaged, weighted by sample counts.
+    The larger a cluster, the more of its clients take part. Client k minimises F_k(w) + (α/2) ‖w − w_t‖², where F_k is
+    its loss and w_t the global model. The models are averaged, weighted by sample counts.
 
     Args:
         alpha: α, the strength of the proximal term.

@@ -1,4 +1,4 @@
-"""FedSTS (Gao et al. 2024) and FedSTaS, which adds data-level sampling to it."""
+"""FedSTS (Gao et al. 2024) and FedSTaS, in which clients also train on only a random part of their samples."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fedstrata.sampling.stratified import Compared, Gradients, Refresh, Stratifi
 
 
 class FedSTS(Recipe):
-    """Stratified client sampling: clients with similar compressed gradients form a stratum.
+    """FedAvg with stratified client sampling: clients with similar compressed gradients form a stratum.
 
-    Neyman allocation decides how many clients are drawn from each stratum, and importance sampling draws them: clients
-    with large gradients are drawn more often.
+    Neyman allocation decides how many clients are drawn from each stratum. Within a stratum, clients with large
+    gradients are drawn more often (importance sampling).
 
     Args:
-        aggregation: How models are combined. ``paper``: the mean of the strata's means, which importance sampling
-            biases. ``horvitz-thompson``: unbiased weights, with clients drawn with replacement.
+        aggregation: How models are combined. ``paper``: the mean of the strata's means, which is biased by importance
+            sampling. ``horvitz-thompson``: unbiased weights; clients are then drawn with replacement.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework"
@@ -54,7 +54,7 @@ class FedSTS(Recipe):
 
 
 class FedSTaS(FedSTS):
-    """FedSTS in which clients train on a random part of their samples, in total about the same number in each round."""
+    """FedSTS whose clients train on a random part of their samples: about the same number in total in each round."""
 
     paper = "FedSTaS: Client Stratification and Client-Level Sampling for Efficient FL (2024)"
 

@@ -19,12 +19,12 @@ from fedstrata.sampling.base import AllData
 
 
 class FedTAN(Recipe):
-    """FedAvg whose clients use common BatchNorm statistics, computed over all of them in the first local step.
+    """FedAvg whose clients share BatchNorm statistics, which they compute together in the first local step.
 
-    In that step every BatchNorm layer normalises with the mean and the variance averaged over the round's clients, and
-    the gradients of both are averaged on the way back: one exchange per layer in each direction. Later local steps keep
-    these statistics, and so does the global model. The clients of a round train at the same time; if one of them fails
-    in the first step, the round does not change the model.
+    In this step, every BatchNorm layer normalises with the mean and the variance averaged over the round's clients. In
+    the backward pass, the gradients of both are averaged, too. Each layer therefore needs one exchange in each pass.
+    Later local steps use these statistics unchanged, and so does the global model. The clients of a round train at the
+    same time. If one of them fails in the first step, the round does not change the model.
 
     Only the data sampler ``all`` and the objective ``cross-entropy`` are accepted.
     """
@@ -44,7 +44,7 @@ class FedTAN(Recipe):
                 raise SpecError(f"method.{key}", "FedTAN trains on all data with cross-entropy; leave it out")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the sampler, and of local training that all clients start at the same time."""
+        """Return the requests of the sampler, and the request for local training of all clients at the same time."""
         size = agreed.training.batch_size
         reason = f"tells sums over a first batch, which has training.batch_size = {size} samples at most"
         return self.with_samplers(agreed, Allowed(FitTogether, limit=SampleLimit(size, reason)))

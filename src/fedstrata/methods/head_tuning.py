@@ -1,4 +1,4 @@
-"""Training of a model's head at the server, on a small set of samples with equally many per class (ReBaFL §3.3)."""
+"""Training of a model's head at the server, on a small set with equally many samples of each class (ReBaFL §3.3)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fedstrata.models.batchnorm import has_batchnorm
 
 
 class HeadTuning(Setting):
-    """Full-batch gradient descent on only the head, with samples **that no client holds**.
+    """Training of only the head by full-batch gradient descent, on samples **that no client holds**.
 
-    The server uses the same samples every time. The features, which are the input of the head, are computed once per
-    training, in evaluation mode.
+    The server uses the same samples every time. The features, which are the input of the head, are computed once each
+    time that the head is trained, in evaluation mode.
 
     Args:
         per_class: How many samples of each class the server trains on.
@@ -40,7 +40,7 @@ class HeadTuning(Setting):
 
         Args:
             config: The federation's settings.
-            section: The section of a spec that holds these settings.
+            section: The section of the spec that holds these settings, for messages.
 
         Raises:
             SpecError: The server has too few samples, or clients keep their own BatchNorm statistics.

@@ -1,4 +1,4 @@
-"""ReBaFL (Xu et al.): re-balanced local training, stable when labels are skewed and clients drop out."""
+"""ReBaFL (Xu et al.): re-balanced local training, which is stable if labels are skewed and clients drop out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fedstrata.objectives.rebafl import Rebalanced
 class ReBaFL(Recipe):
     """FedAvg whose clients train with relaxed balanced softmax and augmented features (Algorithm 1).
 
-    The paper's two ablations: ``mu = 0`` turns off the augmentation, so that only relaxed balanced softmax is left
-    (R-BSM); ``relaxed = false`` turns off relaxed balanced softmax, so that only the augmentation is left (F-Aug).
+    The paper has two ablations. ``mu = 0`` turns off the augmentation, so that only relaxed balanced softmax is left
+    (R-BSM). ``relaxed = false`` turns off relaxed balanced softmax, so that only the augmentation is left (F-Aug).
     """
 
     paper = "Xu et al., Stabilizing and Improving FL with Non-IID Data and Client Dropout"

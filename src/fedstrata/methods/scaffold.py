@@ -12,7 +12,7 @@ from fedstrata.objectives.scaffold import Scaffold
 class SCAFFOLD(Recipe):
     """FedAvg whose clients correct each step with control variates; models are averaged with equal weights.
 
-    The control variates c_k and c estimate the gradients of client k and of the federation. A client adds c − c_k to
+    The control variate c_k estimates the gradient of client k, and c that of the federation. The client adds c − c_k to
     each gradient, so that its steps go in the direction of the federation's gradient.
     """
 

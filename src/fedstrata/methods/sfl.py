@@ -1,4 +1,4 @@
-"""SFL, sequential federated learning (Li and Lyu 2023; the baseline of Stratify)."""
+"""SFL, sequential federated learning (Li and Lyu 2023), which is the baseline in Stratify's paper."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class SFLState:
 
 
 class SFL(Method):
-    """The model visits the round's clients in random order; each client trains it for E epochs and passes it on.
+    """One model visits the round's clients in random order; each client trains it for E epochs and passes it on.
 
-    Models are not averaged, so the model drifts towards the clients that it visited last. The drift grows with the
+    Models are not averaged, so that the model drifts towards the clients that it visited last. The drift grows with the
     differences between clients.
 
     Args:
@@ -39,7 +39,7 @@ class SFL(Method):
     client_sampler: AnyClientSampler = Uniform()
 
     def check(self, config: FederationConfig) -> None:
-        """Check that the sampler fits the federation, and that BatchNorm's statistics are not kept by clients."""
+        """Refuse local BatchNorm statistics, samplers that need the clients' models, and samplers that do not fit."""
         if config.training.batch_norm == "local":
             problem = "one travelling model has one set of statistics; use average"
             raise SpecError("training.batch_norm", problem, "local")
@@ -60,7 +60,7 @@ class SFL(Method):
         return SFLState(weights, self.client_sampler.init(federation))
 
     def run_round(self, federation: Federation, state: SFLState) -> tuple[SFLState, dict[str, Any]]:
-        """Send the model to each of the selected clients, one after the other."""
+        """Let the model visit each of the selected clients, one after the other."""
         config, sampler = federation.config, self.client_sampler
         selection, clients = sampler.select(federation, state.clients, state.weights)
         order = federation.rng("journey").permutation(selection.clients).tolist()

@@ -1,9 +1,8 @@
 """Objectives of local training: the base class, and plain cross-entropy.
 
 An objective consists of hooks: methods that are called at certain points of a round. Hooks at a client compute the
-loss, a correction of the gradient, and a message to the server. Hooks at the server compute a message to the clients
-and use their messages. Most objectives override one or two hooks. ``loss`` and ``correction`` are pure functions of
-tensors, so the same code runs in a plain loop and at a remote site.
+loss, a correction of the gradient, and a message to the server. Hooks at the server compute a message to the clients,
+and use the clients' messages. Most objectives override one or two hooks.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ Batches = Callable[[], Iterable[Batch]]
 
 @dataclass(frozen=True)
 class Context:
-    """What a client's loss needs besides the parameters and the batch; it is constant during local training.
+    """The arguments of a client's loss that stay constant during local training.
 
     Args:
         start: The global parameters w_t at which the client starts.
         counts: n_k(c), how many training samples of each class c the client has, shape (C,), float32.
-        received: The server's message, with the entries that ``client_prepare`` added.
+        received: The server's message, together with the entries that ``client_prepare`` added.
         kept: The client's state of this objective, as ``client_final`` last returned it; None in its first round.
         lr: The learning rate η of this round.
         derived: Values that ``client_init`` computed once for all steps.
@@ -72,9 +71,9 @@ class Trained:
     Args:
         params: The parameters after the last step.
         steps: K, the number of steps taken.
-        model: The client's model, to compute features with ``params``.
+        model: The client's model, with which features can be computed.
         batches: A function that iterates over the local data, in batches and in a fixed order.
-        least: A minimum number of samples. Values that are computed from fewer samples are not sent.
+        least: ``privacy.min_samples``. Values that are computed from fewer samples must not be sent.
     """
 
     params: Params
@@ -85,15 +84,15 @@ class Trained:
 
 
 class Objective(Setting):
-    """Cross-entropy on the local data, and the hooks that other objectives override."""
+    """Base class of the objectives, whose hooks subclasses override; as it is, it minimises the cross-entropy."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """Client code that answers the objective's own requests; see ``fedstrata.clients.handling``."""
+    """The functions that answer the objective's own requests at a client; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """The keys of a client's message whose tensors the server adds up over the rounds.
+    """The groups of tensors in a client's message that the server adds up over rounds.
 
-    Codecs with error feedback compress only these tensors.
+    Codecs with error feedback encode only these groups, because errors of several rounds are added up, too.
     """
 
     @property
@@ -113,10 +112,10 @@ class Objective(Setting):
     # Hooks at the server.
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` for a model or training settings under which the objective would be wrong."""
+        """Raise ``SpecError`` if the objective would be wrong for the model or the settings of training."""
 
     def tells_counts(self, config: FederationConfig) -> bool:
-        """Return True if messages disclose how many samples clients hold; private data samplers forbid this."""
+        """Return True if clients' messages disclose how many samples they hold; private data samplers forbid this."""
         return False
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
@@ -128,7 +127,7 @@ class Objective(Setting):
         return {}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return tensors with the names, shapes and dtypes that a client's message must have."""
+        """Return a message with the names, shapes and dtypes that a client's message must have."""
         return {}
 
     def server_update(
@@ -149,13 +148,13 @@ class Objective(Setting):
         return state, after
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """Return further columns for the record of a round."""
+        """Return the objective's own metrics of a round."""
         return {}
 
     # Hooks at a client.
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Return the server's message, with entries that are computed from the client's data before training.
+        """Add entries to the server's message that are computed from the client's data before training.
 
         Args:
             model: The client's model; ``weights`` are not loaded into it yet.

@@ -2,7 +2,7 @@
 
 The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) sets the scale; FedLC (Zhang et al. 2022)
 and balanced softmax (Ren et al. 2020; Chen and Chao 2022 in FL) set the shift. The loss is PyTorch's cross-entropy of
-these logits, which is numerically stable, and not the papers' formulas with logarithms of sums of exponentials.
+these logits. It equals the papers' formulas, and is numerically stable.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
     """Return log p̂(c) with the prior p̂(c) = (1 − ε) n(c) / n + ε / C (ReBaFL, Eq. 10); ``EXCLUDED`` if p̂(c) = 0.
 
     Args:
-        counts: n(c), the sample count of each class, or any multiple of it, shape (C,).
-        epsilon: ε in [0, 1]: 0 for the classes' shares, 1 for a uniform prior.
+        counts: n(c), the number of samples of each class, shape (C,). n is their sum.
+        epsilon: ε in [0, 1]. With 0, the prior is the share of each class; with 1, it is uniform.
 
     Returns:
-        Shape (C,).
+        The logarithm of the prior of each class, shape (C,).
 
     >>> log_prior(torch.tensor([3.0, 1.0, 0.0]), 0.4).exp()
     tensor([0.5833, 0.2833, 0.1333])
     """
     share = counts / counts.sum().clamp(min=torch.finfo(counts.dtype).tiny)
     prior = (1 - epsilon) * share + epsilon / len(counts)
-    # Where p̂ is 0, compute log 1: log 0 would make the gradient NaN, although ``where`` does not use its value.
+    # Where p̂ is 0, compute log 1 instead of log 0, which would make the gradient NaN even though its value is unused.
     return torch.where(prior > 0, torch.where(prior > 0, prior, 1.0).log(), EXCLUDED)
 
 
@@ -69,7 +69,7 @@ class Calibrated(PerSample):
         """
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Compute scale and shift, which stay the same at every step."""
+        """Put scale and shift, which are the same at every step, into ``derived``."""
         scale, shift = self.calibration(context.counts)
         return context.deriving(scale=scale, shift=shift)
 
@@ -83,31 +83,31 @@ class Calibrated(PerSample):
 
 
 class Restricted(Calibrated):
-    """FedRS's restricted softmax: logits of missing classes, which the client lacks, are multiplied by α (Eq. 5).
+    """FedRS's restricted softmax: logits of classes that the client lacks are multiplied by α (Eq. 5).
 
-    Local training then changes the head's weights of missing classes less.
+    Local training then changes the head's weights of these classes less.
 
     Args:
-        alpha: α. With 1, training is that of FedAvg; with 0, the weights of missing classes do not change.
+        alpha: α. With 1, training is that of FedAvg; with 0, the weights of such classes do not change.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scale: α for missing classes, 1 for the others."""
+        """Return the scale, which is α for classes that the client lacks and 1 for others, and None as the shift."""
         return torch.where(counts > 0, 1.0, self.alpha), None
 
 
 class LogitMargins(Calibrated):
     """FedLC's calibrated logits z_c − τ n_k(c)^(−1/4) (Eq. 4): rarer classes get a larger margin.
 
-    In the formula, the margin of a class without samples is infinite. By default, such a class is therefore excluded
-    from the softmax, as in balanced softmax. A client with only one class then learns nothing (``idle_clients``).
+    In the formula, the margin of a class that the client lacks is infinite. By default, it is therefore excluded from
+    the softmax, as in balanced softmax. A client with only one class then learns nothing (``idle_clients``).
 
     Args:
         tau: τ, the factor of all margins.
         missing: How classes without samples are treated. ``excluded``: they are excluded from the softmax. ``one``:
-            they get the margin τ, as if the client had one sample of them.
+            they get the margin τ, as if the client had one sample of each.
     """
 
     tau: NonNegativeFloat = 1.0
@@ -119,15 +119,15 @@ class LogitMargins(Calibrated):
         return None, torch.where(counts > 0, -margins, EXCLUDED) if self.missing == "excluded" else -margins
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """Return ``idle_clients``."""
+        """Return the number of clients that learn nothing; see ``idle_clients``."""
         return idle_clients(replies)
 
 
 class Balanced(Calibrated):
-    """Balanced softmax: the logarithm of the client's own class shares, the prior, is added to logits (ReBaFL, Eq. 8).
+    """Balanced softmax: the logarithm of the prior is added to the logits (ReBaFL, Eq. 8).
 
-    Classes that the client lacks have prior 0 and are excluded from the softmax. A client with only one class learns
-    nothing (``idle_clients``).
+    The prior of a class is its share of the client's samples. Classes with prior 0 are excluded. A client with only one
+    class learns nothing (``idle_clients``).
     """
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -135,5 +135,5 @@ class Balanced(Calibrated):
         return None, log_prior(counts)
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """Return ``idle_clients``."""
+        """Return the number of clients that learn nothing; see ``idle_clients``."""
         return idle_clients(replies)

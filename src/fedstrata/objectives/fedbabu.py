@@ -11,7 +11,7 @@ from fedstrata.objectives.base import CrossEntropy
 class BodyOnly(CrossEntropy):
     """Cross-entropy that trains only the body, the layers before the head; the head keeps its initial values.
 
-    Clients still send the head, although they do not change it, and its bytes are counted.
+    Clients nevertheless send the unchanged head, and its bytes are counted.
     """
 
     def check(self, config: FederationConfig) -> None:

@@ -15,11 +15,11 @@ from fedstrata.objectives.base import Context, CrossEntropy, Trained
 
 
 class Dynamic(CrossEntropy):
-    """Client k minimises F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖², then updates its λ_k ← λ_k − α (w_k − w_t).
+    """FedDyn's loss F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖², with the cross-entropy F_k and the global model w_t.
 
-    At the server, h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α, where S are the clients that returned and w̄ is
-    the aggregated model (FedDyn: the mean of the w_k). N counts all clients of the federation. If no client returns,
-    the model does not change.
+    After training, client k sets λ_k ← λ_k − α (w_k − w_t), where w_k is its model. The server sets h ← h − (α/N)
+    Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α, where S are the clients that returned, w̄ is the aggregated model (in FedDyn
+    the mean of the w_k), and N counts all clients of the federation. If no client returns, the model does not change.
 
     Args:
         alpha: α, the strength of the regularisation. The paper tries 0.1, 0.01 and 0.001.
@@ -55,7 +55,7 @@ class Dynamic(CrossEntropy):
         return context.deriving(dual=dual)
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """Return −λ_k + α (w − w_t), the gradient of the terms after F_k."""
+        """Return −λ_k + α (w − w_t), the gradient of the terms that are added to F_k."""
         dual: Params = context.derived["dual"]
         return {name: self.alpha * (w.detach() - context.start[name]) - dual[name] for name, w in params.items()}
 

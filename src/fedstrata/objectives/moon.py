@@ -20,8 +20,8 @@ def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: floa
     Args:
         z: Features that the model in training computes for a batch, shape (B, …).
         positive: z⁺, the features that the global model computes for the same batch, shape (B, …).
-        negative: z⁻, the features that the client's last model computes, shape (B, …).
-        temperature: τ.
+        negative: z⁻, the features that the client's last model computes for the same batch, shape (B, …).
+        temperature: τ, positive.
 
     Returns:
         The loss of each sample, shape (B,).
@@ -37,12 +37,12 @@ def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: floa
 
 
 class Contrastive(PerSample):
-    """Cross-entropy + μ · contrastive loss, which pulls features to the global model's, away from the last model's.
+    """Cross-entropy + μ · contrastive loss, which pulls features from the last model's towards the global model's.
 
     The features are the head's input. The last model is the one that the client trained when it last took part; the
-    client stores it between rounds. In a client's first round, the global model replaces the last model, and the
-    contrastive loss has no gradient. The global and the last model compute features in evaluation mode, with their own
-    buffers.
+    client stores it between rounds. In a client's first round, the global model takes the place of the last model, so
+    that the contrastive loss has no gradient. The global and the last model compute features in evaluation mode, with
+    their own buffers.
 
     Args:
         mu: μ, the weight of the contrastive loss. The paper's grid is 0.1, 1, 5 and 10.
@@ -58,13 +58,13 @@ class Contrastive(PerSample):
         return ""
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Add the received buffers, which ``losses`` needs; training changes the buffers in the model."""
+        """Add the received buffers to the message: ``losses`` needs them, and training changes those in the model."""
         return {**received, "buffers": weights.buffers}
 
     def client_init(self, model: Model, context: Context) -> Context:
         """Put the global model and the client's last model into ``derived``."""
         received = {**context.start, **context.received["buffers"]}
-        # A checkpoint does not store the memory format of tensors, which affects the rounding in convolutions.
+        # Restore the memory format of tensors, which affects rounding in convolutions, and which checkpoints lack.
         last = model.laid_out(context.kept) if isinstance(context.kept, dict) else received
         return context.deriving(positive=received, negative=last)
 

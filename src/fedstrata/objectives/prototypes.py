@@ -1,8 +1,8 @@
 """Tables of prototypes (ReBaFL §4.3, Eq. 18, 21 and 23).
 
 A prototype is the mean feature vector of a class, over the samples of one client or of the whole federation. A table of
-prototypes holds two tensors: ``means``, shape (C, d), and ``samples``, shape (C,), the number of samples that each mean
-is computed from. A class without a prototype has 0 samples and a row of zeros in ``means``.
+prototypes holds two tensors: ``means``, the prototypes, shape (C, d), and ``samples``, how many samples each is the
+mean of, shape (C,). A class without a prototype has 0 samples and a row of zeros in ``means``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def no_prototypes(classes: int, size: int) -> Table:
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """Inside a ``with`` block, switch off dropout, and let BatchNorm use its running statistics unchanged."""
+    """Put a model into evaluation mode inside a ``with`` block: no dropout, fixed BatchNorm statistics."""
     training = model.module.training
     model.train_mode(False)
     try:
@@ -53,10 +53,10 @@ def evaluating(model: Model) -> Iterator[None]:
 
 @torch.no_grad()
 def class_means(model: Model, params: Params, batches: Batches, classes: int) -> Table:
-    """Return a client's prototypes (Eq. 21): the mean of its samples' features for each class, in evaluation mode.
+    """Return a client's prototypes: the mean feature vector of each class, in evaluation mode (Eq. 21).
 
     Args:
-        model: The architecture, already loaded with the buffers that belong to ``params``.
+        model: The model, into which the buffers that belong to ``params`` were loaded.
         params: The parameters with which features are computed.
         batches: A function that iterates over the client's samples.
         classes: C, the number of classes.
@@ -77,7 +77,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
 
 
 def merged(first: Table, second: Table) -> Table:
-    """Return the first table; classes without a prototype in it get the second table's prototype (Eq. 18)."""
+    """Return the first table, in which classes without a prototype get that of the second table (Eq. 18)."""
     known = first["samples"] > 0
     return {
         "means": torch.where(known[:, None], first["means"], second["means"]),
@@ -86,7 +86,7 @@ def merged(first: Table, second: Table) -> Table:
 
 
 def of_enough(table: Table, least: int) -> Table:
-    """Return the table without the prototypes that are computed from fewer than ``least`` samples.
+    """Return the table without the prototypes that were computed from fewer than ``least`` samples.
 
     >>> of_enough({"means": torch.tensor([[1.0], [5.0]]), "samples": torch.tensor([3.0, 1.0])}, 2)
     {'means': tensor([[1.],

@@ -8,7 +8,7 @@ A prototype is the mean feature vector of a class. With augmentation (μ > 0), p
   reported the class.
 - A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
 - With ``keep_prototypes``, a client's state under ``"objective"`` is the table that it sent last. Training never uses
-  it; the leakage audit reads it from a checkpoint.
+  this table; the leakage audit reads it from a checkpoint.
 
 With μ = 0, no prototype is computed or sent, and the states of the server and of the clients are None.
 """
@@ -35,25 +35,26 @@ from fedstrata.objectives.prototypes import averaged, class_means, feature_size,
 
 
 class Rebalanced(PerSample):
-    """ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16): the samples' loss and that of augmented features h̃, which trains only the head φ.
+    """The loss ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16): of samples x, and of augmented features h̃, which train only the head φ.
 
     Both losses are cross-entropies of the logits z + log p̂. For samples, the prior is
     p̂(c) = (1 − ε) n_k(c) / n_k + ε / C (Eq. 10). For augmented features, n_k(c) counts the new labels of the batch.
 
-    Augmentation (Eq. 15) gives each sample a new class: sample j, of class y and with features h, becomes
-    h̃ = P[c_j] + λ (h − P[y]) with the label c_j. P holds the prototypes: the client's own, computed with the received
-    model, and the federation's for classes that the client lacks (Eq. 18). c_j cycles through the classes that have a
-    prototype and starts again in each batch. If there are more such classes than samples in a batch, the last classes
-    are therefore never augmented. Prototypes are computed in evaluation mode (Eq. 21), but h in training mode. With
-    BatchNorm or dropout, the mean of h − P[y] is therefore not 0.
+    Augmentation (Eq. 15) gives each sample a new class: sample j, of class y and with features h, becomes h̃ = P[c_j] +
+    λ (h − P[y]) with the label c_j. P holds the prototypes: the client's own, computed with the received model, and the
+    federation's for classes that the client lacks (Eq. 18). The labels c_1, c_2, … of a batch are the classes that have
+    a prototype, in ascending order and repeated as needed. If there are more such classes than samples in a batch, the
+    last classes are therefore never augmented. Prototypes are computed in evaluation mode (Eq. 21), but h in training
+    mode. With BatchNorm or dropout, the mean of h − P[y] is therefore not 0.
 
     Args:
-        epsilon: ε, how far the client's class prior is moved towards the uniform prior: 0 is balanced softmax, 1 plain
-            softmax.
+        epsilon: ε, how far the prior is moved from the client's class shares towards a uniform prior. 0 is balanced
+            softmax, 1 is plain softmax.
         mu: μ, the weight of the augmented loss; 0 turns the augmentation off. The paper uses 0.1; the default of the
             published code is 0.5 (with ``training.momentum = 0.5``).
         transfer: λ, the factor of h − P[y], a sample's deviation from its prototype, in an augmented feature.
-        relaxed: False replaces both losses with plain cross-entropy (p̂ = 1), for the paper's ablation.
+        relaxed: Whether the prior is used. With false, both losses are plain cross-entropy, as in an ablation of the
+            paper.
         keep_prototypes: Whether a client stores the prototypes that it sent last, for the leakage audit.
     """
 
@@ -80,7 +81,7 @@ class Rebalanced(PerSample):
     # Hooks at the server.
 
     def check(self, config: FederationConfig) -> None:
-        """Require for the augmentation that the features have a known length and the head has no buffers."""
+        """If features are augmented, require that their length is known and that the head has no buffers."""
         if not self.mu:
             return
         feature_size(config.model)
@@ -107,7 +108,7 @@ class Rebalanced(PerSample):
         return averaged(state, [reply.message["prototypes"] for reply in replies]) if self.mu else None, after
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """Return ``idle_clients`` if ε = 0; with a larger ε, no client is idle."""
+        """Return the number of clients that learn nothing (``idle_clients``) if ε = 0; a larger ε prevents this."""
         return idle_clients(replies) if self.relaxed and self.epsilon == 0 else {}
 
     # Hooks at a client.
@@ -121,7 +122,7 @@ class Rebalanced(PerSample):
             return {**received, "own": class_means(model, params, batches, classes)}
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Add the client's log prior, the prototypes P, and the cycle of classes with a prototype to ``derived``."""
+        """Put the client's log prior, the prototypes P and the classes that have a prototype into ``derived``."""
         shift = log_prior(context.counts, self.epsilon) if self.relaxed else 0.0
         if not self.mu:
             return context.deriving(log_prior=shift)
@@ -132,7 +133,7 @@ class Rebalanced(PerSample):
         return context.deriving(log_prior=shift, prototypes=table["means"], cycle=cycle, known=known.sum().clamp(min=1))
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return the loss of every sample plus μ times that of its augmented features, shape (B,)."""
+        """Return the loss of every sample plus μ times the loss of its augmented features, shape (B,)."""
         prior = context.derived["log_prior"]
         if not self.mu:
             return F.cross_entropy(model(params, batch.x) + prior, batch.y, reduction="none")

@@ -15,17 +15,18 @@ from fedstrata.objectives.base import Context, Objective, Trained
 
 
 class Scaffold(Objective):
-    """Client k corrects each gradient g with the control variates c_k, its own, and c, the server's.
+    """SCAFFOLD's correction: client k adds c − c_k to each gradient, where c and c_k are called control variates.
 
-    A step is w ← w − η (g − c_k + c). After K steps from w_t, the client sets c_k⁺ = c_k − c + (w_t − w) / (K η) and
-    sends Δc_k = c_k⁺ − c_k. The server then sets c ← c + (1/N) Σ_{k∈S} Δc_k, where S are the clients that returned and
-    N counts all clients. The formula of c_k⁺ holds only for plain SGD, so momentum and clipping are refused.
+    c belongs to the server, c_k to the client. A step with gradient g is w ← w − η (g − c_k + c). After K steps from
+    w_t, the client sets c_k⁺ = c_k − c + (w_t − w) / (K η) and sends Δc_k = c_k⁺ − c_k. The server then sets c ← c +
+    (1/N) Σ_{k∈S} Δc_k, where S are the clients that returned and N counts all clients. The formula of c_k⁺ holds only
+    for plain SGD, so momentum and clipping are refused.
     """
 
     additive = frozenset({"delta_c"})
 
     def check(self, config: FederationConfig) -> None:
-        """Require plain SGD steps."""
+        """Refuse momentum and clipping, with which the formula of c_k⁺ would be wrong."""
         training = config.training
         if training.momentum > 0:
             raise SpecError("training.momentum", "SCAFFOLD's control variates need plain SGD; use 0", training.momentum)
@@ -38,7 +39,7 @@ class Scaffold(Objective):
         return "the change of its control variate, a mean of gradients over its samples"
 
     def tells_counts(self, config: FederationConfig) -> bool:
-        """Return True if K depends on how many samples a client has: the model and Δc_k together disclose K."""
+        """Return True if K follows from a client's size: the model and Δc_k disclose K, and thereby the size."""
         return config.training.local_steps is None
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
@@ -50,7 +51,7 @@ class Scaffold(Objective):
         return {"c": state}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return the parameters, because Δc_k has their names, shapes and dtypes."""
+        """Return the parameters as the expected Δc_k, which has the same names, shapes and dtypes."""
         return {"delta_c": weights.params}
 
     def server_update(
@@ -70,7 +71,7 @@ class Scaffold(Objective):
         return context.deriving(c_k=c_k, correction={name: c[name] - c_k[name] for name in c})
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """Return the constant c − c_k."""
+        """Return c − c_k, which is the same at every step."""
         correction: Params = context.derived["correction"]
         return correction
 

@@ -1,6 +1,6 @@
-"""Allocation of a round's draws to strata, and systematic sampling.
+"""Allocation of a round's draws to strata, which are groups of clients, and systematic sampling.
 
-m is the number of draws, H the number of strata, N_h the number of clients in stratum h, and m_h its number of draws.
+m is the number of draws and H the number of strata. Stratum h has N_h clients and gets m_h draws.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 from fedstrata.base.arrays import Floats, Floats32, Ints
 
 Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proportional"]
-"""The allocation rules.
+"""The rules by which draws are allocated to strata.
 
-- ``neyman``: Neyman's optimal allocation; a stratum may get no draw.
+- ``neyman``: Neyman's optimal allocation (see ``neyman``); a stratum may get no draw.
 - ``neyman-random``: Neyman's allocation, raised to a minimum (see ``FLOOR``) and rounded at random, so that every
   stratum can get a draw.
 - ``neyman-at-least-one``: Neyman's allocation with at least one draw for every stratum.
@@ -22,16 +22,16 @@ Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proporti
 """
 
 FLOOR = 0.5
-"""The minimum for ``neyman-random``: every stratum gets min(1, ``FLOOR`` · m / H) draws or more on average."""
+"""The minimum for ``neyman-random``: on average, a stratum gets at least min(1, ``FLOOR`` · m / H) draws."""
 
 
 def spread(points: Floats32, strata: Ints, count: int) -> Floats:
     """Return S_h, a measure of how much the points of each stratum differ, shape (count,).
 
-    S_h is the root of the mean of the d coordinates' variances within stratum h.
+    S_h² is the variance of one coordinate within stratum h, averaged over the d coordinates.
 
     Args:
-        points: Shape (N, d).
+        points: The points, shape (N, d).
         strata: The stratum of each point, shape (N,), in 0 … count − 1.
         count: H, the number of strata.
     """
@@ -44,11 +44,12 @@ def spread(points: Floats32, strata: Ints, count: int) -> Floats:
 
 
 def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> Ints:
-    """Return whole numbers in proportion to ``weights``, by largest remainder, that add up to ``budget``.
+    """Divide ``budget`` draws among strata in proportion to ``weights``; return whole numbers.
 
-    No stratum gets more draws than it has clients. With ``least = 1`` every stratum that is not empty gets at least one
-    draw, because a stratum without a draw biases the aggregate. If the budget is smaller than the number of strata, the
-    strata with the largest weights get one draw each.
+    Exact shares are rounded down; the strata with the largest remainders get the other draws. No stratum gets more
+    draws than it has clients. With ``least = 1`` every stratum that is not empty gets at least one draw, because a
+    stratum without a draw biases the aggregate. If the budget is smaller than the number of strata, the strata with the
+    largest weights get one draw each.
 
     Args:
         budget: m, the number of draws to allocate, at most Σ N_h.
@@ -81,7 +82,7 @@ def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> In
 
 
 def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
-    """Return real numbers in proportion to ``weights``, between ``floors`` and ``sizes``, that add up to ``budget``.
+    """Divide ``budget`` in proportion to ``weights``; return real numbers between ``floors`` and ``sizes``.
 
     Args:
         budget: m, between Σ ``floors`` and Σ N_h.
@@ -103,10 +104,10 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
     if budget == 0:
         return np.zeros(len(sizes))
     filled, total = sizes > 0, weights.sum()
-    # The second term is too small to matter, except when all strata with a positive weight have reached their size: the
-    # rest of the budget then goes to strata of weight zero.
+    # The second term is tiny. It matters if all strata with a positive weight have reached their size: it then divides
+    # the rest of the budget.
     shares = (weights / total if total > 0 else 0.0) + 1e-12 * sizes / sizes.sum()
-    # Find the scale at which the clipped shares add up to the budget, by bisection down to the last bit.
+    # Find the factor for the shares with which they add up to the budget after clipping, by bisection to the last bit.
     low, high = float(floors[filled].min() / shares.max()), float((sizes[filled] / shares[filled]).max())
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if np.clip(middle * shares, floors, sizes).sum() < budget else (low, middle)
@@ -129,7 +130,7 @@ def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
     """
     ends = np.concatenate(([0.0], np.cumsum(exact)))
     ends[-1] = round(float(ends[-1]))
-    # Correct floating-point errors of the sums, because they could move a draw from one stratum to another.
+    # Remove floating-point errors from the sums, because they could move a draw from one stratum to another.
     whole = np.round(ends)
     ends = np.where(np.abs(ends - whole) < 1e-9, whole, ends)
     return np.diff(np.floor(ends + generator.random())).astype(np.int64)
@@ -141,13 +142,13 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
     Item k is drawn ``count`` · n_k / Σ n times on average, where the sum is over ``items``.
 
     Args:
-        items: The items to draw from, as indices into ``sizes``, shape (I,).
+        items: The items from which to draw, as indices into ``sizes``, shape (I,).
         sizes: n_k, the weight of each item, whole numbers.
         count: The number of draws.
         generator: Randomness.
 
     Returns:
-        The items drawn, shape (count,). The number of times that an item appears is its average rounded down or up.
+        The items drawn, shape (count,). Each item appears as often as its average says, rounded down or up.
     """
     order = generator.permutation(items)
     # The items lie one after another on a line, where item k has the length count · n_k. Pointers at a distance of Σ n
@@ -161,7 +162,7 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
 def allocated(
     rule: Allocation, budget: int, sizes: Ints, deviations: Floats, generator: np.random.Generator
 ) -> tuple[Ints, Floats]:
-    """Return how many draws each stratum gets by a rule, and the probability that it gets any.
+    """Allocate draws to strata by a rule; return each stratum's number of draws, and the probability that it gets any.
 
     Args:
         rule: The rule; see ``Allocation``.

@@ -21,7 +21,9 @@ from fedstrata.federation.messages import FitReply, Weights
 
 @dataclass(frozen=True)
 class Selection:
-    """The clients of a round, and how they were drawn. An aggregator needs this for its weights.
+    """The clients of a round, and how they were drawn. Aggregators compute the clients' weights from it.
+
+    A sampler may divide clients into groups, called *strata*, and draw from each stratum separately.
 
     Args:
         clients: Distinct clients, ascending, shape (m,).
@@ -32,11 +34,11 @@ class Selection:
         stratum_samples: The number of samples in every stratum, Σ n_k over its clients, shape (H,), if clients were
             drawn in proportion to their size n_k. A mean weighted by size then counts all draws of a stratum equally.
             None if the draws did not depend on size.
-        stratum_chance: The probability that a stratum gets any draw, shape (H,), if the number of draws from each
-            stratum is random. None if it is not random.
+        stratum_chance: The probability that each stratum gets at least one draw, shape (H,). None if the number of
+            draws from each stratum is not random.
         metrics: The sampler's metrics of the round.
-        round: The round, counted from 1. A recipe sets it, so that aggregators can read it.
-        rounds: The number of rounds of the run, also set by the recipe.
+        round: The round, counted from 1. The method sets it, so that aggregators can read it.
+        rounds: The number of rounds of the run. The method sets it, too.
     """
 
     clients: Ints
@@ -74,9 +76,10 @@ class Selection:
 
         Args:
             clients: All clients that could be drawn, ascending, shape (N,).
-            draws: How often each client was drawn, shape (N,); on average, in proportion to ``sizes``.
-            sizes: n_k, shape (N,), not all zero.
-            by_size: Whether ``sizes`` are the clients' numbers of samples; False if they are other weights.
+            draws: How often each client was drawn, shape (N,).
+            sizes: The weight of each client: the expected number of its draws is proportional to it. Shape (N,), not
+                all zero.
+            by_size: Whether ``sizes`` are the clients' numbers of samples n_k; False if they are other weights.
         """
         drawn = draws > 0
         return cls(
@@ -91,7 +94,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Strata:
-    """The strata of a sampler, and the features that the sampler computed them from.
+    """The strata (groups of clients) of a sampler, and the features from which the sampler computed them.
 
     Args:
         clients: Clients with known features, ascending, shape (n,).
@@ -107,7 +110,7 @@ class Strata:
 class ClientSampler(Setting):
     """Base class of the samplers that draw a round's clients.
 
-    The sampler's state is a tree, which these functions take and return explicitly.
+    A sampler object does not change. Its state is a value that these methods take as an argument and return.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
@@ -177,13 +180,13 @@ class ClientSampler(Setting):
 def with_replacement(
     clients: Ints, sizes: Ints, m: int, generator: np.random.Generator, *, by_size: bool = True
 ) -> Selection:
-    """Draw m times independently, each time in proportion to ``sizes``; see ``Selection.from_draws``."""
+    """Draw m clients independently, with probabilities in proportion to ``sizes``; see ``Selection.from_draws``."""
     draws = generator.multinomial(m, sizes / sizes.sum())
     return Selection.from_draws(clients, draws, sizes, by_size=by_size)
 
 
 class Uniform(ClientSampler):
-    """m clients, each drawn with the same probability.
+    """A sampler that draws m clients with equal probabilities.
 
     Args:
         replacement: Whether a client may be drawn more than once.
@@ -206,17 +209,17 @@ class Uniform(ClientSampler):
 
 
 KeepResult = tuple[float, Tree, Mapping[str, Any]]
-"""The result of ``DataSampler.keep``: the share of its samples that each client uses, the new state, and metrics."""
+"""The result of ``DataSampler.keep``: the fraction of its samples that each client uses, the new state, and metrics."""
 
 
 class DataSampler(Setting):
-    """Base class of the samplers that decide which share of their samples the clients of a round use."""
+    """Base class of the samplers that decide which fraction of their samples the clients of a round use."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the sampler's own requests at a client; see ``fedstrata.clients.handling``."""
 
     fixed_share: ClassVar[float | None] = None
-    """The share of its samples that every participant keeps in every round; None if it varies."""
+    """The fraction of its samples that every participant uses in every round; None if it varies."""
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings do not fit the federation."""
@@ -236,7 +239,7 @@ class DataSampler(Setting):
 
     @abstractmethod
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Compute the probability with which participants keep each of their samples in this round.
+        """Compute the probability with which participants use each of their samples in this round.
 
         Args:
             federation: The federation, to send the sampler's requests.
@@ -249,7 +252,7 @@ class DataSampler(Setting):
 
 
 class AllData(DataSampler):
-    """All clients use all their samples."""
+    """A sampler with which all clients use all their samples."""
 
     fixed_share = 1.0
 
@@ -258,7 +261,7 @@ class AllData(DataSampler):
         return []
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Return 1: all samples are kept."""
+        """Return 1: all samples are used."""
         return 1.0, state, {}
 
 

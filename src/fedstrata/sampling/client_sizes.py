@@ -1,4 +1,4 @@
-"""Ask clients for their numbers of samples, exact or hidden by local differential privacy (FedSTaS §2.4)."""
+"""Asking clients for their numbers of samples, exact or hidden by local differential privacy (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sizes:
     """The clients' numbers of samples.
 
     Args:
-        known: Clients that answered and hold samples, ascending, int64.
+        known: The clients that answered and hold samples, ascending, int64.
         samples: n_k, the number of samples of each client in ``known``, int64.
     """
 
@@ -58,7 +58,7 @@ def ask_sizes(
         bound: M, the public bound on a client's size, which ``epsilon`` needs.
 
     Returns:
-        A mapping from client to answer; and M and α, as ``estimated_total`` needs them (0 and 1 without ε).
+        A mapping from client to answer, and the arguments M and α of ``estimated_total``; without ε, these are 0 and 1.
     """
     bound, alpha = (0, 1.0) if epsilon is None else (bound, truth_probability(epsilon, bound))
     replies = federation.ask(clients, SizeReport(federation.round, bound, alpha))
@@ -68,7 +68,7 @@ def ask_sizes(
 def allowed_sizes(
     epsilon: float | None = None, bound: int = 0, *, phase: Phase = "round", per: Literal["phase", "run"] = "phase"
 ) -> Allowed:
-    """Return the declaration of the request that ``ask_sizes`` sends, for the method ``allowed`` of a sampler.
+    """Declare the request that ``ask_sizes`` sends; a sampler lists it in ``allowed``, so that real sites accept it.
 
     Args:
         epsilon: ε; None if clients answer exactly.
@@ -87,7 +87,7 @@ def allowed_sizes(
 def truth_probability(epsilon: float, bound: int) -> float:
     """Return α = (e^ε − 1) / (e^ε + M − 2), the probability of a truthful answer.
 
-    With it, the randomised response satisfies ε-local differential privacy (FedSTaS, Lemma 2.4, Eq. 11).
+    With this α, answers satisfy ε-local differential privacy (FedSTaS, Lemma 2.4, Eq. 11).
 
     >>> round(truth_probability(3.0, 100), 4)
     0.1616
@@ -97,7 +97,7 @@ def truth_probability(epsilon: float, bound: int) -> float:
 
 
 def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Generator) -> int:
-    """Return min(n, M − 1) with probability α, and otherwise a uniform number from {1, …, M − 1}.
+    """Return min(n_k, M − 1) with probability α, and otherwise a uniform random number from {1, …, M − 1}.
 
     Args:
         size: n_k, the true number of samples.

@@ -2,9 +2,9 @@
 
 A round makes m draws, each from its own distribution over the clients. n_k is the size of client k (its number of
 samples), and Σn the sum of all sizes. Probabilities are stored as whole numbers, called masses: every distribution has
-the mass Σn in total, and client k has the mass m n_k, divided among the distributions. Each draw counts 1/m in the
-aggregate. The expected weight of client k is therefore exactly n_k / Σn, however its mass is divided. Algorithm 1
-divides the masses by client size, Algorithm 2 by the similarity of the clients' updates.
+the mass Σn in total, and client k has the mass m n_k, which is divided among the distributions. Each draw has the
+weight 1/m in the aggregate. The expected weight of client k is therefore exactly n_k / Σn, regardless of how its mass
+is divided. Algorithm 1 divides the masses by client size, Algorithm 2 by the similarity of the clients' updates.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from fedstrata.sampling.sketches import Sketches, no_sketches, sketch, update_sk
 Algorithm = Literal[1, 2]
 
 LARGEST = 5000
-"""The most clients for Algorithm 2, because Ward's clustering needs all pairwise distances."""
+"""The most clients for Algorithm 2. Ward's clustering needs the distances between all pairs of clients."""
 
 
 @dataclass(frozen=True)
 class Distributions:
-    """m distributions over the clients, stored one after another as pieces of mass.
+    """m distributions over the clients, stored as one sequence of pieces of mass.
 
-    The first pieces with a total mass of Σn are the first distribution, and so on. Each piece belongs to one client.
+    Each piece belongs to one client. The first pieces, up to a total mass of Σn, are the first distribution; the next
+    pieces, up to the same total, are the second; and so on.
 
     Args:
-        places: The client of each piece, as its position in the array of clients, shape (s,).
-        masses: The mass of each piece, shape (s,); the sum is ``draws`` · ``each``.
+        places: The client of each piece, as an index into the array of clients, shape (s,).
+        masses: The mass of each piece, shape (s,); their sum is ``draws`` · ``each``.
         draws: m, the number of distributions.
         each: Σn, the mass of each distribution.
     """
@@ -53,7 +54,7 @@ class Distributions:
     each: int
 
     def draw(self, generator: np.random.Generator) -> Ints:
-        """Draw one client from every distribution, and return the positions of these clients, shape (m,)."""
+        """Draw one client from every distribution; return indices into the array of clients, shape (m,)."""
         pointers = generator.integers(self.each, size=self.draws) + self.each * np.arange(self.draws)
         drawn: Ints = self.places[np.searchsorted(np.cumsum(self.masses), pointers, side="right")]
         return drawn
@@ -75,12 +76,13 @@ class ClusteredState:
 
 
 class Clustered(ClientSampler):
-    """m draws from m distributions that each hold similar clients; the aggregators ``size`` and ``mean`` are unbiased.
+    """A sampler that makes m draws from m distributions over similar clients, with unbiased aggregates.
 
     Args:
         algorithm: 1 groups clients by size. 2 groups them by the directions of their last updates, with Ward's method;
-            clients that never took part form one group.
-        coordinates: The length of the sketch of a client's update that is stored; 0 for the whole update.
+            clients that never took part form one group. The aggregators ``size`` and ``mean`` are unbiased.
+        coordinates: The length of a sketch (random projection) of each client's update, which is stored; 0 to store the
+            whole update.
     """
 
     tells_sizes = True
@@ -138,7 +140,7 @@ class Clustered(ClientSampler):
         return replace(state, sketches=sketches)
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Return the groups of Algorithm 2."""
+        """Return the groups of Algorithm 2; None for Algorithm 1 or without updates."""
         if self.algorithm == 1 or len(state.sizes.known) == 0 or len(state.sketches.known) == 0:
             return None
         clients, sizes = state.sizes.known, state.sizes.samples
@@ -168,8 +170,8 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     """Divide the masses by group (Algorithm 2, lines 5 to 12).
 
     A client with a mass of Σn or more first fills as many whole distributions by itself as it can. Its remaining mass
-    is less than Σn. Each of the groups with the largest remaining mass then starts one of the remaining distributions,
-    and the clients of the other groups fill these distributions up.
+    is less than Σn. If r distributions are left, the r groups with the largest remaining masses start one of them each,
+    and the clients of the other groups fill them up.
 
     Args:
         groups: The group of each client, shape (N,). The remaining masses of its clients must add up to at most Σn.
@@ -186,7 +188,7 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     order = np.argsort(rank, kind="stable")
     order = order[masses[order] > 0]
     first, rest = order[rank[order] < remaining], order[rank[order] >= remaining]
-    # Cut the masses of the other groups' clients into pieces: where a client ends, and where a distribution is full.
+    # Cut the sequence of the other groups' masses where one client's mass ends, and where a distribution is full.
     room = np.cumsum(total - group_masses[heaviest[:remaining]])
     ends = np.cumsum(masses[rest])
     cuts = np.union1d(ends, room[room > 0])
@@ -198,11 +200,11 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
 
 
 def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
-    """Cut Ward's clustering of the clients into the largest groups with a mass of at most Σn (Algorithm 2, lines 1-4).
+    """Cut the tree of Ward's clustering into the largest groups with a mass of at most Σn (Algorithm 2, lines 1-4).
 
-    The mass of a client is what is left of m n_k after the distributions that it fills by itself; see ``by_group``.
-    Updates are scaled to length 1, so that their distance depends only on the angle between them. Clients without an
-    update have the zero vector and therefore no distance from each other.
+    The mass of a client is the remainder of m n_k after the distributions that the client fills by itself; see
+    ``by_group``. Updates are scaled to length 1, so that their distance depends only on the angle between them. Clients
+    without an update have the zero vector, so that the distance between them is 0.
 
     Args:
         updates: The last update of each client, shape (N, d).

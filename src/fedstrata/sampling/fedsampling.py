@@ -1,4 +1,4 @@
-"""FedSampling (Qi et al. 2023): draws samples from the data of all clients, instead of drawing clients."""
+"""FedSampling (Qi et al. 2023), which draws samples from the data of all clients, instead of drawing clients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fedstrata.sampling.ldp import FedSTaSData
 
 
 class Everyone(ClientSampler):
-    """All clients that may be invited, every round; ``training.clients_per_round`` is ignored."""
+    """A sampler that invites all clients that it may in every round; ``training.clients_per_round`` is ignored."""
 
     def check(self, config: FederationConfig) -> None:
-        """Accept every federation."""
+        """Accept every federation, because ``training.clients_per_round`` is ignored."""
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return no requests."""
+        """Return an empty list: the sampler sends no requests."""
         return []
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
@@ -48,16 +48,17 @@ class AnswersState:
 
 
 class FedSamplingData(DataSampler):
-    """Each sample of the participants is kept with probability K/ñ, the same for all clients.
+    """A sampler with which participants use each sample with probability K/ñ, the same for all clients.
 
     ñ is an estimate of how many samples the participants hold together.
 
     Args:
         samples: K, the number of samples wanted per round, over all participants.
         epsilon: ε of local differential privacy for the answers about the clients' sizes; none by default. It protects
-            only these answers: the aggregation weighs by the samples that participants kept, which discloses sizes.
-        bound: M, the public bound on a client's size under privacy; see ``fedstrata.sampling.ldp``.
-        reuse: Whether to ask each client only once and keep its answer, so that ε is spent once. Otherwise each
+            only these answers: participants also report how many samples they used, as weights of the aggregate, which
+            discloses sizes.
+        bound: M, a public bound on the clients' sizes, needed with ``epsilon``. Larger sizes are reported as M − 1.
+        reuse: Whether to ask each client only once and keep its answer, so that ε is spent once. If not, each
             participant answers in every round: the errors of the estimates average out, but T rounds spend T ε.
     """
 

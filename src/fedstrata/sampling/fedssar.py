@@ -1,4 +1,4 @@
-"""FedSSAR's sampler: cluster clients with similar parameters, and draw from each cluster in proportion to its size."""
+"""FedSSAR's sampler, which clusters similar clients, and draws from each cluster in proportion to its size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FedSSARState:
     """The sampler's state.
 
     Args:
-        sketches: The last sketch of every client.
+        sketches: The last sketch (random projection) of every client's parameters.
         seed: The experiment's seed, on which the sketches depend.
     """
 
@@ -42,20 +42,21 @@ class FedSSARState:
 
 
 class FedSSARSampler(ClientSampler):
-    """Clients clustered by their parameters with OPTICS; each cluster gets places in proportion to its size.
+    """A sampler that clusters clients by their parameters, and draws from each cluster in proportion to its size.
 
     In the first round every client trains once, so that the parameters of all clients are known. Clients that did not
     answer are asked again in the next round. Afterwards, the parameters of a client change only in rounds in which it
     takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: ``min_samples`` of OPTICS: how many clients, itself included, make a client's neighbourhood dense.
+        min_samples: ``min_samples`` of OPTICS: how many clients, itself included, a client needs in its neighbourhood.
         xi: ``xi`` of OPTICS: the relative drop of reachability at which a cluster begins. With the defaults, 100
             clients of MNIST form 1 cluster if their data are IID, 24 if each has two shards, and 10 if each has one
-            shard. In the paper, these are 1, 29 and 10 clusters.
+            shard. The paper reports 1, 29 and 10 clusters.
         features: The vectors that are clustered: ``parameters`` (as in the paper), or ``updates``, the parameters minus
             the model from which the client started. Updates can also be compared if they are from different rounds.
-        coordinates: K, the length of the sketch of a client's parameters that is stored; 0 for all parameters.
+        coordinates: K, the length of the random projection of a client's parameters that is stored; 0 for all
+            parameters.
         optics_max: The most clients for OPTICS, which takes quadratic time. If there are more, a random subset is
             clustered, and the other clients join the nearest cluster.
     """
@@ -71,7 +72,7 @@ class FedSSARSampler(ClientSampler):
         return True
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for a sketch, which is sent to clients without one."""
+        """Return the request for a sketch, which clients without a sketch get."""
         length = f"{self.coordinates} random combinations of " if self.coordinates else ""
         rule = replace(Sketch.rule, description=f"{length}{Sketch.rule.description}")
         return [Allowed(Sketch, where={"coordinates": self.coordinates}, limit=step_limit(agreed), rule=rule)]
@@ -98,8 +99,8 @@ class FedSSARSampler(ClientSampler):
         allocation = shares(m, sizes, available_sizes, federation.rng("allocation"))
         generator = federation.rng("client-sampling")
         selection = draw(known[available], clusters[available], sizes, allocation, np.zeros(total), False, generator)
-        # ``draw`` computes the probability among the available clients of a cluster, but ``sizes`` counts all its
-        # clients. This factor makes the probability refer to all of them.
+        # ``draw`` computes probabilities among the available clients of a cluster. The factor turns them into
+        # probabilities among all its clients, which ``sizes`` counts.
         probability = selection.probability * (available_sizes / sizes)[selection.stratum]
         metrics: dict[str, Any] = {
             "strata_sizes": sizes.tolist(),
@@ -114,7 +115,7 @@ class FedSSARSampler(ClientSampler):
         return replace(state, sketches=update_sketches(state.sketches, replies, self.coordinates, state.seed, updates))
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Return the clusters of all clients with a sketch, computed as in ``select``."""
+        """Return the clusters of all clients with a sketch, which are computed as in ``select``."""
         known, points = state.sketches.known, state.sketches.points
         if len(known) == 0:
             return None
@@ -140,9 +141,9 @@ class FedSSARSampler(ClientSampler):
 def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Generator) -> Ints:
     """Return how many clients to draw from each cluster: m_h in proportion to N_h, shape (H,), at most ``available``.
 
-    The draws are allocated by largest remainder, with at least one for each cluster that has an available client. If
-    there are fewer draws than such clusters, the largest clusters would always get all draws. The clusters are
-    therefore drawn at random in that case, so that every available client has the same probability.
+    The draws are allocated by largest remainder (see ``allocate``), with at least one for each cluster that has an
+    available client. If there are fewer draws than such clusters, the largest clusters would always get all draws. In
+    that case, clusters are drawn at random, so that every available client has the same probability.
 
     Args:
         budget: m, the number of draws, at most Σ ``available``.
@@ -165,7 +166,7 @@ def cluster(
     are one cluster.
 
     Args:
-        points: Shape (N, d).
+        points: The points, shape (N, d).
         min_samples: See ``FedSSARSampler``.
         xi: See ``FedSSARSampler``.
         limit: The most points for OPTICS. If there are more, OPTICS clusters a random subset, and the other points join
@@ -188,8 +189,8 @@ def cluster(
     if unassigned.any():
         centre = points[subset].mean(axis=0, dtype=np.float64).astype(np.float32)
         means = np.stack([points[subset[labels == h]].mean(axis=0, dtype=np.float64) for h in range(count)])
-        # Models differ by much less than their norms, so that distances in float32 would be inaccurate. Subtracting the
-        # mean of all points makes the norms small.
+        # Differences between models are much smaller than their norms, so that distances in float32 would be
+        # inaccurate. Subtracting the mean of all points makes the norms small.
         means = means.astype(np.float32) - centre
         result[unassigned] = np.argmin(_squares(points[unassigned] - centre, means), axis=1)
     return np.unique(result, return_inverse=True)[1].astype(np.int64), noise
@@ -220,12 +221,12 @@ def _optics(points: Floats32, min_samples: int, xi: float) -> Ints:
 def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, Ints]:
     """Compute the OPTICS ordering with an unlimited neighbourhood (``max_eps`` is infinite).
 
-    The result is that of ``sklearn.cluster.compute_optics_graph``, but this is a hundred times as fast for a matrix of
-    distances.
+    The result equals that of ``sklearn.cluster.compute_optics_graph``. For a matrix of distances, this function is a
+    hundred times as fast.
 
     Args:
-        distances: Shape (n, n), symmetric, zero on the diagonal.
-        min_samples: The number of points, itself included, within a point's core distance.
+        distances: The distance between each pair of points, shape (n, n), zero on the diagonal.
+        min_samples: How many points a point's core distance includes, counting the point itself.
 
     Returns:
         Three arrays of shape (n,): the points in their order; the reachability of each point (infinite for the first
@@ -236,7 +237,7 @@ def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, 
     core = np.partition(distances, min_samples - 1, axis=1)[:, min_samples - 1]
     reachability, predecessor = np.full(n, np.inf), np.full(n, -1, dtype=np.int64)
     ordering = np.empty(n, dtype=np.int64)
-    # The reachability of the points that are not yet in the ordering; infinite for points that are.
+    # The reachability of the points that are not yet in the ordering; infinite for points in the ordering.
     waiting = np.full(n, np.finfo(np.float64).max)
     for place in range(n):
         point = int(waiting.argmin())

@@ -1,9 +1,9 @@
-"""k-means of many rows of which a few change in every round: Lloyd's iteration continues from the last round.
+"""k-means for a matrix in which a few rows change in every round: Lloyd's iteration continues from the last round.
 
-A stratum is a cluster of k-means, and its centre is the mean of its rows. When rows change, the sums of their strata
-are updated. Bounds on distances (Hamerly 2010, Making k-means even faster) show which rows may be nearer to another
-centre after the centres moved, and only these rows are compared with the centres. So the cost of a round depends on how
-much changed, and the result is the same as if every row had been compared with every centre.
+A cluster of k-means is called a *stratum*, and its centre is the mean of its rows. When rows change, the sums of their
+strata are updated. Bounds on distances (Hamerly 2010, Making k-means even faster) show which rows may be nearer to
+another centre after the centres moved, and only these rows are compared with the centres. The cost of a round therefore
+depends on how much changed, but the result is the same as if every row had been compared with every centre.
 
 With 10,000 clients of which 100 change, this is 25 times as fast as k-means from the start
 (``benchmarks/fast_paths.py``).
@@ -22,7 +22,7 @@ from fedstrata.base.records import record
 from fedstrata.sampling.row_store import RowStore
 
 STEPS = 5
-"""The most steps of Lloyd's iteration in one round; if it has not converged by then, the next round continues."""
+"""The most steps of Lloyd's iteration in one round. If it has not converged after them, the next round continues it."""
 
 UNASSIGNED = -1
 """The label of a row without a stratum."""
@@ -33,13 +33,13 @@ class Clusters:
     """The state of Lloyd's iteration.
 
     Args:
-        centres: The centres, to which the bounds below refer, shape (H, d), float32.
+        centres: The centre of each stratum, shape (H, d), float32. The bounds below refer to these centres.
         sums: The sum of each stratum's rows, shape (H, d), float64.
         sizes: The number of rows of each stratum, shape (H,), int64.
         labels: The stratum of each row, or ``UNASSIGNED``, shape (n,), int64.
         upper: An upper bound on the distance of each row to the centre of its stratum, shape (n,), float64.
         lower: A lower bound on the distance of each row to any other centre, shape (n,), float64.
-        renewed: The number of rows that were replaced or added since ``of`` created the state.
+        renewed: The number of rows that were replaced or added since k-means last started from scratch.
     """
 
     centres: Floats32
@@ -62,7 +62,7 @@ class Clusters:
         sums = np.stack([matrix[labels == h].sum(axis=0, dtype=np.float64) for h in range(count)])
         sizes = np.bincount(labels, minlength=count)
         centres = (sums / sizes[:, None]).astype(np.float32)
-        # If a row is nearer to another centre, upper > lower, so that ``converged`` checks the row in its first step.
+        # If another centre is nearer to a row than its own, upper > lower, so that ``converged`` checks the row first.
         scale = _scale(rows.norms)
         upper, lower = (scale * bound for bound in _bounds(_distances(rows, None, centres, scale), labels))
         return cls(centres, sums, sizes, labels, upper, lower)
@@ -83,13 +83,13 @@ class Clusters:
         return replace(self, sums=sums, sizes=sizes, labels=labels, renewed=self.renewed + len(places))
 
     def among(self, places: Ints, count: int) -> Clusters:
-        """Return a copy for ``count`` rows: the present rows move to ``places``, and the others have no stratum yet."""
+        """Return a copy for ``count`` rows: present rows get the indices ``places``; other rows have no stratum yet."""
         labels, upper, lower = np.full(count, UNASSIGNED), np.zeros(count), np.zeros(count)
         labels[places], upper[places], lower[places] = self.labels, self.upper, self.lower
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
     def converged(self, rows: RowStore) -> Clusters:
-        """Return the state after Lloyd's iteration: until every row has its nearest centre, or for ``STEPS`` steps."""
+        """Iterate until every row has its nearest centre, but at most ``STEPS`` times; return the new state."""
         scale = _scale(rows.norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()
         labels, upper, lower = self.labels.copy(), self.upper.copy(), self.lower.copy()
@@ -118,7 +118,7 @@ class Clusters:
         return replace(self, centres=centres, sums=sums, sizes=sizes, labels=labels, upper=upper, lower=lower)
 
     def spread(self, norms: Floats) -> tuple[Floats, float]:
-        """Return S_h of each stratum, shape (H,), and S if all rows were one stratum; see ``allocation.spread``.
+        """Return the spread S_h of each stratum, shape (H,), and the spread S of all rows; see ``allocation.spread``.
 
         Args:
             norms: The norm of every row, shape (n,).
@@ -140,7 +140,7 @@ class Clusters:
 
 
 def _scale(norms: Floats) -> float:
-    """Return a number by which rows are divided, so that their squares stay within the range of float32."""
+    """Return a divisor for all rows with which their squares stay within the range of float32."""
     return float(norms.max()) or 1.0
 
 

@@ -1,4 +1,4 @@
-"""FedSTaS's data sampler: train on a requested number of samples, with private client sizes (FedSTaS §2.4)."""
+"""FedSTaS's data sampler: clients train on a requested number of samples, and can hide their sizes (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class FedSTaSDataState:
 
 
 class FedSTaSData(DataSampler):
-    """The server requests n* samples per round; participants keep each sample with probability n*/ñ.
+    """A sampler that requests n* samples per round: participants use each sample with probability n*/ñ.
 
     ñ is the server's estimate of how many samples the round's participants hold together.
 
     Args:
-        fraction: q. Without ``samples``, n* is q times the mean of the estimates ñ so far, so that every round
+        fraction: q. If ``samples`` is not set, n* is q times the mean of the estimates ñ so far, so that every round
             trains on about the same number of samples.
-        samples: n* as a fixed number, instead of ``fraction``.
+        samples: n*, as a fixed number; replaces ``fraction``.
         epsilon: ε of local differential privacy for the clients' sizes. By default, clients report their exact sizes.
             A client spends ε in every round in which it takes part: r ε in r rounds.
-        bound: M, the public bound on a client's size under privacy. Larger sizes are reported as M − 1, which makes ñ
-            too small, so that more data are kept than requested.
+        bound: M, a public bound on the clients' sizes, needed with ``epsilon``. Larger sizes are reported as M − 1,
+            which makes ñ too small, so that more samples are used than requested.
     """
 
     fraction: float = Field(default=0.1, gt=0, le=1)
@@ -50,7 +50,7 @@ class FedSTaSData(DataSampler):
 
     @property
     def private(self) -> bool:
-        """True if ``epsilon`` is set."""
+        """True if clients keep their sizes private, which they do if ``epsilon`` is set."""
         return self.epsilon is not None
 
     def check(self, config: FederationConfig) -> None:
@@ -83,8 +83,8 @@ class FedSTaSData(DataSampler):
         keep = min(1.0, wanted / estimate)
         metrics = {"estimated_samples": estimate, "requested_samples": wanted, "keep": keep}
         if (true_sizes := federation.config.sizes) is not None:
-            # The true sizes are known only in simulations. The expected number of samples exceeds n*, slightly because
-            # 1/ñ is convex, and by far if M clips sizes. To compare methods at equal numbers of samples, it is
-            # recorded.
+            # The true sizes are known only in simulations. The expected number of samples is recorded, because it
+            # exceeds n*: slightly because 1/ñ is convex, and by far if M clips sizes. Methods can then be compared at
+            # equal numbers of samples.
             metrics["expected_samples"] = keep * float(true_sizes[list(sizes)].sum())
         return keep, state, metrics

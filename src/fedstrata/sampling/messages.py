@@ -26,10 +26,10 @@ def sketch_length(params: Params, coordinates: int) -> int:
 
 @record("SizeReply")
 class SizeReply(Reply):
-    """The client's number of samples, or a randomised response that hides it.
+    """The client's number of samples, or a random answer that hides it.
 
     Args:
-        samples: The number, or the randomised response.
+        samples: The number, or the random answer.
     """
 
     samples: int
@@ -37,12 +37,12 @@ class SizeReply(Reply):
 
 @record("SizeReport")
 class SizeReport(Request):
-    """Asks a client for its number of samples; with ``bound``, under local differential privacy.
+    """A request for a client's number of samples, which local differential privacy hides if ``bound`` is positive.
 
     Args:
         round: The round, counted from 1.
-        bound: M, the public bound on the number of samples; 0 asks for the plain number.
-        alpha: The probability of the true answer (clipped to M − 1) instead of a random one; see
+        bound: M, the public bound on the number of samples; 0 asks for the exact number.
+        alpha: The probability with which the client answers min(n_k, M − 1), and not a random number; see
             ``fedstrata.sampling.client_sizes``.
     """
 
@@ -85,14 +85,13 @@ class CompressReply(Reply):
 
 @record("Compress")
 class Compress(ModelRequest):
-    """Asks a client for the gradient of its loss at ``weights``, quantized to ``centres`` values (FedSTaS, IS).
+    """A request for the gradient of a client's loss at ``weights``, quantized (FedSTaS, information squeeze).
 
     Args:
         round: The round, counted from 1.
         weights: The global model.
         centres: d', the largest number of different values in the quantized gradient.
-        coordinates: K_desired, the length to which a seeded random projection first reduces the gradient; 0 for no
-            projection.
+        coordinates: K_desired, the length to which a random projection first reduces the gradient; 0 for no projection.
     """
 
     reply_type: ClassVar[type[Reply]] = CompressReply
@@ -120,7 +119,7 @@ class Compress(ModelRequest):
 
 @record("SketchReply")
 class SketchReply(Reply):
-    """A sketch of a locally trained model.
+    """A sketch (random projection) of a locally trained model.
 
     Args:
         values: The sketch, shape (K,), float32; see ``fedstrata.sampling.sketches``.
@@ -131,10 +130,10 @@ class SketchReply(Reply):
 
 @record("Sketch")
 class Sketch(ModelRequest):
-    """Asks a client to train once, starting at ``weights``, and to send a sketch of the trained parameters (FedSSAR).
+    """A request to train once, starting at ``weights``, and to send a sketch of the trained parameters (FedSSAR).
 
     The client trains with plain cross-entropy on all its samples. The method's objective is not used, because it may
-    have a state, which changes only in rounds in which the client takes part.
+    have a state at the client, which must change only in rounds in which the client takes part.
 
     Args:
         round: The round, counted from 1.
@@ -168,7 +167,7 @@ class LossReply(Reply):
 
 @record("LossReport")
 class LossReport(ModelRequest):
-    """Asks a client for the loss of the global model on its samples.
+    """A request for the loss of the global model on a client's samples.
 
     Args:
         round: The round, counted from 1.

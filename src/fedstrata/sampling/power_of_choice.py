@@ -1,4 +1,4 @@
-"""Power-of-choice (Cho et al. 2020, Client Selection in Federated Learning): the candidates with the largest loss."""
+"""Power-of-choice (Cho et al. 2020, Client Selection in Federated Learning): selection of clients with a large loss."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fedstrata.sampling.messages import LossReport
 
 
 class PowerOfChoice(ClientSampler):
-    """d candidates, drawn by size without replacement, report their loss; the m with the largest loss take part.
+    """A sampler that asks d candidates, drawn by size, for their loss, and invites the m with the largest loss.
 
     The sampler is biased on purpose: the expected aggregate is not the mean over all clients.
 
     Args:
-        candidates: d. Default: twice the number of clients per round, or all clients if there are fewer.
+        candidates: d. Default: twice the number of clients per round, but at most the number of all clients.
     """
 
     tells_sizes = True
@@ -30,7 +30,7 @@ class PowerOfChoice(ClientSampler):
     candidates: PositiveInt | None = None
 
     def check(self, config: FederationConfig) -> None:
-        """Require m ≤ d ≤ N."""
+        """Require at least as many candidates as a round invites, and at most as many as there are clients."""
         super().check(config)
         m, key = config.training.invited(config.clients), "method.client_sampler.candidates"
         if self.candidates is not None and self.candidates > config.clients:

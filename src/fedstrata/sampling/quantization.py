@@ -1,4 +1,4 @@
-"""Compress a gradient to a few different values and a small code for each coordinate (FedSTaS, information squeeze)."""
+"""Compression of a gradient to a few values and a small code for each coordinate (FedSTaS, information squeeze)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
 
     The projection is a count sketch (Charikar et al. 2002): each coordinate is added to a bucket with a random sign.
     Because of the signs, inner products stay the same in expectation. The cost is O(d), and not O(d K) as for a dense
-    projection to K coordinates. Coordinate i goes to bucket i mod p, where p is the largest prime up to K, so that
-    memory is read in order. Because p does not divide the width of a layer, the weights of one input or output spread
+    projection to K coordinates. Coordinate i is added to bucket i mod p, so that memory is read in order. p is the
+    largest prime up to K. Because it does not divide the width of a layer, the weights of one input or output spread
     evenly over all buckets. Buckets p … K − 1 stay 0.
 
     Args:
-        gradients: Shape (d,), or (n, d) for several gradients.
+        gradients: One gradient, shape (d,), or several, shape (n, d).
         coordinates: K; a gradient with at most K coordinates stays unchanged, and 0 keeps every gradient unchanged.
         seed: The experiment's seed.
 
@@ -59,7 +59,7 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
     """Quantize a vector: cluster its values by exact one-dimensional k-means, and replace each by its cluster's mean.
 
     Args:
-        values: Shape (d,).
+        values: The vector, shape (d,).
         centres: d', the largest number of clusters, at most 255.
 
     Returns:
@@ -72,7 +72,7 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
     """
     ordered = np.sort(values)
     groups = ckmeans.ckmeans(ordered, min(centres, len(np.unique(ordered))))
-    # The smallest value of each group except the first; equal values belong to one group.
+    # The smallest value of each group but the first. ``np.unique`` merges groups that begin with equal values.
     lowest = np.unique(ordered[np.cumsum([len(group) for group in groups[:-1]], dtype=np.int64)])
     edges = np.concatenate([[0], np.searchsorted(ordered, lowest), [len(ordered)]])
     sums = np.add.reduceat(ordered, edges[:-1], dtype=np.float64)
@@ -94,7 +94,7 @@ def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
 
 
 def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats32:
-    """Return the quantized gradient Z = X[λ], shape (length,), from its centres X and the packed codes λ.
+    """Return the quantized gradient Z = X[λ], shape (length,), from its values X (``centres``) and the packed codes λ.
 
     Raises:
         ValueError: The codes do not fit the length or the centres.

@@ -1,4 +1,4 @@
-"""A large matrix of which a few rows are replaced in every round."""
+"""Storage of a large matrix in which a few rows are replaced in every round."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RowStore:
         base: All rows as they were at the last copy of the whole matrix, shape (n, d).
         places: The indices of the rows that were replaced after that, ascending, shape (c,).
         newer: The current values of these rows, shape (c, d).
-        norms: The Euclidean norm of every row, shape (n,), float64, because squares of very small values leave the
-            range of float32.
+        norms: The Euclidean norm of every row, shape (n,). It is float64, because squares of very small values are zero
+            in float32.
     """
 
     base: Floats32
@@ -66,7 +66,7 @@ class RowStore:
         return product
 
     def renewed(self, places: Ints, rows: Floats32) -> RowStore:
-        """Return a store with new rows at some indices.
+        """Return a store in which the rows at some indices are replaced.
 
         Args:
             places: The indices, ascending, shape (c,).

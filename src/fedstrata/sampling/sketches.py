@@ -1,9 +1,9 @@
 """Sketches of the clients' models, which the server stores instead of the models.
 
 A sketch is a random projection of the model's parameters to K numbers; see ``quantization.project``. The projection is
-linear, so the sketch of an update is the difference of two sketches. Squared distances between sketches equal those
-between models on average, with a relative standard deviation of √(2/K): 3 % for K = 2,048 and models of any size. A
-model of at most K parameters is stored unchanged.
+linear, so the sketch of an update is the difference of two sketches. On average, the squared distance between two
+sketches equals that between the models; its relative standard deviation is √(2/K), which is 3 % for K = 2,048 and
+models of any size. A model of at most K parameters is stored unchanged.
 """
 
 from __future__ import annotations
@@ -82,10 +82,11 @@ def update_sketches(
         replies: A mapping from participant to its reply, with the trained model.
         coordinates: K, the length of a sketch; 0 for all parameters.
         seed: The experiment's seed.
-        updates: Whether to store the sketch of the update instead: the model minus the global model that was sent.
+        updates: Whether to store sketches of the updates (the model minus the global model that was sent) and not of
+            the models.
 
     Returns:
-        The sketches with those of the participants that trained.
+        The sketches so far, with new ones of the participants that trained.
     """
     # A client that took no step returned the model that it received, which says nothing about its data.
     models = {client: reply.weights.params for client, reply in replies.items() if reply.trained}

@@ -1,7 +1,7 @@
-"""FedSTS: stratify clients by their compressed gradients, and draw from every stratum (FedSTaS, Algorithms 1 and 2).
+"""FedSTS, which divides clients by their compressed gradients into strata, and draws from each (FedSTaS, Alg. 1 and 2).
 
-Symbols, as in the paper: Z_k is the compressed gradient of client k. N_h is the number of clients in stratum h of H,
-m_h the number of draws from it, and S_h the standard deviation of Z within it; Neyman's allocation is m_h ∝ N_h S_h.
+Symbols, as in the paper: Z_k is the compressed gradient of client k. Of H strata, stratum h has N_h clients and gets
+m_h draws; S_h is the standard deviation of Z in it. Neyman's allocation is m_h ∝ N_h S_h.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Gradients = Literal["asked", "updates"]
 Compared = Literal["restored", "centroids"]
 
 LARGE = 1000
-"""Above this number of clients, only the participants' gradients are renewed by default; see ``refresh``."""
+"""Up to this number of clients, all gradients are renewed in every round by default; see ``Stratified.refresh``."""
 
 FITTED = 1000
-"""The most clients for which k-means and S_h use all clients.
+"""The largest number of clients for which k-means and S_h use all clients.
 
 If there are more, both use a random subset of this size, and the other clients join the stratum with the nearest
 centre.
@@ -53,7 +53,8 @@ class StratifiedState:
         known: Clients with a known gradient, ascending, int64.
         rows: Z of these clients: one row of length d for each client in ``known``.
         participants: Clients that returned a model in the last round, ascending, int64.
-        sent: The sketch of the global model of the last round, shape (d,); empty if updates are not used as gradients.
+        sent: A random projection of the last round's global model, shape (d,); empty if updates are not used as
+            gradients.
         lr: η, the learning rate of the last round.
         steps: K, the number of local steps, if it is the same for all clients; otherwise 1.
         seed: The experiment's seed, on which sketches depend.
@@ -95,33 +96,34 @@ class StratifiedState:
 
 
 class Stratified(ClientSampler):
-    """Clients in strata of similar gradients; large and diverse strata get more draws.
+    """A sampler that divides clients into strata with similar gradients; large and diverse strata get more draws.
 
     Args:
         strata: H, the number of strata.
         centres: d', the number of different values in a compressed gradient.
-        coordinates: The length to which a gradient is projected first; 0 for its full length. This is our reading of
-            the paper's K_desired. In the published code of FedSTaS, K_desired is the number of samples per round.
-        refresh: The clients whose compressed gradient Z is renewed in every round; the others keep their last one.
-            ``all`` (as in the paper; the default for up to 1,000 clients) or ``participants`` (the default for more).
+        coordinates: The length to which a random projection first reduces a gradient; 0 for no projection. This is our
+            reading of the paper's K_desired. In the published code of FedSTaS, K_desired is the number of samples per
+            round.
+        refresh: The clients whose compressed gradient Z is renewed in every round; others keep their last one. ``all``:
+            as in the paper, and the default for up to 1,000 clients. ``participants``: the default for more.
         gradients: The source of Z. ``asked``: clients are asked for their compressed gradient at the global model w_t,
-            which costs them a pass over their data. With refresh = ``participants``, each round also asks as many
-            clients without a Z as it invites. ``updates``: no client is asked. A participant's update
-            (w_t − w_k) / (η K) after K steps is used as its gradient, and clients that never took part are one
+            which costs them a pass over their data. With refresh = ``participants``, clients that have no Z yet are
+            asked, too: in each round, as many as the round invites. ``updates``: no client is asked. A participant's
+            update (w_t − w_k) / (η K) after K steps is used as its gradient, and clients that never took part are one
             stratum. Default: ``asked`` with refresh = ``all``, and ``updates`` with refresh = ``participants``, because
-            asking would take longer than training.
-        compared: The part of a compressed gradient that k-means, ‖Z_k‖ and S_h use. ``restored``: the whole gradient,
-            as in the paper. ``centroids``: only its d' centres, as in the published code of FedSTaS; this needs
-            gradients that are ``asked``.
-        replacement: Whether to draw with replacement within a stratum. Horvitz-Thompson weights are unbiased only then.
-        allocation: The rule for how many draws each stratum gets. ``neyman``: in proportion to N_h S_h, by largest
-            remainder, as in the published code. A stratum may get no draw, which causes a bias that weights cannot
-            correct. ``neyman-random``: in proportion to N_h S_h, rounded at random. Every stratum gets at least half of
-            an equal share on average, and the weights correct for chance. ``neyman-at-least-one``: like ``neyman``,
-            but every stratum gets at least one draw. ``proportional``: in proportion to N_h, with at least one draw for
-            every stratum. Default: ``neyman-random`` with replacement; without, ``neyman`` if all gradients are
-            renewed, and ``neyman-at-least-one`` if only participants' are, because a stratum without draws would then
-            never be renewed.
+            asking many clients would take longer than training.
+        compared: The part of a compressed gradient from which strata, ‖Z_k‖ and S_h are computed. ``restored``: the
+            whole gradient, as in the paper. ``centroids``: only its d' centres, as in the published code of FedSTaS;
+            this needs gradients that are ``asked``.
+        replacement: Whether to draw with replacement within a stratum. Without it, Horvitz-Thompson weights are biased.
+        allocation: The rule for how many draws each stratum gets. ``neyman``: in proportion to N_h S_h (size times
+            spread), by largest remainder, as in the published code. A stratum may get no draw: a bias that weights
+            cannot correct. ``neyman-random``: in proportion to N_h S_h, rounded at random. Every stratum gets on
+            average at least half of an equal share, and the weights correct for the randomness.
+            ``neyman-at-least-one``: like ``neyman``, but every stratum gets at least one draw. ``proportional``: in
+            proportion to N_h, with at least one draw for every stratum. Default: ``neyman-random`` with replacement.
+            Without replacement, it is ``neyman`` if all gradients are renewed, and ``neyman-at-least-one`` if only
+            those of participants are renewed, because the gradients of a stratum without draws would never be renewed.
     """
 
     strata: PositiveInt = 10
@@ -142,7 +144,7 @@ class Stratified(ClientSampler):
         return "neyman" if self._refreshes(config) == "all" else "neyman-at-least-one"
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse settings that contradict each other, the clients or the model; warn about fewer draws than strata."""
+        """Refuse settings that do not fit each other, the clients or the model; warn about fewer draws than strata."""
         super().check(config)
         if self._refreshes(config) == "all" and self.gradients == "updates":
             problem = "there are updates of participants alone: set refresh = 'participants', or use 'asked'"
@@ -164,10 +166,10 @@ class Stratified(ClientSampler):
             )
 
     def check_private(self, config: FederationConfig) -> None:
-        """Refuse updates as gradients if their length would disclose the client's number of samples.
+        """Refuse to use updates as gradients if their norms would disclose how many samples clients hold.
 
-        The length of an update depends on the number of local steps. If ``training.local_steps`` is not set, that
-        number depends on how many samples the client holds.
+        The norm of an update depends on the number of local steps. If ``training.local_steps`` is not set, this number
+        depends on how many samples the client holds.
         """
         if self._uses_updates(config) and config.training.local_steps is None:
             problem = "updates tell how many steps a client took, and with them the size that it keeps private"
@@ -202,8 +204,7 @@ class Stratified(ClientSampler):
         clients = np.concatenate([known, unseen])
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
-        # Clients without a Z are one stratum. The number of strata for the others is then smaller than H, and in
-        # proportion to how many of the clients have a Z.
+        # Clients without a Z are one stratum. They also reduce the number of other strata, H − 1, in proportion.
         count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
         available = np.searchsorted(state.known, known)
         norms = state.rows.norms[available]
@@ -232,10 +233,10 @@ class Stratified(ClientSampler):
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
         """Store the participants, and their updates if these are used as gradients."""
-        # A client that kept no sample took no step, so that its update says nothing about its gradient.
+        # A client that used no sample took no step, so that its update says nothing about its gradient.
         trained = {client: reply for client, reply in replies.items() if reply.trained} if len(state.sent) else {}
         if trained:
-            # If sizes are private, replies lack the number of steps; ``check_private`` ensures that all take the same.
+            # If sizes are private, replies lack the number of steps. ``check_private`` ensures that it never differs.
             steps = [reply.steps or state.steps for reply in trained.values()]
             models = np.stack(
                 [sketch(reply.weights.params, self.coordinates, state.seed) for reply in trained.values()]
@@ -267,8 +268,7 @@ class Stratified(ClientSampler):
             count: The largest number of strata.
 
         Returns:
-            The new state; the stratum of each available client, shape (n,); S_h, shape (H,); and S if all clients were
-            one stratum.
+            The new state; the stratum of each available client, shape (n,); S_h, shape (H,); and S over all clients.
         """
         seed, round, rows, clusters = federation.config.seed, federation.round, state.rows, state.clusters
         if len(rows) > FITTED and self._refreshes(federation.config) != "all":
@@ -315,13 +315,13 @@ class Stratified(ClientSampler):
             return state, candidates[:0] if refresh == "all" else candidates
         answered = np.array(sorted(replies), dtype=np.int64)
         points = np.stack([self._point(replies[int(client)]) for client in answered])
-        # If all were asked, those that did not answer are left out: they would probably not train either.
+        # If all were asked, leave out those that did not answer, because they would probably not train either.
         return state.learned(answered, points), answered if refresh == "all" else candidates
 
     def _point(self, reply: CompressReply) -> Floats32:
-        """Return the vector by which clients are compared.
+        """Return the vector by which clients are compared; the setting ``compared`` decides which it is.
 
-        This is Z, shape (d,), or its centres, shape (d',), where missing centres repeat the last one; see ``compared``.
+        This is Z, shape (d,), or its centres, shape (d',). If there are fewer centres, the last one is repeated.
         """
         if self.compared == "restored":
             return reply.restored()
@@ -340,7 +340,7 @@ def stratify(points: Floats32, count: int, seed: int, round: int) -> Ints:
 
     Args:
         points: Z, shape (N, d).
-        count: The number of strata; there are fewer if fewer rows of Z are different.
+        count: The number of strata, H. There are fewer strata if Z has fewer different rows.
         seed: The experiment's seed.
         round: The round, counted from 1.
 
@@ -361,7 +361,7 @@ def stratify(points: Floats32, count: int, seed: int, round: int) -> Ints:
     distinct = len(np.unique(fitted.sum(axis=1)))
     distinct = distinct if distinct >= count else len(np.unique(fitted, axis=0))
     with warnings.catch_warnings():
-        # scikit-learn warns if points differ only in their last bits, so that it finds fewer clusters. That is fine.
+        # Points may differ only in their last bits. scikit-learn then finds fewer clusters, and warns needlessly.
         warnings.simplefilter("ignore", ConvergenceWarning)
         model = KMeans(min(count, distinct), n_init=1, random_state=state).fit(fitted)
     labels = model.labels_
@@ -392,7 +392,7 @@ def draw(
     """Draw m_h clients from every stratum h, with probabilities p_k ∝ ‖Z_k‖ within it (uniform if all norms are zero).
 
     Args:
-        clients: Shape (N,), ascending.
+        clients: The clients, ascending, shape (N,).
         strata: The stratum of each client, shape (N,).
         sizes: N_h, the number of clients in each stratum, shape (H,).
         allocation: m_h, the number of draws from each stratum, shape (H,).
@@ -412,8 +412,8 @@ def draw(
         if replacement:
             times[members] = generator.multinomial(allocation[h], p)
             continue
-        # Without replacement, clients with a positive probability are drawn first, with these probabilities. If they
-        # are fewer than m_h, the remaining draws are uniform among the other clients.
+        # Without replacement, clients with a positive probability are drawn first, with these probabilities. If there
+        # are fewer than m_h such clients, the remaining draws are uniform among the other clients.
         weighted = min(int(allocation[h]), int((p > 0).sum()))
         chosen = generator.choice(members, size=weighted, replace=False, p=p)
         times[chosen] = 1

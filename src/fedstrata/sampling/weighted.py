@@ -15,10 +15,10 @@ from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
 
 class Weighted(ClientSampler):
-    """m draws in proportion to n_k, the number of samples, which every client is asked for once.
+    """A sampler that draws m clients in proportion to n_k, their number of samples; it asks each client once for n_k.
 
-    The aggregators ``size`` and ``stratum`` count all draws equally. The expected weight of client k is then n_k / Σn,
-    so that the aggregate is an unbiased estimate of the mean over all clients, weighted by size.
+    The aggregators ``size`` and ``stratum`` give all draws the same weight. The expected weight of client k is then n_k
+    / Σn, so that the aggregate is an unbiased estimate of the mean over all clients, weighted by size.
 
     Args:
         replacement: Whether a client may be drawn more than once. Without replacement, clients that hold more than
@@ -54,9 +54,9 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
     Each client with probability 1 is a stratum of its own; all other clients are stratum 0.
 
     Args:
-        clients: Ascending, shape (N,).
-        sizes: n_k, shape (N,), positive.
-        m: Number of clients to draw; all clients if there are fewer.
+        clients: The clients, ascending, shape (N,).
+        sizes: n_k, the number of samples of each client, shape (N,), positive.
+        m: Number of clients to draw. If there are fewer clients, all are drawn.
         generator: Randomness.
     """
     m = min(m, len(clients))
@@ -80,10 +80,10 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 
 
 def certainties(sizes: Ints, m: int) -> Bools:
-    """Return which clients are certain to be drawn if m are drawn in proportion to size; bools, shape (N,).
+    """Return True for clients that are certain to be drawn if m are drawn in proportion to size, shape (N,).
 
     A client is certain if m n_k ≥ Σn. These clients and their draws are set aside. The test is repeated for the other
-    clients, with the remaining draws as m and the sum of their sizes as Σn, until no client is certain.
+    clients, with the remaining draws as m and the sum of their sizes as Σn, until it finds no further client.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
     [True, False, False, False]

@@ -1,4 +1,4 @@
-"""The requests that Stratify declares to real sites, which accept no others."""
+"""The requests that Stratify may send to real sites. Sites refuse all other requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fedstrata.stratify.messages import Gradient, GradientSteps, LabelReport, Re
 
 
 def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, rounds: range | None) -> list[Allowed]:
-    """Return the requests of training in batches.
+    """Declare the requests that train in batches: to reserve samples, and to compute gradients.
 
     Args:
-        size: The number of samples in a batch.
-        window: The part of each label's samples that has arrived; see ``Reserve``.
-        lr: The learning rate of the clients' steps, if they take several steps.
+        size: The number of samples in a batch, over all clients.
+        window: The condition on ``Reserve.window``, the part of each label's samples that may be used.
+        lr: The condition on the learning rate of the clients' steps; unused if ``local_steps`` is 1.
         local_steps: The number of steps of a client on its part of a batch.
         rounds: The rounds that train in batches; None for all rounds.
     """
@@ -40,10 +40,10 @@ def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, ro
 
 
 def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) -> list[Allowed]:
-    """Return the request of training sample by sample.
+    """Declare the request that trains sample by sample.
 
     Args:
-        window: The part of each label's samples that has arrived; see ``Reserve``.
+        window: The condition on ``Steps.window``, the part of each label's samples that may be used.
         longest: The largest number of samples in one request.
         rounds: The rounds that train sample by sample; None for all rounds.
     """
@@ -53,10 +53,10 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
 
 
 def allowed_in_enrolment(masking: str, *, weighted: bool, classes: int | None) -> list[Allowed]:
-    """Return the requests of enrolment, which are sent before the first round.
+    """Declare the requests of enrolment, in which the server learns which clients share a label before the first round.
 
     Args:
-        masking: The mode of masking; see ``Stratify``.
+        masking: How labels are hidden from the server; see ``Stratify``.
         weighted: Whether clients are drawn in proportion to their number of samples.
         classes: C, the number of classes; None if it is not known.
     """

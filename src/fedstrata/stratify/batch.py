@@ -1,4 +1,4 @@
-"""Stratify's batch mode: an epoch of batches that consist of samples of many clients (Algorithms 2 and 4)."""
+"""Stratify's batch mode: each batch of an epoch consists of samples of many clients (Algorithms 2 and 4)."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ def rate(training: Training, server: ServerOptimizer | None, scale: float, round
     """Return the learning rate of a round's batches.
 
     Args:
-        training: The settings of training, with the learning rate of the round.
-        server: The server's optimiser, whose ``lr``, on its own schedule, multiplies training's.
+        training: The settings of training, which give the learning rate of each round.
+        server: The server's optimiser; None for the default. The learning rate is multiplied by its ``lr``, which has a
+            schedule of its own.
         scale: A further factor.
-        round: The round.
+        round: The round, counted from 1.
     """
     factor = 1.0 if server is None else scheduled(server.lr or 1.0, server.schedule, round, training.rounds)
     return training.lr_at(round) * factor * scale
@@ -51,7 +52,7 @@ def rate(training: Training, server: ServerOptimizer | None, scale: float, round
 
 @dataclass(frozen=True)
 class BatchMode:
-    """Epochs of batches over many clients; ``Stratify`` describes the fields."""
+    """The mode that trains batches of samples of many clients; ``Stratify`` describes the fields."""
 
     batch_size: int | None
     lr_rule: LRRule
@@ -65,7 +66,7 @@ class BatchMode:
             raise SpecError(key, "BatchNorm needs at least two samples in a batch", 1)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode, tuple[float, float]]:
-        """Return the mode that trains a round, and the window of the samples to train: all of them."""
+        """Return this mode, which trains every round, and the window that contains all samples."""
         return self, ALL
 
     def scale(self, training: Training) -> float:
@@ -80,7 +81,7 @@ class BatchMode:
 
         Args:
             roster: The clients that can be asked.
-            wanted: The schedule: the place of the placeholder at each position, shape (L,).
+            wanted: The place of the placeholder to train at each position (see ``Roster``), shape (L,).
             weights: The global model.
             optimizer: The state of the server's optimiser.
 
@@ -139,8 +140,8 @@ class BatchMode:
             absent = set(samples) - set(total.clients if total else ())
             if not absent:
                 return total
-            # Without a sum, some of these clients may not be at fault. Remove only those that are logged as failed or
-            # late, if any are.
+            # If there is no sum, some of these clients may not be at fault. If any are logged as failed or late, remove
+            # only those.
             lost = absent if total else (absent & federation.log.absent()) or absent
             plan.lose(lost, request.batch)
             if total:
@@ -151,12 +152,12 @@ class BatchMode:
 class BatchPlan:
     """The plan of an epoch: which client trains each position of the schedule, with a sample that it has reserved.
 
-    Clients are chosen batch by batch (Algorithm 2), but each client is asked to reserve its samples of the whole epoch
-    in one request. Positions for which a client has no sample are given to other clients in further requests.
+    Clients are chosen batch by batch (Algorithm 2), but each client is asked once to reserve its samples for all
+    batches of the epoch. Positions for which a client has no sample are given to other clients in further requests.
 
     Args:
         roster: The clients that can be asked.
-        wanted: The schedule: the place of the placeholder at each position, shape (L,).
+        wanted: The place of the placeholder to train at each position (see ``Roster``), shape (L,).
         batch_size: The number of positions in a batch.
         pairs: Whether a batch must have at least two samples, as BatchNorm needs.
     """
@@ -172,10 +173,11 @@ class BatchPlan:
         """The number of positions that are not trained, because a client would have had too few samples in a batch."""
         self._work: list[dict[int, float]] | None = None
         self._refilled, self._waiting = np.zeros((2, len(roster.places)), dtype=bool)
-        """Two bool arrays, shape (R,) each: the rows of the roster that were refilled and are not exhausted since then;
-        and the rows whose client held samples back, which it could train if it got more positions."""
+        """Two bool arrays over the rows of the roster, shape (R,) each. ``_refilled``: the client refilled its pool and
+        has not reported it as empty since. ``_waiting``: the client held samples back that it could train if it got
+        more positions."""
         self._last = np.zeros(len(roster.holders.placeholders), dtype=bool)
-        """Bools, shape (P,): the placeholders of which samples are left only at clients that held samples back."""
+        """True for placeholders that have samples left only at clients that held them back, shape (P,)."""
 
     def work(self, batch: int) -> dict[int, float]:
         """Return a mapping from each client of a batch to its number of samples in it, sorted by client."""
@@ -189,7 +191,7 @@ class BatchPlan:
         return self._work[batch]
 
     def lose(self, clients: set[int], batch: int) -> None:
-        """Remove clients that failed in ``batch``: their positions in it are lost, and others get their later ones."""
+        """Remove clients that failed in ``batch``: other clients get their positions in later batches."""
         self._remove(clients)
         theirs = np.flatnonzero(np.isin(self.owner, list(clients)))
         self.owner[theirs] = -1
@@ -197,7 +199,7 @@ class BatchPlan:
         self.reserve(later[np.argsort(self.batch_of[later], kind="stable")])
 
     def reserve(self, positions: Ints) -> None:
-        """Find a client with an unused sample for each of the positions."""
+        """Find a client with an unused sample for each of the positions, and let it reserve the sample."""
         self._work = None
         while len(positions):
             wanted = self.wanted[positions]
@@ -207,11 +209,11 @@ class BatchPlan:
             positions = self._ask_owners(positions[owner >= 0])
 
     def _choices(self, wanted: Ints) -> tuple[dict[int, Ints], dict[int, Floats] | None]:
-        """Return the clients that have samples of each placeholder; refill placeholders that no client has left.
+        """Return the clients with unused samples of each placeholder; refill placeholders that have no unused samples.
 
         Returns:
-            Two mappings from the place of a placeholder: to the available clients, and to their weights. The second is
-            None if selection is uniform.
+            A mapping from each placeholder's place to these clients, and a mapping from its place to their weights. The
+            second is None if selection is uniform.
         """
         roster, clients, weights = self.roster, dict[int, Ints](), dict[int, Floats]()
         for place in np.unique(wanted).tolist():
@@ -258,7 +260,8 @@ class BatchPlan:
                 wanted = self.wanted[theirs]
                 rows = roster.empty_rows(client, wanted[missing], reply.exhausted)
                 roster.available[rows] = False
-                # If a pool has no sample right after a refill, the client holds none, and is not asked for them again.
+                # If a pool has no sample right after a refill, the client has none of the label, and is not asked
+                # again.
                 useless = self._refilled[rows] & ~np.isin(roster.places[rows], wanted[~missing])
                 roster.present[rows[useless]] = self._refilled[rows] = False
         left = np.sort(np.concatenate(still_open))
@@ -270,10 +273,10 @@ class BatchPlan:
             raise ReplyRefusedError(NO_SUCH_BATCH)
 
     def _give_up(self, client: int, theirs: Ints, missing: Bools, held: Bools) -> Bools:
-        """Decide which of the positions that a client held back are not trained at all.
+        """Decide which of the positions that a client held back are given up, so that nobody trains them.
 
-        These are positions whose placeholder has samples left only at clients that hold them back. Refilling the pools
-        instead would train other samples twice. Other clients are asked for the other positions.
+        A position is given up if its placeholder has samples left only at clients that hold them back. (Refilled pools
+        would train other samples twice.) Other clients are asked to fill the other positions.
 
         Args:
             client: The client.
@@ -287,7 +290,7 @@ class BatchPlan:
         wanted = self.wanted[theirs]
         none_left = np.unique(wanted[missing & ~held])
         for place in np.unique(wanted[held]).tolist():
-            # If only such clients are left, and this one also lacks samples for some positions, its pool is empty.
+            # Choose the client again, except if it was chosen again before and got more positions than it has samples.
             if not self._last[place] or place not in none_left:
                 rows = self.roster.rows_of(place)
                 self._waiting[rows] |= self.roster.holders.clients[rows] == client

@@ -1,7 +1,7 @@
-"""The client's part of Stratify's batch mode: reserve samples of each label, and compute gradients of their loss.
+"""Stratify's batch mode at the client: reserve samples of each label, and compute gradients of their loss.
 
-A *placeholder* is a number that stands for a label. A client's *part* of a batch is the samples that it reserved for
-it.
+A *placeholder* is a number that stands for a label. A client's *part* of a batch consists of the samples that the
+client reserved for this batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fedstrata.stratify.messages import (
 Q = TypeVar("Q", bound=Gradient)
 _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
-"""The keys of a client's state: for its pools and reservations, and for the label of each placeholder under masking."""
+"""Keys of a client's state. ``STATE``: its pools and reservations. ``PLACEHOLDERS``: the label of each placeholder."""
 
 
 @record("Pool")
@@ -60,7 +60,7 @@ class Pool:
 
 @record("Reserved")
 class Reserved:
-    """The state of a client within an epoch of batches.
+    """The samples that a client has reserved in an epoch of batches, and its pools.
 
     Args:
         round: The epoch, counted from 1.
@@ -93,12 +93,12 @@ class Reserved:
 def opened(
     client: Client, pools: Mapping[int, Pool], request: Reserve | Steps, placeholders: Iterable[int]
 ) -> dict[int, Pool]:
-    """Return the client's pools after the refills of a request, with a pool for each of ``placeholders``.
+    """Refill the pools that a request names, add a pool for each placeholder that lacks one, and return all pools.
 
     A pool holds the client's samples of the label for which the placeholder stands. It is empty if the client does not
-    know the placeholder, or holds fewer samples of the label than ``privacy.min_samples``. The client did not report
-    such a label at enrolment, and no request may draw from it. The order of a pool depends on the label and not on the
-    placeholder, so that training is the same with and without masking.
+    know the placeholder. It is also empty if the client holds fewer samples of the label than ``privacy.min_samples``:
+    such a label was not reported at enrolment, and no request may draw from it. The order of a pool depends on the
+    label and not on the placeholder, so that training is the same with and without masking.
 
     Args:
         client: The client.
@@ -107,7 +107,8 @@ def opened(
         placeholders: The placeholders from which the request draws.
 
     Raises:
-        FedstrataError: The request refills more pools than there are classes, which would fill the client's memory.
+        FedstrataError: The request refills more pools than there are classes. Such requests could fill the client's
+            memory.
     """
     if len(request.refill) > client.context.config.classes:
         raise FedstrataError("more pools begin anew than there are classes")
@@ -177,11 +178,12 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
 
     A part that is too small joins the client's next part, until a part is large enough. A small part at the end joins
     the part before it. Samples that were reserved earlier stay in their batches. No sample is moved to a batch before
-    the first batch of the new samples, because that batch may be over.
+    ``batches[0]``, because such a batch may have been trained already.
 
     Args:
-        batches: The batches of the new samples, ascending, shape (n,).
-        before: The batches of the samples that were reserved earlier, in parts that are large enough, ascending.
+        batches: The batch of each new sample, ascending, shape (n,).
+        before: The batch of each sample that was reserved earlier, ascending. These samples form parts that are large
+            enough.
         least: The smallest number of samples in a part.
 
     Returns:
@@ -211,7 +213,7 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
 
 
 def reserved(clients: Collection[Client], batch: int) -> Ints:
-    """Return the indices in the data set of the samples that clients reserved for a batch, client after client.
+    """Return the data-set indices of the samples that clients reserved for a batch, in the order of the clients.
 
     Raises:
         WithheldError: A client reserved fewer samples than ``privacy.min_samples``.
@@ -284,7 +286,7 @@ def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientI
 
 
 def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER) -> AbstractContextManager[None]:
-    """Seed the random numbers of layers such as dropout, from the batch and from ``client``.
+    """Seed the random numbers of layers such as dropout; the seed depends on the batch and on ``client``.
 
     ``client`` is the server's id if the whole batch is computed in one pass. Nothing is seeded if the model has no
     layer that draws random numbers, because seeding takes a tenth of a small batch's time.
@@ -303,7 +305,7 @@ def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
 def summed_gradient(
     shared: ClientContext, model: Model, params: Params, request: Gradient, indices: Ints
 ) -> GradientReply:
-    """Return the gradient of the summed loss over the samples at ``indices``, for the parameters that are loaded."""
+    """Return the gradient of the summed loss of the samples at ``indices``, with respect to the loaded parameters."""
     where = torch.from_numpy(indices)
     batch = Batch(shared.data.inputs(where), shared.data.y_train[where])
     chain = shared.cached(manual_sgd_of) if is_plain(shared.objective, "loss") else None

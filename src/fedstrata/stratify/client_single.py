@@ -1,6 +1,7 @@
-"""The client's part of Stratify's single-sample mode: one SGD step on one sample for each placeholder of a task.
+"""Stratify's single-sample mode at the client: one SGD step on one sample for each placeholder of a task.
 
-A *task* is one ``Steps`` request. A *relay* is the path of the model from client to client, one *hop* per task.
+A *placeholder* is a number that stands for a label. A *task* is one ``Steps`` request. A *relay* is the path of the
+model from client to client, one *hop* per task.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ model is finite."""
 
 @record("Stepped")
 class Stepped:
-    """The state of a client within an epoch of single samples.
+    """The pools of a client in an epoch of single samples, and the number of its steps.
 
     Args:
         round: The epoch, counted from 1.
@@ -93,7 +94,7 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 
 @handles_relay(Steps)
 class FusedSteps:
-    """All tasks of a relay in one pass, for clients of one process: clients only draw samples, and steps run in blocks.
+    """The training of a relay whose clients share one process: tasks only draw samples, and their steps run in blocks.
 
     The steps are the same as if each client took its own, so that the model is equal bit by bit. If the model is not
     finite after a block, the block is repeated task by task, and tasks after which the model is not finite are undone.
@@ -117,7 +118,7 @@ class FusedSteps:
         self._block = max(1, BLOCK_BYTES // (4 * int(np.prod(context.data.shape))))
 
     def hop(self, client: Client, task: Steps) -> StepsReply:
-        """Draw the samples of a task."""
+        """Let a client draw the samples of a task, which are trained later."""
         indices, steps, reply = draw_samples(client, task)
         self._last = (client.number, steps, indices), reply, task.round
         return reply
@@ -172,7 +173,7 @@ class FusedSteps:
 
 
 def stepper_of(context: ClientContext, model: Model) -> Stepper:
-    """Return the fastest stepper that works for the model. It is cached until another model is asked for."""
+    """Return the fastest stepper that works for the model; it is cached until a call for another model."""
     last = context.cached(_Last)
     if last.stepper is None or last.model is not model:
         last.model, last.stepper = model, _make_stepper(context, model)
@@ -180,7 +181,7 @@ def stepper_of(context: ClientContext, model: Model) -> Stepper:
 
 
 class _Last:
-    """A cache of the last stepper, and of the model that it is for."""
+    """A cache of the last stepper that was made, and of its model."""
 
     def __init__(self, _: ClientContext) -> None:
         self.model: Model | None = None
@@ -223,7 +224,7 @@ def _loss(shared: ClientContext, model: Model, params: Params, x: Tensor, y: Ten
 
 
 class TracedStepper:
-    """Steps without autograd; see ``fedstrata.clients.training.traced_sgd``."""
+    """A stepper that takes SGD steps without autograd; see ``fedstrata.clients.training.traced_sgd``."""
 
     def __init__(self, context: ClientContext, model: Model) -> None:
         x, y = context.data.inputs(slice(0, 1)), context.data.labels(slice(0, 1))
@@ -264,7 +265,7 @@ class TracedStepper:
 
 
 class AutogradStepper:
-    """Steps with autograd, for models that cannot be traced."""
+    """A stepper that takes SGD steps with autograd, for models that cannot be traced."""
 
     random = True
 

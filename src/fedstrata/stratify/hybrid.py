@@ -1,4 +1,4 @@
-"""Stratify's hybrid mode: rounds of batches on the first data, then rounds of single samples on data that arrive."""
+"""Stratify's hybrid mode: rounds of batches, then rounds of single samples on data that arrive later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedstrata.stratify.single import SingleMode
 
 @dataclass(frozen=True)
 class HybridMode:
-    """Rounds of batches, then rounds of single samples; for the fields see ``Stratify``."""
+    """The mode that trains rounds of batches, then rounds of single samples; ``Stratify`` describes the fields."""
 
     batches: BatchMode
     singles: SingleMode
@@ -21,7 +21,7 @@ class HybridMode:
     stream: float
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if single samples cannot be trained, or if no round is left for the stream."""
+        """Raise ``SpecError`` if single samples cannot be trained, or if all rounds are rounds of batches."""
         self.singles.check(config, "hybrid")
         before, rounds = self.batch_rounds(config), config.training.rounds
         if before >= rounds:

@@ -1,4 +1,4 @@
-"""A request for the clients' label counts, for samplers and methods of a user's own."""
+"""A request for the clients' label counts, for samplers and methods that users write."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedstrata.stratify.messages import LabelReport
 
 @record("LabelCounts")
 class LabelCounts:
-    """How many samples of each class the clients hold; ``known`` and ``counts`` have the same order.
+    """How many samples of each class the clients hold.
 
     Args:
-        known: Clients that answered, ascending, shape (n,).
-        counts: n_k(c), the number of samples of each class at each of them, shape (n, C). A class of which a client
-            has fewer than ``privacy.min_samples`` samples counts as 0.
+        known: The clients that reported their counts, ascending, shape (n,).
+        counts: n_k(c), the number of samples of each class c at each client k in ``known``, shape (n, C). A class of
+            which a client has fewer than ``privacy.min_samples`` samples counts as 0.
     """
 
     known: Ints
@@ -28,7 +28,7 @@ class LabelCounts:
     def ask(cls, federation: Federation) -> LabelCounts:
         """Ask every client for its label counts, in the enrolment before the first round.
 
-        A sampler or method that calls this from ``init`` returns ``allowed_label_counts()`` from ``allowed``.
+        A sampler or method that calls this in ``init`` lists ``allowed_label_counts()`` in ``allowed``.
         """
         replies = federation.ask(federation.candidates().tolist(), LabelReport())
         counts = np.zeros((len(replies), federation.config.classes), dtype=np.int64)
@@ -43,5 +43,5 @@ class LabelCounts:
 
 
 def allowed_label_counts() -> Allowed:
-    """Return the declaration of ``LabelCounts.ask``, for ``allowed`` of a sampler or method."""
+    """Declare the request that ``LabelCounts.ask`` sends, so that real sites accept it."""
     return Allowed(LabelReport)

@@ -34,10 +34,10 @@ MOST_SAMPLES = 2**40
 """The most samples of one label that a client may report, so that sums over millions of clients fit into 64 bits."""
 
 ALL = (0.0, 1.0)
-"""The window (from, to) that contains all samples of a label; see ``Reserve``."""
+"""The window that contains all samples of a label; see ``Reserve.window``."""
 
 NO_SUCH_BATCH = "a position in a batch that is over, or that there is not"
-"""The reason for refusing a reply to ``Reserve``."""
+"""The reason for refusing a reply to ``Reserve`` that names an impossible batch."""
 
 
 class Epoch(Order):
@@ -89,11 +89,11 @@ def _numbers(tensor: Tensor) -> bool:
 
 @record("LabelReply")
 class LabelReply(Reply):
-    """A client's labels.
+    """The labels that a client holds, and its number of samples of each.
 
     Args:
-        labels: The labels that the client holds, int64, in random order.
-        counts: The number of samples of each label, int64.
+        labels: The labels, int64, in random order.
+        counts: The number of samples of each label, int64, in the same order.
     """
 
     labels: Tensor
@@ -136,9 +136,9 @@ class ReserveReply(Reply):
 
 @record("GatheredReply")
 class GatheredReply(ReserveReply):
-    """The reply of a client that moves samples between batches, so that none has too few of its samples.
+    """The reply of a client that moves its samples between batches, so that no batch has too few of them.
 
-    The client computes no gradient over fewer samples than ``privacy.min_samples``.
+    This is needed because the client computes no gradient over fewer samples than ``privacy.min_samples``.
 
     Args:
         batches: The batch in which each position is now trained, int64; meaningless for positions in ``missing``.
@@ -197,7 +197,7 @@ class Reserve(Request):
 
 @record("GradientReply")
 class GradientReply(Reply):
-    """Sums over a client's part of a batch.
+    """Sums over the samples that a client reserved for a batch.
 
     Args:
         gradient: A mapping from each parameter's name to the gradient of the summed loss.
@@ -257,7 +257,7 @@ class Gradient(ModelRequest):
 
 @record("GradientSteps")
 class GradientSteps(Gradient):
-    """Take several SGD steps on the client's own part of a batch, and return the sum of the gradients of these steps.
+    """Take several SGD steps on the client's own samples in a batch, and return the sum of their gradients.
 
     Args:
         steps: The number of steps, at least 2.

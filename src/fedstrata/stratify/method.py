@@ -38,7 +38,7 @@ class StratifyState:
 
 
 class Stratify(Method):
-    """One epoch of the stratified label schedule per round.
+    """A method that trains one epoch of a stratified label schedule in each round.
 
     The schedule is a random sequence of labels. Each of its positions trains one sample of a label, at a client that
     holds the label. In mode ``batch``, a batch consists of samples of many clients. Each batch is one step on the mean
@@ -47,19 +47,19 @@ class Stratify(Method):
 
     Mode ``hybrid`` begins with rounds of batches, and continues with rounds of single samples on new data. The samples
     of each client and label are put in a random order of arrival. The last part of them, ``stream``, arrives in equal
-    shares before the rounds of single samples, and each share is trained in the round before which it arrives. All
-    other samples are there from the start. (Shares are rounded down at each client, and a sample may train twice to
-    fill the schedule.)
+    shares, one before each round of single samples, and that round trains the share. All other samples are there from
+    the start. (Shares are rounded down at each client, and a sample may train twice to fill the schedule.)
 
     A round is an epoch over the schedule: ``training.clients_per_round`` and ``training.local_epochs`` have no effect,
     and ``training.batch_size`` is the size of a batch over all clients.
 
     Args:
         mode: ``batch``, ``single`` or ``hybrid``.
-        schedule: How many samples of each label train in an epoch: its number of samples, but at most the median over
-            labels (``capped``); the mean over labels (``uniform``); or its number of samples (``uncapped``).
-        cap: The cap for ``capped``, instead of the median.
-        selection: How a label's holders are drawn: ``uniform``, or ``weighted`` by their number of samples.
+        schedule: How many samples of each label are trained in an epoch: as many as there are (``uncapped``); as many
+            as there are, but at most the median over labels (``capped``); or the mean over labels (``uniform``).
+        cap: The largest number of samples of a label for ``capped``. Default: the median over labels.
+        selection: How clients are drawn among those that hold a label: ``uniform``, or ``weighted`` by their number of
+            samples of it.
         batch_size: The number of samples in a batch over all clients. Default: ``training.batch_size``. Larger batches
             need fewer exchanges between server and clients, but also mean fewer steps.
         lr_rule: How ``batch_size`` changes the learning rate: not at all (``none``), or by multiplication with the
@@ -69,9 +69,9 @@ class Stratify(Method):
         server: Batch mode: the server's optimiser. Default: SGD with the momentum and weight decay of ``training``. Its
             ``lr``, 1 by default, is multiplied by ``training.lr``.
         chunk_size: Single-sample mode: the number of consecutive positions of the schedule for which clients are chosen
-            together. Each client gets the longest run of them that it can train.
-        retain: Single-sample mode: the part of a label's holders that is considered in each chunk. With 1, the runs are
-            longest, and clients that hold many labels train more of them.
+            together. Each chosen client gets the longest run of positions that it can train.
+        retain: Single-sample mode: the part of the clients with a label that may train it in a chunk, drawn at random.
+            With 1, the runs are longest, and clients that hold many labels train more positions.
         pretraining: Hybrid mode: the number of rounds of batches. Default: half of all rounds.
         stream: Hybrid mode: the part of every client's samples that arrives later.
         masking: How the server learns which clients share a label: clients send their labels (``none``), a keyed hash
@@ -123,7 +123,7 @@ class Stratify(Method):
         return frozenset({"labels"} if self.masking != "none" else ())
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the requests of enrolment, and those of batches, of training sample by sample, or of both."""
+        """Return the requests of enrolment and of training: in batches, sample by sample, or both."""
         training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
         requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.classes)
         mode = self._mode

@@ -38,13 +38,13 @@ class Roster:
         """The place of each row's placeholder, shape (R,)."""
         # Absences that were announced are known now. Other absences show only when the client is asked.
         self.present = np.isin(holders.clients, federation.candidates())
-        """True for rows whose client is there and has samples of the placeholder after a refill, shape (R,)."""
+        """True for rows whose client is there and has samples of the placeholder, used or not, shape (R,)."""
         self.available = self.present.copy()
-        """True for rows whose client has unused samples of the placeholder now, shape (R,)."""
+        """True for rows whose client is there and has unused samples of the placeholder, shape (R,)."""
         self.answered: set[int] = set()
         """The clients that answered a request of this epoch."""
         self.refills: dict[int, set[int]] = {}
-        """A mapping from client to the places of the placeholders that it must refill with its next request."""
+        """A mapping from client to the places of the placeholders whose pools it must refill at its next request."""
         self._by_client = np.argsort(holders.clients, kind="stable")
         self._begins = np.searchsorted(holders.clients[self._by_client], np.arange(federation.config.clients + 1))
 
@@ -67,17 +67,17 @@ class Roster:
         return empty
 
     def remove(self, clients: Iterable[int]) -> None:
-        """Do not choose these clients again in this epoch, because they failed or are absent."""
+        """Remove clients that failed or are absent, so that they are not chosen again in this epoch."""
         for client in clients:
             rows = self._by_client[self._begins[client] : self._begins[client + 1]]
             self.available[rows] = self.present[rows] = False
 
     def refill(self, place: int, positions: int) -> bool:
-        """Let every present holder of a placeholder refill its pool with its next request.
+        """Let each holder of a placeholder that is present refill its pool when it gets its next request.
 
         Args:
             place: The placeholder's place.
-            positions: The number of positions that need a sample of it, for the event if no holder is present.
+            positions: The number of positions that need a sample of it; an event reports it if no holder is present.
 
         Returns:
             True if a holder is present.
@@ -94,7 +94,7 @@ class Roster:
         return True
 
     def request(self, client: int, places: Ints, refill: Iterable[int]) -> dict[str, Any]:
-        """Return the fields that ``Reserve`` and ``Steps`` have in common.
+        """Return the fields of a request that ``Reserve`` and ``Steps`` have in common, as a mapping from their names.
 
         Args:
             client: The client to ask.

@@ -22,12 +22,13 @@ class Holders:
     """The clients that hold each placeholder (its *holders*), and their numbers of samples.
 
     Args:
-        placeholders: The numbers of the placeholders in requests to clients, shape (P,). In other arrays of the server,
-            a placeholder is represented by its *place*, the index in this array.
-        offsets: The first entry of each placeholder in ``clients`` and ``counts``, shape (P + 1,).
+        placeholders: The placeholders as they are sent in requests to clients, shape (P,). In other arrays of the
+            server, a placeholder is represented by its *place*, the index in this array.
+        offsets: The index in ``clients`` and ``counts`` at which each placeholder's entries begin, then their length,
+            shape (P + 1,).
         clients: The holders of the first placeholder, then of the second, and so on; ascending for each placeholder,
             shape (offsets[-1],).
-        counts: n_k(p), the number of samples of each holder in ``clients``, the same shape.
+        counts: n_k(p), the number of samples that each holder in ``clients`` has of the placeholder, the same shape.
     """
 
     placeholders: Ints
@@ -56,7 +57,7 @@ class Holders:
         return np.add.reduceat(self.counts, self.offsets[:-1])
 
     def of_placeholder(self, place: int) -> tuple[Ints, Ints]:
-        """Return the holders of the placeholder at ``place``, and their counts."""
+        """Return the holders of the placeholder at ``place``, and the number of samples that each has of it."""
         part = slice(self.offsets[place], self.offsets[place + 1])
         return self.clients[part], self.counts[part]
 
@@ -66,7 +67,7 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
 
     Args:
         totals: N(l), the number of samples of each label, shape (P,).
-        rule: ``uniform``: the mean of N for every label. ``capped``: min(N(l), cap). ``uncapped``: N(l).
+        rule: ``uniform``: f_l is the mean of N for every label. ``capped``: min(N(l), cap). ``uncapped``: N(l).
         cap: The cap for ``capped``; by default, the median of N.
 
     Returns:

@@ -37,7 +37,8 @@ def assign_runs(
     Args:
         wanted: The placeholder of every position, in 0 … P−1, shape (L,).
         available: Whether each client has samples of each placeholder left, shape (P, N).
-        weights: n_k(p), the samples of each client, for weighted selection, shape (P, N); None for uniform selection.
+        weights: n_k(p), the number of samples that each client has of each placeholder, shape (P, N); None for uniform
+            selection.
         chunk_size: The number of positions in a chunk.
         retain: The part of a placeholder's available clients that may train it in a chunk, in (0, 1].
         generator: Randomness.
@@ -61,7 +62,7 @@ def assign_runs(
         covers = _covers(part, able, shares, chunk_size, retain, generator)
         places = _walk(covers, generator).reshape(-1)[: len(part)]
         for _ in range(chunk_size - covers.shape[1]):
-            generator.random(len(clients))  # a short chunk draws as many numbers as a full one
+            generator.random(len(clients))  # draw as many numbers as for full chunks
         owner[begin : begin + block] = np.where(places >= 0, clients[places], -1)
     return owner
 
@@ -76,7 +77,8 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
 
     Args:
         able: Whether each client is available, shape (…, N).
-        weights: n_k(p), the number of samples of each client, the same shape; None for uniform selection.
+        weights: n_k(p), the number of samples that each client has of the placeholder, the same shape; None for uniform
+            selection.
         retain: The part of the available clients to draw, in (0, 1].
         generator: Randomness.
 
@@ -120,7 +122,7 @@ def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
 def _covers(
     wanted: Ints, able: Bools, weights: Floats | None, chunk_size: int, retain: float, generator: np.random.Generator
 ) -> Bools:
-    """Return which clients may train each position after ``retained``: bools, shape (chunks, size, N).
+    """Draw the clients that may train each position, with ``retained``; return bools, shape (chunks, size, N).
 
     ``size`` is ``chunk_size``, or ``len(wanted)`` if that is smaller. A short last chunk is padded with False.
     """
@@ -229,15 +231,16 @@ def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, gener
     """Draw up to ``most`` clients without replacement for each group of positions.
 
     Args:
-        groups: Whether to draw for each group, shape (G,).
+        groups: True for the groups for which clients are drawn, shape (G,).
         clients: The number of clients.
-        shares: The weight of each client, shape (``clients``,); None for uniform draws. Weighted draws take the
-            smallest of the keys Exp(1) / share (Efraimidis and Spirakis 2006).
+        shares: The weight of each client, shape (``clients``,); None for uniform draws. Weighted draws take the clients
+            with the smallest random keys Exp(1) / share (Efraimidis and Spirakis 2006).
         most: The number of clients to draw for a group.
         generator: Randomness.
 
     Returns:
-        The indices of the clients in the order in which they were drawn, shape (G, min(``most``, ``clients``)).
+        The indices of the clients in the order in which they were drawn, shape (G, min(``most``, ``clients``)); zeros
+        for groups without a draw.
     """
     most = min(most, clients)
     orders = np.zeros((len(groups), most), dtype=np.int64)

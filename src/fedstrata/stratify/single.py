@@ -22,20 +22,20 @@ from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import assign_runs, tasks_of
 
 MOST_CELLS = 2**31
-"""The largest product of positions and clients in a chunk, which limits memory; each takes five bytes."""
+"""The largest product of a chunk's positions and the clients. It limits memory: each pair takes five bytes."""
 
 QUEUE = 2
 """The number of tasks that are decided in advance, so that a client knows where to send the model next (Algorithm 3,
 line 5)."""
 
 FIRST_BLOCK, LARGEST_BLOCK = 8, 1024
-"""The number of chunks that are planned at once: the first after a change of plan, and the largest. It doubles from one
-to the other."""
+"""How many chunks are planned at once: first 8, also after a change of plan; then twice as many each time, up to
+1024."""
 
 
 @dataclass(frozen=True)
 class SingleMode:
-    """Epochs in which the model travels from client to client; ``Stratify`` describes the fields."""
+    """The mode in which the model travels from client to client; ``Stratify`` describes the fields."""
 
     chunk_size: int
     retain: float
@@ -56,13 +56,13 @@ class SingleMode:
             raise SpecError("training.momentum", problem, config.training.momentum)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[SingleMode, tuple[float, float]]:
-        """Return the mode that trains a round, and the window of the samples to train: all of them."""
+        """Return this mode, which trains every round, and the window that contains all samples."""
         return self, ALL
 
     def run_epoch(
         self, roster: Roster, wanted: Ints, weights: Weights, optimizer: Tree
     ) -> tuple[Weights, Tree, dict[str, Any]]:
-        """Let the model travel until the schedule is trained; see ``BatchMode.run_epoch``.
+        """Let the model travel until the schedule is trained; ``BatchMode.run_epoch`` describes arguments and results.
 
         This mode does not use a server optimiser: ``optimizer`` is ignored, and None is returned as its state.
         """
@@ -87,8 +87,8 @@ class Task:
     """A client, and the consecutive positions of the schedule that it trains.
 
     Args:
-        client: The client.
-        places: The place of the placeholder at each of these positions, shape (n,).
+        client: The client's id.
+        places: The place of the placeholder at each of these positions (see ``Roster``), shape (n,).
         refill: The places of the placeholders whose pools the client refills first.
     """
 
@@ -106,7 +106,7 @@ class Route:
 
     Args:
         roster: The clients that can be asked.
-        wanted: The schedule: the place of the placeholder at each position, shape (L,).
+        wanted: The place of the placeholder to train at each position (see ``Roster``), shape (L,).
         chunk_size: The number of positions in a chunk; see ``selection.assign_runs``.
         retain: The part of a placeholder's available clients that may train it in a chunk.
     """
@@ -134,8 +134,8 @@ class Route:
     def tasks(self) -> Iterator[tuple[int, Steps]]:
         """Yield the client and the request of each task.
 
-        Each task is decided before the previous one is yielded, so that the previous client knows where to send the
-        model next. It takes into account the replies to all tasks before the previous one.
+        Each task is decided before the previous task is yielded, so that the previous client knows where to send the
+        model next. The decision takes into account the replies to all tasks before the previous one.
         """
         while True:
             while len(self._queue) < QUEUE and len(self._left):
@@ -170,7 +170,7 @@ class Route:
         if roster.available[rows].any():
             roster.available[rows] = False
             self._replan()
-        # If a pool has no sample right after a refill, the client holds none, and is not asked for them again.
+        # If a pool has no sample right after a refill, the client has none of the label, and is not asked again.
         places = roster.places[rows]
         roster.present[rows[np.isin(places, list(task.refill)) & ~np.isin(places, trained)]] = False
         self._put_back(task.places[missing])
@@ -203,7 +203,7 @@ class Route:
             self._left = self._left[self.chunk_size :]
 
     def _plan_block(self) -> None:
-        """Plan the next chunks; refill placeholders of which no client has samples left, and skip those of nobody."""
+        """Plan the next chunks; refill placeholders without unused samples, and skip those without present holders."""
         roster = self.roster
         while len(block := self._left[: self._block * self.chunk_size]):
             left = np.bincount(roster.places[roster.available], minlength=len(roster.holders.placeholders))

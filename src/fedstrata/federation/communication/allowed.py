@@ -1,4 +1,4 @@
-"""The list of requests that a job may put to its clients if models or updates are encoded."""
+"""The list of requests that a job may send to its clients if models or updates are encoded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedstrata.federation.messages import ModelRequest
 
 
 def encoded(allowed: list[Allowed], communication: Communication) -> list[Allowed]:
-    """Return the list with each request that contains a model replaced by its envelope.
+    """Replace each request that contains a model by an envelope around it, in a list of allowed requests.
 
     Args:
         allowed: The requests without encoding, as methods and samplers declare them.

@@ -1,4 +1,4 @@
-"""Functions on changes of a model, which server and clients share: selection for encoding, application and digests."""
+"""Functions of server and clients, which select what is encoded, apply changes to a model, and compute digests."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _adds_up(name: str, additive: Collection[str]) -> bool:
 
 
 def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
-    """Return the parameters of a model after some encoded changes.
+    """Apply encoded changes to a model's parameters, and return the new parameters.
 
     Args:
-        params: The parameters before.
+        params: The parameters before the changes.
         changes: The changes, encoded and packed, oldest first.
         codec: The codec of the changes.
     """
@@ -54,7 +54,7 @@ def digest_of(before: bytes, after: Params | Tensor) -> bytes:
     the last bit between processors.
 
     Args:
-        before: The digest of the version before; empty for a whole model.
-        after: The encoded change since then, or the parameters of the whole model.
+        before: The digest of the previous version; empty if the whole model is sent.
+        after: The encoded change from the previous version, or the parameters of the whole model.
     """
     return hashlib.blake2b(before + records.encode(after), digest_size=16).digest()

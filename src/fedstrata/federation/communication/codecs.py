@@ -1,9 +1,9 @@
-"""Codecs: they encode the change of a model in fewer bytes, and decode it.
+"""Codecs, which encode the change of a model in fewer bytes, and decode it.
 
 A *change* is a mapping from names to floating-point tensors, such as a model update or a gradient. A *payload* is an
-encoded change: a mapping from names to parts, which are tensors too. Their shapes and dtypes (*forms*) depend only on
-those of the change, and both ends know them. Only the values are therefore sent (``pack``), and the size of a message
-does not depend on them.
+encoded change: a mapping from names to parts, which are tensors too. The shapes and dtypes of the parts (*forms*)
+depend only on the shapes and dtypes of the change, so that both ends know them. Only the values of the parts are
+therefore sent (``pack``), and the size of a message does not depend on the values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedstrata.federation.messages import Params
 from fedstrata.federation.reply_checks import finite
 
 Payload = dict[str, dict[str, Tensor]]
-"""An encoded change: for each name, its parts. A name is that of a tensor, or ``all`` if a codec joins all tensors."""
+"""An encoded change: a mapping from each tensor's name (or from ``all``, if a codec joins all tensors) to its parts."""
 
 Forms = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
 """Shape and dtype with which every part of a payload is sent.
@@ -43,7 +43,7 @@ class Codec(Setting):
     """
 
     feedback: ClassVar[bool] = False
-    """Whether the sender adds the error of a change to its next change (error feedback)."""
+    """Whether the sender adds the encoding error of a change to its next change (error feedback)."""
 
     linear: ClassVar[bool] = False
     """Whether decoding the sum of several payloads gives the sum of their decoded changes."""
@@ -115,8 +115,8 @@ def unpack(packed: Tensor, forms: Forms) -> Payload:
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values that a receiver decodes if ``tensor`` is sent as ``dtype``.
 
-    For int8 these are float32 values k · 2ᵉ with whole numbers |k| ≤ 127. The exponent e is the same for all values,
-    and is the smallest one with which the largest value can be represented.
+    For int8, these are float32 values k · 2ᵉ with whole numbers |k| ≤ 127. All values have the same exponent e: the
+    smallest one with which the largest absolute value can be represented.
 
     >>> rounded(torch.tensor([1.0, 0.5, 0.004]), torch.int8).tolist()
     [1.0, 0.5, 0.0]
@@ -159,7 +159,7 @@ def _bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(piece: Tensor, dtype: torch.dtype) -> Tensor:
-    # The clone begins at an aligned address; the slice may not, and then cannot be viewed as its dtype.
+    # A view as another dtype needs an aligned address. The slice may lack one, but a clone has one.
     flat = piece.clone().view(dtype)
     if dtype != torch.int8:
         return flat
@@ -201,7 +201,7 @@ class BFloat16(Codec):
 
 
 class QSGD(Codec):
-    """Stochastic rounding to ``levels`` steps between 0 and the largest value of a bucket (Alistarh et al. 2017).
+    """Stochastic rounding to multiples of 1 / ``levels`` of a bucket's largest absolute value (Alistarh et al. 2017).
 
     A bucket is a group of consecutive coordinates. Its scale M is its largest absolute value, as in the paper's
     experiments. The result is unbiased: E[decode(encode(x))] = x. With s levels, the variance of a coordinate is at
@@ -217,7 +217,7 @@ class QSGD(Codec):
 
     @property
     def bits(self) -> int:
-        """Number of bits of a code."""
+        """The number of bits in which a code is packed."""
         return (2 * self.levels).bit_length()
 
     def forms(self, like: Params) -> Forms:
@@ -232,14 +232,14 @@ class QSGD(Codec):
         flat = _flat(change)
         rows = np.pad(flat, (0, -len(flat) % self.bucket)).reshape(-(-len(flat) // self.bucket), self.bucket)
         scales = np.abs(rows).max(axis=1, initial=0.0)
-        # The product of a large value and ``levels`` could overflow in float32, so it is computed in float64.
+        # Compute in float64, because the product of a large value and ``levels`` could overflow in float32.
         steps = rows * (self.levels / np.where(scales > 0, scales, 1).astype(np.float64))[:, None]
         codes = np.floor(steps + generator.random(steps.shape)).astype(np.int64) + self.levels
         codes = np.clip(codes, 0, 2 * self.levels).ravel()[: len(flat)]
         return {"all": {"scales": torch.from_numpy(scales), "codes": _pack(codes, self.bits)}}
 
     def decode(self, payload: Payload, like: Params) -> Params:
-        """Return the value of each code: (code − s) × M / s, with the scale M of its bucket."""
+        """Return the value that each code stands for: (code − s) × M / s, with the scale M of its bucket."""
         d, parts = _coordinates(like), payload["all"]
         codes, scales = _unpack(parts["codes"], self.bits, d), parts["scales"].numpy().astype(np.float64)
         if d and codes.max() > 2 * self.levels:
@@ -251,7 +251,7 @@ class QSGD(Codec):
 
 
 class WithMemory(Codec):
-    """A codec with error feedback: the sender adds the error of a change to its next change.
+    """A codec with error feedback: the sender adds the encoding error of a change to its next change.
 
     At any time, the changes decoded so far and the remaining error add up to the sum of all changes (Seide et al. 2014;
     Karimireddy et al. 2019). If a client takes part rarely, its error comes from an old model, and adding it pulls the
@@ -270,14 +270,14 @@ class WithMemory(Codec):
     start: PositiveInt = 1
 
     def kept(self, age: int) -> float:
-        """Return the factor with which an error that is ``age`` rounds old is multiplied."""
+        """Return the factor by which an error that is ``age`` rounds old is multiplied."""
         if self.forget_after is not None and age > self.forget_after:
             return 0.0
         return float(self.damping**age)
 
 
 class TopK(WithMemory):
-    """Selection of the coordinates with the largest absolute values over all tensors, with error feedback.
+    """A codec that sends only the coordinates with the largest absolute values over all tensors, with error feedback.
 
     The server learns which coordinates a client has changed most.
 
@@ -324,12 +324,12 @@ class PowerSGD(WithMemory):
     begins with this Q, so that each exchange is one power iteration. A client's error is M_k − P (M_kᵀ P)ᵀ. Tensors of
     one dimension, and tensors that would not become smaller, are not approximated.
 
-    The server needs only the sums, except if a method needs each client's change.
+    The server decodes only the sums, except if a method needs each client's change.
 
     Args:
         rank: Rank of the approximation.
-        factors: Type in which P and Q are sent. With ``int8``, each tensor has one more byte for the power of two by
-            which its values are scaled. Error feedback includes the error of this rounding.
+        factors: Data type in which P and Q are sent. With ``int8``, each tensor has one more byte for the power of two
+            by which its values are multiplied. Error feedback includes the error of this rounding.
     """
 
     linear = True
@@ -347,7 +347,7 @@ class PowerSGD(WithMemory):
         return matrices, [name for name in like if name not in matrices]
 
     def first_basis(self, like: Params, generator: np.random.Generator) -> Payload:
-        """Return the matrices Q for the first exchange: random numbers of the normal distribution."""
+        """Return random matrices Q for the first exchange, drawn from the standard normal distribution."""
         drawn = {
             name: generator.standard_normal(parts["q"][0], np.float32)
             for name, parts in self.forms_of_basis(like).items()
@@ -384,7 +384,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": parts["p"]} for name, parts in self.forms(like).items() if "p" in parts}
 
     def forms_of_coefficients(self, like: Params) -> Forms:
-        """Return the forms of the result of ``coefficients``."""
+        """Return the forms of the payload that ``coefficients`` returns."""
         whole = self.forms(like)
         return {name: {part: form for part, form in parts.items() if part != "p"} for name, parts in whole.items()}
 
@@ -392,7 +392,7 @@ class PowerSGD(WithMemory):
         """Return the matrices Q for the next exchange.
 
         Args:
-            payload: The second sum of this exchange, which is normalised.
+            payload: The second sum of this exchange. Each matrix in it is divided by its norm.
             before: The matrices Q of this exchange. They stay if the sum is zero.
         """
         basis = {}
@@ -431,11 +431,11 @@ class PowerSGD(WithMemory):
 
 
 def with_frame(payload: Payload, frame: Payload) -> Payload:
-    """Return a payload of ``PowerSGD`` with both factors P and Q of each matrix.
+    """Add the matrices P to a payload of ``PowerSGD`` that has only the matrices Q.
 
     Args:
-        payload: The coefficients Q of a second sum.
-        frame: The matrices P.
+        payload: A client's part of the second sum, or this sum.
+        frame: The matrices P; empty for other codecs.
     """
     return payload | {name: {**parts, **payload[name]} for name, parts in frame.items()}
 
@@ -535,7 +535,7 @@ class Communication(Setting):
 
     @model_validator(mode="after")
     def _remembers_nothing(self) -> Self:
-        """Refuse settings about the age of errors for ``down``: the server's own error never grows old."""
+        """Refuse settings about the age of errors for ``down``: the server's error never becomes old."""
         if isinstance(self.down, WithMemory):
             for key, usual in (("damping", 1.0), ("forget_after", None)):
                 if getattr(self.down, key) != usual:
@@ -545,5 +545,5 @@ class Communication(Setting):
 
     @property
     def plain(self) -> bool:
-        """Whether both directions are unencoded."""
+        """Whether neither direction is encoded."""
         return isinstance(self.up, Uncompressed) and isinstance(self.down, Uncompressed)

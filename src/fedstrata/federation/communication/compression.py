@@ -1,4 +1,4 @@
-"""The server's side of compression: it keeps track of the model that clients have, and decodes their replies."""
+"""Compression at the server: it keeps track of the model that clients have, and decodes their replies."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class CompressionState:
         exchange: Id of the last exchange.
         version: The last version of the model that clients get; −1 before the first one.
         digest: The digest of this version.
-        params: The parameters of this version. They differ from the server's model by what the codec lost.
+        params: The parameters of this version. They differ from the server's model by the error of the codec.
         changes: The encoded changes that lead to this version, one for each of the last versions, oldest first.
-        confirmed: The version that each client has, (N,); −1 if the server knows of none.
+        confirmed: The version that each client has, (N,); −1 if the server does not know it.
         basis: The matrices Q with which the next exchange of PowerSGD begins.
     """
 
@@ -70,7 +70,7 @@ class Reader:
         forms: The shapes and dtypes of the payload.
         frame: The matrices P of PowerSGD if the payload contains coefficients; otherwise empty.
         first: Whether the replies are parts of PowerSGD's first sum, which cannot be decoded alone.
-        method_check: The method's check of a decoded reply; None for no check.
+        method_check: The method's check of a decoded reply; None if it has none.
     """
 
     request: ModelRequest
@@ -108,13 +108,13 @@ class Reader:
         return answer.reply.merge_update(self.request.weights, self._decode(unpack(answer.payload, self.forms)))
 
     def without_change(self, answer: EncodedReply) -> Reply:
-        """Return the reply without its change, even if the client has put tensors in its place."""
+        """Return the reply without its change. Tensors that the client sent in its place are removed, too."""
         assert answer.reply is not None
         weights = self.request.weights
         return answer.reply.merge_update(weights, self.like).split_update(weights)[1]
 
     def total(self, answers: Iterable[EncodedReply]) -> Reply:
-        """Return the sum of all replies for a linear codec, for which the sum of the payloads is decoded once."""
+        """Return the sum of all replies for a linear codec: payloads are added up, and their sum is decoded once."""
         rest: Reply = reduce(records.add, map(self.without_change, answers))
         return rest.merge_update(self.request.weights, self._decode(self.sum_payloads(answers)))
 
@@ -127,7 +127,7 @@ class Reader:
 
 
 class _DecodedReplies(Replies):
-    """Decoded replies. With a linear codec, their total is decoded from the sum of the payloads."""
+    """Replies that were decoded. With a linear codec, ``total`` decodes only the sum of the payloads."""
 
     def __init__(self, reader: Reader, answers: Replies) -> None:
         super().__init__({client: reader.read(answer) for client, answer in answers.items()})
@@ -162,10 +162,10 @@ class Compression:
         unconfirmed = np.full(clients, -1, dtype=np.int64)
         self.state = CompressionState(0, -1, b"", {}, [], unconfirmed, {})
         self._renewed_in, self._renewed_from = 0, Params()
-        """The round and the server's parameters from which the last version of the clients' model was made."""
+        """The round and the server's parameters for which the last version of the clients' model was made."""
 
     def legs(self, federation: Federation, requests: Requests, check: Check | None) -> Generator[Leg, Replies, Replies]:
-        """Encode requests that contain a model, and send others as they are; see ``fedstrata.federation.federation``.
+        """Encode requests that contain a model, and send others as they are; see ``Legs``.
 
         Raises:
             FedstrataError: The requests contain a model, and are not the same for all clients.
@@ -205,9 +205,10 @@ class Compression:
         return _DecodedReplies(reader, answers)
 
     def _basis(self, codec: Codec, like: Params) -> Payload:
-        """Return the matrices Q of PowerSGD: those that the last exchange left, or random ones; empty for other codecs.
+        """Return the matrices Q with which PowerSGD begins an exchange; empty for other codecs.
 
-        They are random in the first exchange, and if the shapes have changed since the last one.
+        They come from the last exchange. In the first exchange, and if shapes have changed since the last one, they are
+        random.
         """
         if not isinstance(codec, PowerSGD):
             return {}
@@ -238,7 +239,7 @@ class Compression:
         versions = [replace(request, request=bare, delivery=self._delivery(base)) for base in index_of]
         answers = yield Leg(Requests(versions, {client: index_of[base] for client, base in bases.items()}), check)
         confirmed[list(answers)] = self.state.version
-        # A client whose answer failed may or may not have the new version. One that was not reached has its old one.
+        # A client that failed may or may not have the new version. A client that was not reached has its old version.
         confirmed[[client for client in clients if client in federation.log.failed]] = -1
         self.state = replace(self.state, confirmed=confirmed)
         return answers
@@ -254,7 +255,7 @@ class Compression:
             params = {name: tensor.clone() for name, tensor in params.items()}
             self.state = replace(state, version=version, digest=digest_of(b"", params), params=params, changes=[])
             return
-        # This difference contains what the codec lost before, so that the server needs no separate error feedback.
+        # This difference contains the earlier errors of the codec, so that the server needs no separate error feedback.
         missed = {name: tensor - state.params[name] for name, tensor in params.items()}
         encoded = self.down.encode(missed, rng(self.seed, f"codec/down/{version}", round))
         change = pack(encoded, self.down.forms(missed))

@@ -1,7 +1,7 @@
 """Messages with encoded models and updates: an envelope around a request, and a reply whose change is encoded.
 
-PowerSGD needs two sums of tensors over the clients, and therefore two requests in one exchange: ``Encoded`` asks for
-the parts of the first sum, ``Coefficients`` for those of the second.
+PowerSGD needs two sums of tensors over the clients, and therefore two requests in one exchange: ``Encoded`` asks each
+client for its part of the first sum, and ``Coefficients`` for its part of the second sum.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ModelDelivery(Message):
 
     Args:
         version: Version of the model, counted from 0.
-        digest: Digest of this version. That of a whole model is computed from its parameters, and every later one from
-            the digest before and the encoded change.
+        digest: Digest of this version. The digest of a whole model is computed from its parameters, and every later
+            digest from the previous digest and the encoded change.
         base: The version to which the changes apply; −1 for a whole model.
         changes: The changes from each version to the next, encoded and packed into bytes.
         params: The parameters of the whole model; empty if the client needs only changes, or has the model already.
@@ -50,13 +50,13 @@ class EncodedReply(Reply):
 
 
 class Sums(Order):
-    """An order in which the ids of exchanges ascend, and the second sum of an exchange follows its first sum."""
+    """The order of encoded requests: ids of exchanges ascend, and an exchange's second sum follows its first sum."""
 
     def __init__(self) -> None:
         self._last = self._pending = 0
 
     def refusal(self, request: Any) -> str:
-        """Return why a request may not be answered: its exchange is over, or no first sum came before the second."""
+        """Refuse a first request whose exchange is over, and a second request without a first one."""
         if isinstance(request, Encoded) and request.exchange <= self._last:
             return f"exchange {request.exchange} comes after {self._last}; accepted: larger numbers"
         if isinstance(request, Coefficients) and request.exchange != self._pending:
@@ -74,8 +74,8 @@ class Sums(Order):
 def repeated_forms(request: Encoded) -> list[Request]:
     """Return the forms in which an encoded request may be repeated after an exchange failed.
 
-    The id of the exchange may differ. A client that has received the model already does not need its changes again:
-    the delivery then contains only the version and the digest.
+    The id of the exchange may differ. A client that has received the model already does not need it again: the delivery
+    then contains only the version and the digest.
     """
     same = replace(request, exchange=0)
     if (delivery := request.delivery) is None:
@@ -110,7 +110,7 @@ class Encoded(Request):
 
 @record("Coefficients")
 class Coefficients(Request):
-    """A request for the parts of PowerSGD's second sum: the coefficients of the change along the columns of P.
+    """A request for a client's part of PowerSGD's second sum: the coefficients of its change along the columns of P.
 
     Args:
         exchange: Id of the exchange, the same as for the first sum.

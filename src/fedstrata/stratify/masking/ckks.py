@@ -1,9 +1,9 @@
-"""Encrypt vectors with CKKS, a scheme that adds and multiplies encrypted numbers, by means of TenSEAL (extra ``he``).
+"""Encryption of vectors with CKKS, which can add and multiply encrypted numbers; it uses TenSEAL (extra ``he``).
 
 There are two sets of parameters, each with 128 bits of security. Ciphertexts of ``COUNTING`` can only be added. Those
-of ``COMPARING`` can also be multiplied once by plain numbers. Numbers are scaled up before encryption, and a product
-has the square of the scale. It is not rescaled, because that divides by a prime that differs slightly from the scale,
-and the result would not be exact.
+of ``COMPARING`` can also be multiplied once by plain numbers. Numbers are multiplied by a scale before encryption, so
+that a product of two numbers has the square of the scale. Products are not divided by the scale (*rescaled*): CKKS
+would divide by a prime that differs slightly from the scale, and the result would not be exact.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Parameters:
     Args:
         degree: The degree of the polynomials; half of it is the number of slots.
         primes: The sizes in bits of the primes whose product is the modulus; the last prime is reserved for keys.
-        scale: The binary logarithm of the scale, the factor by which numbers are multiplied before they are rounded.
+        scale: The binary logarithm of the scale, by which numbers are multiplied before they are rounded and encrypted.
     """
 
     degree: int
@@ -73,7 +73,7 @@ def generate(parameters: Parameters) -> tuple[bytes, bytes]:
 
 
 def _exact(context: Any) -> None:
-    """Turn off all automatic changes of a ciphertext's scale and level."""
+    """Turn off the automatic operations that change a ciphertext's scale or modulus."""
     context.auto_rescale = context.auto_mod_switch = context.auto_relin = False
 
 
@@ -111,8 +111,9 @@ class Sealer:
         """Encrypt one number per slot.
 
         Args:
-            values: The numbers, at most ``Parameters.slots``.
-            product: Whether to use the scale of a product, so that the ciphertext can be added to a product.
+            values: The numbers, at most ``Parameters.slots`` of them.
+            product: Whether to use the scale of a product, which is squared, so that the ciphertext can be added to a
+                product.
         """
         numbers = np.asarray(values, dtype=np.float64).tolist()
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))
@@ -147,7 +148,7 @@ class Sealer:
         return cipher
 
 
-# Loading and checking a context takes longer than all other work of a small federation, so it is done once.
+# Loading and checking a context takes longer than all other work of a small federation. The cache avoids repetitions.
 @lru_cache(maxsize=4)
 def sealer(public: bytes, parameters: Parameters) -> Sealer:
     """Return the sealer of a public key; see ``Sealer``."""

@@ -1,4 +1,4 @@
-"""The client's part of an enrolment: replies about its labels, and the decryption of totals.
+"""Enrolment at the client: it replies to requests about its labels, and decrypts totals over all clients.
 
 The secret keys come from the key ring of the client's context (``key_store.KeyRing``). No reply contains them.
 """
@@ -100,7 +100,7 @@ def report_tags(client: Client, request: TagReport) -> TagReply:
 
 @handles(SealLabels)
 def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
-    """Send all labels, encrypted and packed."""
+    """Send all labels, encrypted; one ciphertext holds many labels."""
     keys = ring_of(client.context).open()
     labels, _ = presented(client)
     sheets = SlotLayout(request.classes).sheets_of(labels)
@@ -109,7 +109,7 @@ def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
 
 @handles(Compare)
 def compare(client: Client, request: Compare) -> CompareReply:
-    """Decrypt scrambled differences between the labels and the unique list, and report which of them are zero."""
+    """Decrypt the scrambled differences between labels and entries of the unique list, and report which are zero."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     opener = keys.comparing
@@ -122,7 +122,7 @@ def compare(client: Client, request: Compare) -> CompareReply:
 
 @handles(Enlist)
 def enlist(client: Client, request: Enlist) -> Enlisted:
-    """Send encrypted entries for the unique list."""
+    """Send the labels that the request names, encrypted as entries of the unique list."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     pages = grid.entries(labels[request.labels.numpy()], request.places.numpy())
@@ -131,7 +131,7 @@ def enlist(client: Client, request: Enlist) -> Enlisted:
 
 @handles(CountReport)
 def report_counts(client: Client, request: CountReport) -> CountReply:
-    """Send the encrypted number of samples of each placeholder, and store which label each stands for."""
+    """Send the encrypted number of samples of each placeholder, and store which label each placeholder stands for."""
     keys = ring_of(client.context).open()
     labels, counts = presented(client)
     placeholders = request.placeholders.numpy()
@@ -144,7 +144,7 @@ def report_counts(client: Client, request: CountReport) -> CountReply:
 
 @handles(OpenTotals)
 def open_totals(client: Client, request: OpenTotals) -> Totals:
-    """Decrypt sums over clients and round them, because the error in CKKS's results reveals the secret key."""
+    """Decrypt sums over clients and round them to integers, because the errors of CKKS could reveal the secret key."""
     keys = ring_of(client.context).open()
     opener = keys.counting
     pages = [opener.open_whole(opener.load(data, length=COUNTING.slots), tolerance=_WHOLE) for data in request.pages]
@@ -154,6 +154,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report the client's share of each of its placeholders: its samples, divided by those of all clients."""
+    """Report the number of the client's samples of each placeholder, divided by that of all clients."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

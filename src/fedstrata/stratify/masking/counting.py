@@ -1,7 +1,7 @@
 """Count samples under encryption: the server adds up the clients' encrypted counts, and a client decrypts the totals.
 
-N(p) is the number of samples of placeholder p over all clients, and E(…) is an encrypted number. A placeholder has a
-number at the server, and another one, its *name*, by which clients know it.
+N(p) is the number of samples of placeholder p over all clients, and E(…) is an encrypted number. The server numbers the
+placeholders. Clients know each placeholder by another, random number, its *name*.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
         names: The name of each placeholder, shape (P,).
 
     Returns:
-        The entries of ``held`` for the clients that answered; and the ciphertexts of N(p), summed over exactly these
-        clients, in the order of the names.
+        The entries of ``held`` for the clients that answered; and the ciphertexts of the placeholders' numbers of
+        samples N(p), summed over exactly these clients and sorted by name.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
@@ -56,8 +56,8 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
     Args:
         federation: The federation, to ask clients.
-        pages: The ciphertexts of N(p), in the order of the names.
-        held: A mapping from each client that is counted to its placeholders.
+        pages: The ciphertexts of N(p), sorted by name.
+        held: A mapping from each client whose samples are in N(p) to its placeholders.
         names: The name of each placeholder, shape (P,).
 
     Returns:
@@ -78,7 +78,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
 
 def shares(federation: Federation, held: Held, totals: Ints) -> Held:
-    """Ask clients for their shares of the totals, and return n_k(p), each client's number of samples of a placeholder.
+    """Ask clients for their shares of the totals; return n_k(p), each client's number of samples of each placeholder.
 
     Args:
         federation: The federation, to ask clients.

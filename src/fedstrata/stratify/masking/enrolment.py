@@ -2,9 +2,9 @@
 
 The server asks clients before the first round, and again when clients join. A *placeholder* stands for a label. The
 server numbers placeholders in the order in which it discovers their labels: client after client, where each client has
-a random order of its labels. Every mode of masking therefore leads to the same training. Clients know the placeholders
-by other, random numbers, called *names*, because the server's numbers would tell which client added a label. Neither
-this module nor its imports can access a secret key.
+a random order of its labels. This order is the same in every mode of masking, and so is training. Clients know the
+placeholders by other, random numbers, called *names*, because the server's numbers would tell which client added a
+label. Neither this module nor its imports can access a secret key.
 
 Reference:
     Stratify §IV-A. ``docs/privacy/index.md`` lists what each party learns in each mode.
@@ -42,14 +42,15 @@ class Roll:
     """The placeholders that each client holds, as the server knows them.
 
     Args:
-        masking: The mode of masking.
-        names: The name of each of the P placeholders: a permutation of 0 … P − 1. All other fields use the server's
-            numbers, in the order of discovery.
+        masking: The mode of masking; see ``enrol``.
+        names: The name of each of the P placeholders: a permutation of 0 … P − 1. All other fields use the numbers that
+            the server gave to placeholders in the order of discovery.
         held: A mapping from client to its placeholders, in the client's order of its labels.
-        counts: A mapping from client to its number of samples of each of these placeholders. It has only clients that
-            reported their counts, which they do without masking and for weighted selection.
+        counts: A mapping from client to its number of samples of each of these placeholders. Only clients that reported
+            their counts are in it. They do so without masking, or if selection is weighted.
         totals: N(p), the number of samples of each placeholder over all clients, shape (P,).
-        register: What the server needs to know about the labels when more clients join; depends on the mode.
+        register: The server's knowledge about the labels, for clients that join later: an ``OpenRegister``,
+            ``TagRegister`` or ``PackedRegister``.
     """
 
     masking: str
@@ -62,7 +63,8 @@ class Roll:
     def holders(self) -> Holders:
         """Return the holders of each placeholder and their numbers of samples.
 
-        If clients did not report their counts, the samples that are left of N(p) are spread evenly over them.
+        If some holders of a placeholder did not report their counts, the samples of N(p) that other clients did not
+        report are spread evenly over these holders.
         """
         rest, unknown = self.totals.copy(), np.zeros_like(self.totals)
         for client, placeholders in self.held.items():
@@ -85,7 +87,7 @@ class Roll:
 
 @record("OpenRegister")
 class OpenRegister:
-    """The register without masking: the labels themselves.
+    """The server's knowledge about the labels without masking: the labels themselves.
 
     Args:
         labels: The label of each placeholder, shape (P,).
@@ -96,7 +98,7 @@ class OpenRegister:
 
 @record("TagRegister")
 class TagRegister:
-    """The register with masking ``prf``: the keyed hashes of the labels.
+    """The server's knowledge about the labels with masking ``prf``: their keyed hashes.
 
     Args:
         keys: The clients' public keys.
@@ -135,7 +137,8 @@ def enrol(
         masking: What clients send: their labels (``none``), a keyed hash of each (``prf``), or encrypted labels that
             are compared under encryption (``ckks``).
         weighted: Whether clients also report their share of each placeholder's samples.
-        before: The roll of an earlier enrolment. Only clients that are not on it are asked, and its placeholders stay.
+        before: The roll of an earlier enrolment. Only clients that are not on it are asked, and its placeholders keep
+            their labels.
         watch: A function that is called with the name of each phase when it begins: "unique list", "mapping", "counts".
 
     Returns:
@@ -170,7 +173,7 @@ def _in_the_clear(
     known: list[int] = before.register.labels.tolist() if before else []
     held = _discover(known, {client: reply.labels.tolist() for client, reply in replies.items()})
     watch("mapping")
-    names = np.arange(len(known))  # not random: nothing is hidden, and repeated runs have the same files
+    names = np.arange(len(known))  # not random, so that repeated runs have the same files: no label is hidden
     held = _assign(federation, held, names)
     counts = {client: replies[client].counts.numpy() for client in held}
     watch("counts")

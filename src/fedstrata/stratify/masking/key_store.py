@@ -29,10 +29,10 @@ _FORMAT = 1
 
 
 class Keys:
-    """A set of keys.
+    """The secret and public keys that the clients of a federation share.
 
     Args:
-        parts: A mapping from the name of each key to its bytes; see ``_NAMES``.
+        parts: A mapping from the name of each key to its bytes; ``_NAMES`` lists the names.
 
     Raises:
         DataError: A key is missing or unknown.
@@ -45,13 +45,13 @@ class Keys:
             raise DataError(f"no set of keys: it has {sorted(parts)}, expected {sorted(self._NAMES)}")
         self._parts = parts
         self.counting_public, self.comparing_public = parts["counting_public"], parts["comparing_public"]
-        """The public keys with which the server adds counts and compares labels."""
+        """The public keys: the server adds counts with the first one, and compares labels with the second one."""
         self.prf = parts["prf"]
         """The key of the pseudo-random function."""
 
     @classmethod
     def make(cls) -> Keys:
-        """Make new keys from the operating system's randomness; the experiment's seed is not secret."""
+        """Make new keys from the operating system's randomness, because the experiment's seed is not secret."""
         parts = (*generate(COUNTING), *generate(COMPARING), secrets.token_bytes(KEY_SIZE))
         return cls(dict(zip(cls._NAMES, parts, strict=True)))
 
@@ -68,12 +68,12 @@ class Keys:
 
     @cached_property
     def counting(self) -> Opener:
-        """The secret key for counts."""
+        """The secret key with which counts are decrypted."""
         return Opener(self._parts["counting"], COUNTING)
 
     @cached_property
     def comparing(self) -> Opener:
-        """The secret key for comparisons."""
+        """The secret key with which comparisons of labels are decrypted."""
         return Opener(self._parts["comparing"], COMPARING)
 
     def write(self, folder: Path) -> Path:
@@ -144,7 +144,7 @@ class KeyRing:
 
     @classmethod
     def of_site(cls) -> KeyRing:
-        """Return the ring of this machine: with the folder in ``FEDSTRATA_KEYS``, or in memory if that is not set."""
+        """Return the ring of this machine: with the folder in ``FEDSTRATA_KEYS``, or in memory if it is not set."""
         folder = os.environ.get(VARIABLE)
         return cls(Path(folder).expanduser() if folder else None)
 

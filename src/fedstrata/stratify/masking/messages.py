@@ -1,9 +1,9 @@
 """The requests and replies of an enrolment, in which the server learns which clients share a label.
 
-A *placeholder* is a number that stands for a label. Each client has a random order of its labels (see ``presented`` in
-``fedstrata.stratify.masking.client``). All arrays over a client's labels have this order, in every mode of masking. C
-is the number of classes, L the number of a client's labels, and P the number of placeholders. Ciphertexts are bytes
-that TenSEAL serialised, and ``key`` is the fingerprint of the keys with which they were made.
+A *placeholder* is a number that stands for a label. Each client puts its labels in a random order (see ``presented`` in
+``fedstrata.stratify.masking.client``). All arrays over a client's labels have this order. C is the number of classes, L
+the number of a client's labels, and P the number of placeholders. Ciphertexts are bytes that TenSEAL serialised, and
+``key`` is the fingerprint of the keys with which they were made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedstrata.stratify.masking.slot_layout import SlotLayout
 
 @record("PublicKeys")
 class PublicKeys(Reply):
-    """The public keys, which the server needs to compute on ciphertexts. No secret key is ever sent.
+    """The public keys that the server needs to compute on ciphertexts. Secret keys are never sent.
 
     Args:
         key: The keys' fingerprint.
@@ -121,7 +121,7 @@ class SealedLabels(Reply):
 
     Args:
         key: The keys' fingerprint.
-        sheets: The ciphertexts; see ``fedstrata.stratify.masking.slot_layout``.
+        sheets: The ciphertexts. ``fedstrata.stratify.masking.slot_layout`` describes which labels each contains.
     """
 
     key: str
@@ -130,7 +130,7 @@ class SealedLabels(Reply):
 
 @record("SealLabels")
 class SealLabels(Request):
-    """Ask for the client's labels, encrypted and laid out for a list of ``classes`` labels (mode ``ckks``).
+    """Ask for the client's labels, encrypted, in the layout that can be compared with the unique list (mode ``ckks``).
 
     Args:
         classes: C, the number of classes.
@@ -149,11 +149,11 @@ class SealLabels(Request):
 
 @record("CompareReply")
 class CompareReply(Reply):
-    """The places of the client's labels on the unique list.
+    """The places at which the unique list has the client's labels. The *unique list* has every label once, encrypted.
 
     Args:
-        places: For each label, i · width + c if its zero is in column c of the request's ciphertext i; −1 if the label
-            has no zero. int64, shape (L,). ``SlotLayout`` defines the width.
+        places: For each label, i · width + c if the label's difference in column c of the request's ciphertext i is
+            zero; −1 if none of its differences is zero. int64, shape (L,). ``SlotLayout`` defines the width.
     """
 
     places: Tensor
@@ -165,7 +165,8 @@ class Compare(Request):
 
     Args:
         classes: C, the number of classes.
-        sheets: The index of the client's sheet that each ciphertext compares, int64.
+        sheets: For each ciphertext of differences, the index of the client's sheet that it compares with the list,
+            int64.
         differences: The ciphertexts of the differences.
     """
 
@@ -189,7 +190,7 @@ class Enlisted(Reply):
 
     Args:
         key: The keys' fingerprint.
-        pages: A mapping from each page of the list that gets an entry to the ciphertext to add to it.
+        pages: A mapping from each page (ciphertext) of the list that gets an entry to the ciphertext to add to it.
     """
 
     key: str
@@ -227,7 +228,8 @@ class CountReply(Reply):
 
     Args:
         key: The keys' fingerprint.
-        pages: Ciphertexts of the number of samples of each of the P placeholders; 0 for those that the client lacks.
+        pages: Ciphertexts of the number of samples of each of the P placeholders; 0 for labels that the client does not
+            hold.
     """
 
     key: str
@@ -257,7 +259,7 @@ class CountReport(Request):
 
 @record("Totals")
 class Totals(Reply):
-    """Decrypted sums over clients.
+    """The number of samples of each label over all clients, which one client has decrypted.
 
     Args:
         totals: N(p), the number of samples of each placeholder over all clients, int64, shape (P,).
@@ -278,10 +280,10 @@ class Totals(Reply):
 
 @record("OpenTotals")
 class OpenTotals(Request):
-    """Ask a client to decrypt sums over clients.
+    """Ask a client to decrypt the number of samples of each label over all clients.
 
     Args:
-        pages: The ciphertexts of the totals.
+        pages: The ciphertexts of these numbers.
         size: P, the number of placeholders.
     """
 
@@ -298,7 +300,7 @@ class OpenTotals(Request):
 
 @record("ShareReply")
 class ShareReply(Reply):
-    """A client's shares of the samples of each of its placeholders.
+    """For each of a client's labels, the client's share of all samples of the label.
 
     Args:
         shares: n_k(p) / N(p) for each of the client's labels p, float64, shape (L,).
@@ -309,7 +311,7 @@ class ShareReply(Reply):
 
 @record("ShareReport")
 class ShareReport(Request):
-    """Ask a client for its share of the samples of each of its placeholders.
+    """Ask a client for its share of all samples of each of its labels.
 
     The share is the client's number of samples divided by that of all clients. Only weighted selection needs it.
 

@@ -1,4 +1,4 @@
-"""Hide labels by a keyed hash, which is a pseudo-random function (PRF) to everyone without the key."""
+"""Hiding of labels by a keyed hash, which looks like a random function (PRF) to everyone without the key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KEY_SIZE, TAG_SIZE = 32, 16
 
 
 def label_bytes(name: str) -> bytes:
-    r"""Return the canonical bytes of a class name: the same at all clients, however the name is typed.
+    r"""Return the canonical bytes of a class name, which do not depend on how its characters are encoded in Unicode.
 
     >>> label_bytes("caf\u00e9") == label_bytes("cafe\u0301")
     True
@@ -30,6 +30,6 @@ def tag(key: bytes, name: str) -> bytes:
 
 
 def order_seed(key: bytes, seed: int) -> int:
-    """Derive a seed from the experiment's seed, so that it cannot be guessed without the key."""
+    """Derive a seed from the experiment's seed and the key. Without the key, the result cannot be guessed."""
     digest = hmac.digest(key, b"fedstrata/order/" + str(seed).encode(), hashlib.sha256)
     return int.from_bytes(digest[:8], "big")

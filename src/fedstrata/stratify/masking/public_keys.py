@@ -15,7 +15,7 @@ from fedstrata.stratify.masking.messages import CountReply, Enlisted, PublicKeys
 
 
 def ask_one(federation: Federation, client: ClientId, request: Request, *, check: Check | None = None) -> Any:
-    """Ask one client; return its reply, or None if it fails. An event then records the reason."""
+    """Ask one client; return its reply, or None if it fails. In that case, an event records the reason."""
     try:
         return federation.ask([client], request, check=check).get(client)
     except ClientsFailedError as error:
@@ -36,7 +36,7 @@ def ask_until(
     """Ask clients until one answers; return the client and its reply.
 
     Raises:
-        QuorumError: No client answers. The message has the reason of the last failure.
+        QuorumError: No client answers. The message gives the reason why the last one failed.
     """
     for client in clients:
         reply = ask_one(federation, client, request, check=check)
@@ -48,7 +48,7 @@ def ask_until(
 
 
 class Public:
-    """The clients' public keys, ready for use by the server.
+    """The clients' public keys, with which the server checks ciphertexts and computes on them.
 
     Args:
         keys: The reply of a client to ``OpenKeys``.
@@ -59,12 +59,12 @@ class Public:
 
     @cached_property
     def counting(self) -> Sealer:
-        """The public key for counts."""
+        """The public key with which counts are encrypted and added."""
         return sealer(self.keys.counting, COUNTING)
 
     @cached_property
     def comparing(self) -> Sealer:
-        """The public key for comparisons."""
+        """The public key with which labels are encrypted and compared."""
         return sealer(self.keys.comparing, COMPARING)
 
     def check_key(self, key: str) -> None:

@@ -33,7 +33,7 @@ from fedstrata.base.errors import FedstrataError
 from fedstrata.stratify.masking.ckks import COMPARING
 
 MOST_CLASSES = 60_000
-"""The most classes that are supported, because p / S is at most 2⁻¹² for them."""
+"""The most classes that are supported. With them, p / S is at most 2⁻¹²; see the module's docstring."""
 
 TOLERANCE = 0.25
 _FLOOD = 1 / 16
@@ -120,8 +120,8 @@ class SlotLayout:
     def blind(self) -> tuple[Floats, Floats]:
         """Draw the factor r and the mask p·s + u for every slot, shape (slots,) each.
 
-        The numbers come from the operating system's randomness. Clients know the experiment's seed, so that they could
-        repeat draws that depend on it.
+        The numbers come from the operating system's randomness. If they depended on the experiment's seed, clients
+        could repeat the draws, because they know the seed.
         """
         p = self.prime
         spread = min(p << 20, _SPAN // p)
@@ -135,16 +135,16 @@ class SlotLayout:
 
         Args:
             opened: The decrypted differences, one array of shape (slots,) for each ciphertext.
-            sheets: The index of the client's sheet that each ciphertext compares.
+            sheets: For each ciphertext, the index of the client's sheet that it compares with the list.
             labels: L, the number of labels that the client sent.
 
         Returns:
-            The place of each label, shape (L,): i · width + c if its zero is in column c of ciphertext i, and −1 if the
-            label has no zero.
+            The place of each label, shape (L,): i · width + c if its difference in column c of ciphertext i is zero,
+            and −1 if none of its differences is zero.
 
         Raises:
-            FedstrataError: A label equals two entries, or an unused row equals one. This cannot happen if all parties
-                follow the protocol under one key.
+            FedstrataError: A label equals two entries of the list, or an unused row equals an entry. This cannot happen
+                if all parties follow the protocol under one key.
         """
         places = np.full(labels, -1, dtype=np.int64)
         for number, (values, sheet) in enumerate(zip(opened, sheets.tolist(), strict=True)):

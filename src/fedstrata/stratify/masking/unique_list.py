@@ -31,7 +31,7 @@ TOGETHER = 8
 
 @record("PackedRegister")
 class PackedRegister:
-    """The register with masking ``ckks``: the unique list, for clients that join later.
+    """The server's knowledge about the labels with masking ``ckks``: the unique list, for clients that join later.
 
     Args:
         keys: The clients' public keys.
@@ -45,7 +45,7 @@ class PackedRegister:
 
 
 class UniqueList:
-    """The unique list at the server; its placeholders are numbered in the order in which their labels were discovered.
+    """The unique list at the server. Its entries are numbered in the order in which their labels were discovered.
 
     Args:
         federation: The federation, to ask clients. Its number of classes tells when the list is complete.
@@ -74,7 +74,7 @@ class UniqueList:
         return PackedRegister(self.public.keys, pages, np.array(self.places, dtype=np.int64))
 
     def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, SealedLabels]:
-        """Ask clients for their encrypted labels."""
+        """Ask clients for their encrypted labels; return a mapping from client to reply."""
         return self.ask(clients, SealLabels(self.classes), check=self.public.check_labels)
 
     def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
@@ -85,7 +85,7 @@ class UniqueList:
 
         Returns:
             A mapping from client to the placeholders of its labels, with −1 for a label that is not on the list.
-            Clients without a possible answer are left out.
+            Clients that do not answer, or whose answer is impossible, are left out.
         """
         requests, order = {}, {}
         for client, sealed in clients.items():
@@ -152,7 +152,7 @@ class UniqueList:
         return held, ()
 
     def locate(self, clients: Sequence[ClientId]) -> dict[ClientId, Ints]:
-        """Return the placeholders of clients, when the list is complete; clients with other labels are refused."""
+        """Return each client's placeholders, after the list is complete; refuse clients with other labels."""
         held: dict[ClientId, Ints] = {}
         for begin in range(0, len(clients), TOGETHER):
             matched = self.match(self.sealed(clients[begin : begin + TOGETHER]))
@@ -209,11 +209,11 @@ class UniqueList:
         """Convert a client's answer to placeholders.
 
         Args:
-            places: The places of the zeros; see ``CompareReply``.
-            order: The sheet and the page that each ciphertext of the request compared.
+            places: The places of the differences that are zero; see ``CompareReply``.
+            order: For each ciphertext of the request, the indices of the sheet and the page that it compared.
 
         Returns:
-            The placeholder of each label, −1 without a zero; None if the answer is impossible.
+            The placeholder of each label, −1 if the label is not on the list; None if the answer is impossible.
         """
         placeholder_at = {place: placeholder for placeholder, place in enumerate(self.places)}
         placeholders = np.full(len(places), -1, dtype=np.int64)
