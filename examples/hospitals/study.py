@@ -5,7 +5,7 @@
 
 Every patient is predicted by models that have not seen them: five folds, by label within each hospital, for each seed.
 A cell is a method, a seed and a fold; what is there is not repeated, so that a study that was broken off goes on.
-``--results`` writes the figures, ``--page`` puts the table between the marks of docs/results/hospitals.md. The study needs
+``--results`` writes the figures. ``--page`` puts the table between the marks of docs/results/hospitals.md. It needs
 pandas: ``pip install 'fedstrata[tables]'``.
 """
 
