@@ -16,6 +16,7 @@ from processes import started
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
+from fedstrata.base.locking import LOCK
 from fedstrata.experiments.compare import compare, rounds_done
 from fedstrata.spec.experiment import variants
 
@@ -286,7 +287,7 @@ def test_a_worker_that_is_killed_costs_its_own_run_alone(tmp_path, undisturbed):
     (tmp_path / "spec.toml").write_text(LONG)
     with started(*COMMAND, "--quiet", cwd=tmp_path) as command:
         command.wait_until(lambda: begun(tmp_path / "out"))
-        # A run folder is locked by whoever works in it.
+        # The process that works in a run folder has its lock file open.
         victim = next(pid for pid in command.alive() if holds(pid, tmp_path / "out" / "scaffold" / "seed-0"))
         os.kill(victim, signal.SIGKILL)
         assert command.ended() == 1
@@ -298,7 +299,7 @@ def test_a_worker_that_is_killed_costs_its_own_run_alone(tmp_path, undisturbed):
 
 
 def holds(pid: int, folder: Path) -> bool:
-    return any(entry.resolve() == folder for entry in Path(f"/proc/{pid}/fd").iterdir())
+    return any(entry.resolve() == folder / LOCK for entry in Path(f"/proc/{pid}/fd").iterdir())
 
 
 @pytest.mark.slow
