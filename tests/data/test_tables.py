@@ -221,6 +221,24 @@ def test_whole_numbers_that_a_feature_would_round_are_refused():
             frame(1, 2, cell, 3)
 
 
+@pytest.mark.parametrize(
+    ("rows", "given"),
+    [
+        ("1,a\n", "rows: 1 (1 to train on, 0 to test on), with 1 different labels"),
+        ("1,a\n2,b\n", "rows: 2 (1 to train on, 1 to test on), with 2 different labels"),
+        ("1,a\n2,b\n3,c\n", "rows: 3 (2 to train on, 1 to test on), with 3 different labels"),
+    ],
+)
+def test_a_table_with_too_few_rows_says_how_many_are_needed(tmp_path, rows, given):
+    (tmp_path / "a.csv").write_text(f"x,y\n{rows}", encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        Data(str(tmp_path / "a.csv"), schema="y").load()
+    expected = f"{given}; needed: at least 1 row to train on and 1 row to test on with the same label"
+    assert str(error.value).endswith(expected)
+    (tmp_path / "a.csv").write_text("x,y\n1,a\n2,a\n", encoding="utf-8")
+    assert len(Data(str(tmp_path / "a.csv"), schema="y").load().y_train) == 1
+
+
 def test_labels_that_numpy_would_merge_are_refused():
     with pytest.raises(DataError, match="ends with NUL, which NumPy cuts off"):
         fs.from_dataframe({"x": [1, 2, 3, 4], "y": ["a", "a\0", "a", "b"]}, label="y", test=0.5)

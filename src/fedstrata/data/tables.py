@@ -118,6 +118,10 @@ def dataset_of(
     """
     cells, y = torch.from_numpy(parsed(table, schema)), ids(table, schema.label, schema)
     owners = ids(table, schema.client, schema) if schema.client is not None else None
+    size, n_test, n_labels = len(table), int(held.sum()), len(np.unique(y))
+    if n_test in (0, size) or n_labels == size:
+        rows = f"rows: {size} ({size - n_test} to train on, {n_test} to test on), with {n_labels} different labels"
+        raise DataError(f"{rows}; needed: at least 1 row to train on and 1 row to test on with the same label")
     unfitted = Unfitted(normalize, cells[~held], cells[held], schema, given)
     known = unfitted.statistics([np.arange(int((~held).sum()))])
     x_train, x_test, _, _ = unfitted.fitted(known)
