@@ -166,6 +166,21 @@ def test_a_number_with_odd_cells_and_a_column_of_names_are_doubted():
     Schema(label="y", columns={"size": "category", "name": "category"}).completed(rows)  # who says so means it
 
 
+def test_bytes_are_read_as_text():
+    rows = Table("t", {"kind": [b"x", "\u00e9".encode(), None], "dose": [b"1", b"2.5", b""], "y": [b"n", b"y", b"n"]})
+    meaning = Schema(
+        label="y", columns={"dose": {"impute": "median"}, "kind": {"type": "category", "impute": "most-frequent"}}
+    )
+    meaning = meaning.completed(rows)
+    assert meaning.columns["kind"].categories == ("x", "\u00e9")
+    assert parsed(rows, meaning)[:2].tolist() == [[1, 0], [2.5, 1]]
+    assert ids(rows, "y", meaning).tolist() == ["n", "y", "n"]
+    with pytest.raises(
+        DataError, match=r"t, row 1, column 'kind' = b'\\xff': holds bytes that are not UTF-8; accepted"
+    ):
+        Schema(label="y").completed(Table("t", {"kind": ["x", b"\xff"], "y": [0, 1]}))
+
+
 def test_a_completed_schema_reads_other_rows_as_strictly():
     """As a site's would: a category that the table did not have is refused."""
     meaning = Schema(label="y", columns={"c": "category"}).completed(Table("a", {"c": ["x", "y"], "y": [0, 1]}))

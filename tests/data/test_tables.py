@@ -239,6 +239,16 @@ def test_a_table_with_too_few_rows_says_how_many_are_needed(tmp_path, rows, give
     assert len(Data(str(tmp_path / "a.csv"), schema="y").load().y_train) == 1
 
 
+def test_parquet_with_bytes_is_read_as_text(tmp_path):
+    columns = {"kind": ["x", "\u00e9"] * 6, "site": ["n", "n", "s"] * 4, "y": ["no", "yes", "yes", "no"] * 3}
+    pandas.DataFrame({name: [cell.encode() for cell in cells] for name, cells in columns.items()}).to_parquet(
+        tmp_path / "bytes.parquet"
+    )
+    data = Data(str(tmp_path / "bytes.parquet"), schema={"label": "y", "client": "site"}).load()
+    assert (data.class_names, data.client_names) == (("no", "yes"), ("n", "s"))
+    same(data, fs.from_dataframe(columns, label="y", client="site"))
+
+
 def test_labels_that_numpy_would_merge_are_refused():
     with pytest.raises(DataError, match="ends with NUL, which NumPy cuts off"):
         fs.from_dataframe({"x": [1, 2, 3, 4], "y": ["a", "a\0", "a", "b"]}, label="y", test=0.5)

@@ -263,7 +263,19 @@ class Table:
             missing: Texts that mean a missing value, in addition to empty cells.
         """
         marks = {"", *missing}
-        return [None if is_missing(cell) or text_of(cell) in marks else cell for cell in self.columns[column]]
+        cells = self.columns[column]
+        if any(isinstance(cell, bytes) for cell in cells):
+            cells = [self._decoded(row, column) for row in range(len(cells))]
+        return [None if is_missing(cell) or text_of(cell) in marks else cell for cell in cells]
+
+    def _decoded(self, row: int, column: str) -> Any:
+        """Return a cell, with bytes as text."""
+        cell = self.columns[column][row]
+        try:
+            return cell.decode() if isinstance(cell, bytes) else cell
+        except UnicodeDecodeError:
+            problem = "holds bytes that are not UTF-8; accepted: text, numbers, booleans"
+            raise self.wrong(row, column, problem, f"a cell {problem}") from None
 
     def wrong(self, row: int, column: str, problem: str, public: str) -> DataError:
         """Return the error about a cell.
