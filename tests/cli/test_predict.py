@@ -61,7 +61,7 @@ def test_predictions_of_a_file(run: fs.Predictor, capsys: pytest.CaptureFixture[
     ("rows", "message"),
     [
         ("kind;age\ny;old\n", "bad.csv, line 2, column 'age' = 'old': not a finite number; accepted: numbers"),
-        ("kind;age\nx;3\n\nw;4\n", "bad.csv, line 4, column 'kind' = 'w': no such category; accepted: x, y"),
+        ("kind;age\nx;3\n\nw;4\n", "bad.csv, line 4, column 'kind' = 'w': no such category; accepted: 'x', 'y'"),
         ("kind;age\n;4\n", "bad.csv, line 2, column 'kind' = '': is missing; accepted: a value, or a rule"),
         ("kind,age\nx,4\n", "data.schema.columns.age = 'age': bad.csv has no such column; there are: kind,age"),
         ("kind;age\n", "bad.csv has no rows"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+
 import numpy as np
 import pytest
 import torch
@@ -74,12 +76,12 @@ def test_rules(rule, expected):
 @pytest.mark.parametrize(
     ("columns", "meaning", "message"),
     [
-        ({}, {"age": {}}, "t.csv, line 4, column 'age' = '': is missing; accepted: a value, or a rule: impute = 'mean"),
+        ({}, {"age": {}}, "t.csv, line 4, column 'age' = '': is missing; accepted: a value, or a rule in [data.sche"),
         ({"age": ["63", "NaN", "1", "2"]}, {}, "line 3, column 'age' = 'NaN': not a finite number; accepted: numbers"),
         ({"age": ["63", "1", "1", "inf"]}, {}, "line 6, column 'age' = 'inf': not a finite number"),
         ({"age": ["63", "old", "1", "2"]}, {}, "'old': not a finite number; accepted: numbers from 0 to 120 years"),
         ({"age": ["63", "41", "1", "121"]}, {}, "line 6, column 'age' = '121': out of range; accepted: numbers from 0"),
-        ({"sex": ["f", "m", "F", "m"]}, {}, "line 4, column 'sex' = 'F': no such category; accepted: f, m; did you"),
+        ({"sex": ["f", "m", "F", "m"]}, {}, "line 4, column 'sex' = 'F': no such category; accepted: 'f', 'm'; did"),
         ({"smoker": ["yes", "2", "no", "no"]}, {}, "line 3, column 'smoker' = '2': neither true nor false; accepted:"),
         ({"age": ["", "", "", ""]}, {}, "column 'age': no training row has a value that may be told"),
         ({"age": [[1], "1", "1", "2"]}, {}, "column 'age' = [1]: not a finite number"),
@@ -102,8 +104,10 @@ def test_a_cell_that_cannot_be(columns, meaning, message):
         ({"columns": {"Age": "number"}}, "data.schema.columns.Age = 'Age': t.csv has no such column"),
         ({"columns": {"sick": "number"}}, "data.schema.columns.sick: is the label, which no model may see"),
         ({"columns": {"site": "category"}, "client": "site"}, "data.schema.columns.site: is the client, which no"),
-        ({"columns": {}}, "data.schema.columns = ['age', 'sex', 'smoker', 'site', 'sick']: no column is left"),
-        ({"ignore": ["age", "sex", "smoker", "site"]}, "data.schema.columns = ['age'"),
+        ({"features": []}, "data.schema.features = ['age', 'sex', 'smoker', 'site', 'sick']: no column is left"),
+        ({"features": ["Age"]}, "data.schema.features = 'Age': t.csv has no such column"),
+        ({"features": ["sick"]}, "data.schema.features: is the label, which no model may see"),
+        ({"ignore": ["age", "sex", "smoker", "site"]}, "data.schema.features = ['age'"),
     ],
 )  # fmt: skip
 def test_a_schema_that_does_not_fit_the_table(settings, message):
@@ -119,13 +123,13 @@ def test_a_schema_that_does_not_fit_the_table(settings, message):
         ({"columns": {"a": "nombre"}}, "columns.a.type = 'nombre': input should be 'number', 'category' or 'boolean'"),
         ({"columns": {"a": {"range": [3, 1]}}}, "columns.a.range = [3.0, 1.0]: belongs to a number, the least first"),
         ({"columns": {"a": {"type": "boolean", "range": [0, 1]}}}, "columns.a.range = [0.0, 1.0]: belongs to a number"),
-        ({"columns": {"a": {"categories": ["x"]}}}, "columns.a.categories = ['x']: belong to type = 'category', each"),
-        ({"columns": {"a": {"type": "category", "impute": "mean"}}}, "columns.a.impute = 'mean': of a category: 'most"),
+        ({"columns": {"a": {"type": "number", "categories": ["x"]}}}, "columns.a.categories = ['x']: belong to type"),
+        ({"columns": {"a": {"type": "category", "impute": "mean"}}}, "columns.a.impute = 'mean': does not work for a"),
         ({"columns": {"a": {"impute": "constant"}}}, "columns.a.value = None: is what impute = 'constant' puts in"),
         ({"columns": {"a": {"value": 3}}}, "columns.a.value = 3.0: is what impute = 'constant' puts in; give both"),
         (
             {"columns": {"a": {"type": "category", "categories": ["x"], "impute": "constant", "value": "y"}}},
-            "columns.a.value = 'y': no such category; accepted: x",
+            "columns.a.value = 'y': no such category; accepted: 'x'",
         ),
         ({"columns": {"a": {"range": [0, 1], "impute": "constant", "value": 5}}}, "columns.a.value = 5.0: out of rang"),
         ({"columns": {"a": {"step": 5}}}, "columns.a.step = 5.0: belongs to a number with impute = 'median' or"),
@@ -166,11 +170,103 @@ def test_a_number_with_odd_cells_and_a_column_of_names_are_doubted():
     Schema(label="y", columns={"size": "category", "name": "category"}).completed(rows)  # who says so means it
 
 
+WARDS = {
+    "ward": ["acute, surgery", "ER", "", "ER", "ICU", None],
+    "crp": [1.5, None, 3.0, 4.0, 9.0, 2.5],
+    "beds": [4, 2, 2, None, 2, 1],
+    "insured": ["yes", "no", "", "yes", "yes", "no"],
+    "fit": ["true", "", "true", "false", "true", "true"],
+    "y": [0, 1, 0, 1, 0, 1],
+}
+
+
+def test_a_rule_for_missing_values_needs_neither_a_type_nor_the_other_columns():
+    rows = Table("t", {**WARDS, "insured": list("yyynnn"), "fit": [True] * 6})
+    rules = {"beds": {"impute": "most-frequent"}, "crp": {"impute": "mean"}, "ward": {"impute": "most-frequent"}}
+    meaning = Schema(label="y", columns=rules).completed(rows)
+    types = {"beds": "number", "crp": "number", "ward": "category", "insured": "category", "fit": "boolean"}
+    assert {name: column.type for name, column in meaning.columns.items()} == types, "columns with a rule come first"
+    x = encoded(rows, meaning, range(6))
+    assert x[3, 0] == 2
+    assert x[1, 1] == 4
+    assert x[:, 2:5].tolist() == [[0, 0, 1], [1, 0, 0], [1, 0, 0], [1, 0, 0], [0, 1, 0], [1, 0, 0]]
+
+
+def test_missing_values_may_be_a_category_of_their_own():
+    rows = Table("t", {"ward": WARDS["ward"], "y": WARDS["y"]})
+    meaning = Schema(label="y", columns={"ward": {"impute": "separate-category"}}).completed(rows)
+    assert meaning.names() == ["ward=ER", "ward=ICU", "ward=acute, surgery", "ward missing"]
+    expected = [[0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]]
+    assert encoded(rows, meaning, range(6)).tolist() == expected
+    cells = torch.from_numpy(parsed(rows, meaning))
+    whole = Unfitted("standard", cells, cells[:0], meaning)
+    _, _, shift, scale = whole.fitted(whole.statistics([np.arange(3), np.arange(3, 6)]))
+    values = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(shift, values.mean(0).float())
+    torch.testing.assert_close(scale, (1 / values.std(0, correction=0)).float())
+
+
+def test_a_constant_of_a_text_column_needs_no_type_and_may_be_a_category_that_no_row_has():
+    rows = Table("t", {"ward": WARDS["ward"], "y": WARDS["y"]})
+    meaning = Schema(label="y", columns={"ward": {"impute": "constant", "value": "elsewhere"}}).completed(rows)
+    assert meaning.columns["ward"].categories == ("ER", "ICU", "acute, surgery", "elsewhere")
+    assert encoded(rows, meaning, range(6))[:, 3].tolist() == [0, 0, 1, 0, 0, 1]
+    with pytest.raises(SpecError) as error:
+        Schema(label="y", columns={"ward": {"constant": "elsewhere"}})
+    expected = "columns.ward.constant = 'elsewhere': unknown key; write impute = 'constant', value = …"
+    assert str(error.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("crp", "crp = { impute = 'median' }"),
+        ("beds", "beds = { impute = 'median' }"),
+        ("ward", "ward = { impute = 'most-frequent' }, or ward = { impute = 'separate-category' }, which makes"),
+        ("insured", "insured = { impute = 'most-frequent' }, or insured = { impute = 'separate-category' }, which"),
+        ("fit", "fit = { impute = 'most-frequent' }"),
+        ("ward name", "\"ward name\" = { impute = 'most-frequent' }, or"),
+    ],
+)
+def test_a_missing_value_names_a_rule_that_works_for_the_type_of_its_column(name, rule):
+    rows = Table("t", {**WARDS, "ward name": WARDS["ward"]})
+    with pytest.raises(DataError) as error:
+        parsed(rows, Schema(label="y", features=[name]).completed(rows))
+    assert f"is missing; accepted: a value, or a rule in [data.schema.columns]: {rule}" in str(error.value)
+    taken = tomllib.loads(rule.partition("}")[0] + "}")
+    parsed(rows, Schema(label="y", features=[name], columns=taken).completed(rows))
+
+
+def test_columns_are_chosen_by_features_or_ignore_and_described_by_columns():
+    rows = Table("t", {"a": [1, 2], "b": [3, 4], "c": [5, 6], "y": [0, 1]})
+    scaled = {"b": {"unit": "mg"}}
+    assert Schema(label="y", columns=scaled).completed(rows).names() == ["b", "a", "c"]
+    assert Schema(label="y", columns=scaled, ignore=["c"]).completed(rows).names() == ["b", "a"]
+    chosen = Schema(label="y", columns=scaled, features=["c", "b"]).completed(rows)
+    assert chosen.names() == ["c", "b"]
+    assert chosen.columns["b"].unit == "mg"
+    for settings, message in (
+        ({"features": ["a"], "ignore": ["c"]}, "ignore = ['c']: has no effect beside 'features'; remove"),
+        ({"features": ["a"], "columns": scaled}, "columns.b: describes a column that 'features' leaves out"),
+        ({"ignore": ["b"], "columns": scaled}, "columns.b: describes a column that 'ignore' leaves out"),
+    ):
+        with pytest.raises(SpecError) as error:
+            Schema(label="y", **settings)
+        assert message in str(error.value)
+
+
+def test_real_sites_read_what_is_described_and_guess_nothing():
+    described = Schema(label="y", classes=["0", "1"], columns={"a": {}, "b": {"categories": ["x"]}}).closed()
+    rows = Table("t", {"note": ["free text", "more"], "a": [3, 4], "b": ["x", "x"], "y": [0, 1]})
+    assert described.completed(rows).names() == ["a", "b=x"]
+    rows = Table("t", {**rows.columns, "a": ["3", "old"]})
+    with pytest.raises(DataError, match="row 1, column 'a' = 'old': not a finite number"):
+        parsed(rows, described.completed(rows))
+
+
 def test_bytes_are_read_as_text():
     rows = Table("t", {"kind": [b"x", "\u00e9".encode(), None], "dose": [b"1", b"2.5", b""], "y": [b"n", b"y", b"n"]})
-    meaning = Schema(
-        label="y", columns={"dose": {"impute": "median"}, "kind": {"type": "category", "impute": "most-frequent"}}
-    )
+    meaning = Schema(label="y", columns={"dose": {"impute": "median"}, "kind": {"impute": "most-frequent"}})
     meaning = meaning.completed(rows)
     assert meaning.columns["kind"].categories == ("x", "\u00e9")
     assert parsed(rows, meaning)[:2].tolist() == [[1, 0], [2.5, 1]]
@@ -184,7 +280,7 @@ def test_bytes_are_read_as_text():
 def test_a_completed_schema_reads_other_rows_as_strictly():
     """As a site's would: a category that the table did not have is refused."""
     meaning = Schema(label="y", columns={"c": "category"}).completed(Table("a", {"c": ["x", "y"], "y": [0, 1]}))
-    with pytest.raises(DataError, match="b, row 0, column 'c' = 'z': no such category; accepted: x, y"):
+    with pytest.raises(DataError, match="b, row 0, column 'c' = 'z': no such category; accepted: 'x', 'y'"):
         parsed(Table("b", {"c": ["z"], "y": [0]}), meaning)
 
 
@@ -199,7 +295,7 @@ def test_labels_and_clients_are_in_every_row(name):
 def test_classes_are_closed_and_in_their_order():
     meaning = Schema(label="sick", classes=("1", "0"), columns={"age": {"impute": "mean"}}).completed(table())
     assert ids(table(), "sick", meaning).tolist() == ["1", "0", "0", "1"]
-    with pytest.raises(DataError, match="line 6, column 'sick' = '2': no such class; accepted: 1, 0"):
+    with pytest.raises(DataError, match="line 6, column 'sick' = '2': no such class; accepted: '1', '0'"):
         ids(table(sick=["1", "0", "0", "2"]), "sick", meaning)
 
 

@@ -150,7 +150,7 @@ def test_no_cell_leaves_in_an_error_and_all_probes_are_in_the_ledger(tmp_path: P
     told = [answer.reason for answer in answers if "policy." not in answer.reason]
     assert len(told) == min(most, probed), "each that was read counts, also after a restart"
     if most > 1:
-        accepted = "column 'name': not all cells are what they may be; accepted: ?, guess0"
+        accepted = "column 'name': not all cells are what they may be; accepted: '?', 'guess0'"
         assert accepted in told[0], "column and rule are told"
     entries = site.entries
     assert [entry["kind"] for entry in entries] == ["Survey"] * probed

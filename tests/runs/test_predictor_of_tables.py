@@ -143,7 +143,8 @@ def test_rows_give_the_features_and_the_accuracy_of_the_run_to_the_bit(
 ) -> None:
     columns = {**WINE, "bottle": {}} if evaluation.pop("float64", False) else WINE
     frame, held = wine(), np.arange(178) % 4 == 0
-    settings = {"label": "target", "client": "origin", "columns": columns, "normalize": normalize}
+    settings = {"label": "target", "client": "origin", "features": list(columns), "columns": columns}
+    settings["normalize"] = normalize
     data = fs.from_dataframe(frame[~held], test=frame[held], **settings)
     experiment = spec(partition="natural", evaluation=evaluation)
     prepared = fs.prepare(experiment, data=data)
@@ -169,6 +170,26 @@ def test_a_rule_for_missing_values_is_kept_where_no_training_row_needed_it(tmp_p
     assert data.scale.isfinite().all()
 
 
+def test_missing_texts_are_imputed_as_in_the_run(tmp_path: Path) -> None:
+    frame = {
+        "ward": ["ER", "ICU", None, "ER", "ER", None, "ICU", "ER"],
+        "shift": ["day", "", "night", "night", "", "day", "night", "night"],
+        "age": [40, 50, 60, 70, 45, 55, 65, 75],
+        "ill": list("ynynynyn"),
+    }
+    columns = {"ward": {"impute": "separate-category"}, "shift": {"impute": "most-frequent"}}
+    data = fs.from_dataframe(frame, label="ill", test=0.25, columns=columns, normalize="none")
+    fs.run(spec(), data=data, out=tmp_path / "run")
+    predictor = fs.load(tmp_path / "run")
+    assert predictor.schema is not None
+    names = ["ward=ER", "ward=ICU", "ward missing", "shift=day", "shift=night", "age"]
+    assert predictor.schema.names() == names
+    rows = {"ward": [None, "ICU"], "shift": ["day", None], "age": [50, 60]}
+    assert predictor.inputs(rows).tolist() == [[0, 0, 1, 1, 0, 50], [0, 1, 0, 0, 1, 60]]
+    with pytest.raises(DataError, match=r"column 'ward' = 'missing': no such category; accepted: 'ER', 'ICU'"):
+        predictor.predict({**rows, "ward": ["missing", "ER"]})
+
+
 def test_imputed_values_come_back_to_the_bit(tmp_path: Path) -> None:
     draw = np.random.default_rng(3)
     frame = {"a": (draw.lognormal(size=60) / 3).tolist(), "y": (np.arange(60) % 3).tolist()}
@@ -182,7 +203,7 @@ def test_imputed_values_come_back_to_the_bit(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "category": ({"kind": "yy"}, "line 3, column 'kind' = 'yy': no such category; accepted: x, y, z; did you mean 'y'"),
+    "category": ({"kind": "yy"}, "line 3, column 'kind' = 'yy': no such category; accepted: 'x', 'y', 'z'; did you m"),
     "text": ({"age": "old"}, "line 3, column 'age' = 'old': not a finite number; accepted: numbers from 18 to 100 y"),
     "range": ({"age": "40000"}, "column 'age' = '40000': out of range; accepted: numbers from 18 to 100 years; a thou"),
     "unit": ({"dose": "901"}, "line 3, column 'dose' = '901': out of range; accepted: numbers from 0 to 900 mg"),

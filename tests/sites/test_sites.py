@@ -744,6 +744,7 @@ COLUMNS = {
     "dose": {"range": [0, 2], "unit": "g", "impute": "median", "step": 0.25},
     "smoker": {"type": "boolean", "impute": "most-frequent"},
     "kind": {"type": "category", "categories": ["x", "y", "z"], "impute": "most-frequent"},
+    "ward": {"categories": ["acute", "ER"], "impute": "separate-category"},
 }
 SCHEMA = {"label": "sick", "client": "site", "classes": ["no", "yes"], "columns": COLUMNS, "missing": ["?"]}
 
@@ -756,6 +757,7 @@ def _cells(count: int, seed: int = 0) -> dict[str, list[str]]:
         "dose": [f"{dose:.2f}" for dose in draw.random(count) * 2],
         "smoker": draw.choice(["yes", "no"], count).tolist(),
         "kind": draw.choice(["x", "y", "z"], count).tolist(),
+        "ward": draw.choice(["acute", "ER"], count).tolist(),
         "sick": draw.choice(["no", "yes"], count).tolist(),
     }
     for name in COLUMNS:
@@ -774,14 +776,15 @@ Tables = tuple[Callable[..., fs.Experiment], dict[str, Path], dict[str, list[str
 
 @pytest.fixture
 def tables(tmp_path: Path) -> Tables:
-    """A table of three clients, and the same rows in a file for each: columns in another order, and one in Parquet."""
+    """A table of three clients, and the same rows in a file for each, one with a column that the spec does not name."""
     cells = _cells(120)
     pooled = _write(tmp_path / "pooled.csv", cells, range(120), list(cells))
     files = {}
     for name in ("north", "south", "west"):
         rows = [row for row, site in enumerate(cells["site"]) if site == name]
         names = list(cells) if name == "north" else sorted(set(cells) - {"site"})
-        files[name] = _write(tmp_path / f"{name}.csv", cells, rows, names)
+        names += ["note"] if name == "west" else []
+        files[name] = _write(tmp_path / f"{name}.csv", {**cells, "note": ["free text"] * 120}, rows, names)
 
     def spec(evaluation: Any = None, normalize: str = "standard", **table: Any) -> fs.Experiment:
         data = {"name": str(pooled), "schema": SCHEMA, "normalize": normalize}
@@ -865,8 +868,8 @@ def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -
     [
         ({"age": None}, "data.schema.columns.age = 'age': .*south.csv has no such column; there are: dose, kind,"),
         ({"sick": None}, "data.schema.label = 'sick': .*south.csv has no such column"),
-        ({"kind": "w"}, "south.csv, line 2, column 'kind' = 'w': no such category; accepted: x, y, z"),
-        ({"sick": "maybe"}, "column 'sick' = 'maybe': no such class; accepted: no, yes"),
+        ({"kind": "w"}, "south.csv, line 2, column 'kind' = 'w': no such category; accepted: 'x', 'y', 'z'"),
+        ({"sick": "maybe"}, "column 'sick' = 'maybe': no such class; accepted: 'no', 'yes'"),
         ({"age": "130"}, "column 'age' = '130': out of range; accepted: numbers from 18 to 110 years"),
         ({"dose": "500"}, "column 'dose' = '500': out of range; accepted: numbers from 0 to 2 g; a thousandth of it"),
         ({"dose": "0.5 g"}, "column 'dose' = '0.5 g': not a finite number; accepted: numbers from 0 to 2 g"),
@@ -913,6 +916,10 @@ def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables
         (
             {"schema": {**SCHEMA, "columns": {"kind": "category"}}},
             "data.schema.columns.kind.categories: needed where sites keep their rows; list the categories",
+        ),
+        (
+            {"schema": {**SCHEMA, "columns": {"age": {}}, "features": ["age", "weight"]}},
+            "data.schema.columns.weight: needed where sites keep their rows; describe the column",
         ),
         (
             {"schema": {**SCHEMA, "columns": {"age": {"impute": "median"}}}},

@@ -85,6 +85,8 @@ class Statistics(Message):
         if column.impute is None:
             problem = f"column {name!r}: values are missing; accepted: all of them, or a rule such as impute = 'mean'"
             raise DataError(problem).publicly(problem)
+        if column.impute == "separate-category":
+            return -1.0  # not the index of a category
         if column.impute == "constant":
             return column.number(column.value)
         if not self.count[index]:
@@ -134,7 +136,7 @@ class Features:
     Args:
         schema: The completed schema of the table.
         imputed: The number that replaces missing values of each column that has a value for ``impute``. For a category,
-            it is the index of the category.
+            it is the index of the category, or −1 if missing values are a category of their own.
     """
 
     schema: Schema
@@ -153,7 +155,7 @@ class Features:
                 features += [filled == code for code in range(len(column.categories or ()))]
             else:
                 features.append(filled)
-            features += [values.isnan()] if column.indicator else []
+            features += [values.isnan()] if column.marks_missing else []
         return torch.stack([feature.double() for feature in features], dim=1)
 
 
@@ -180,7 +182,7 @@ class Unfitted:
     def needed(self) -> bool:
         """Whether the features depend on statistics."""
         normalised = self.given is None and self.normalize != "none"
-        return normalised or any(column.impute not in (None, "constant") for _, column in self._columns())
+        return normalised or any(column.learnt for _, column in self._columns())
 
     def statistics(self, groups: Iterable[Ints], least: int = 1) -> Statistics:
         """Compute the statistics of each client's training samples, and add them up client by client.
@@ -321,7 +323,7 @@ class Unfitted:
                     add_binary(counts.get(float(code), 0.0) + (n_missing if code == value else 0.0))
             else:
                 rows.append(_filled(known, index, n_missing, value))
-            if column.indicator:
+            if column.marks_missing:
                 add_binary(n_missing)
         count, mean, squares, low, high = torch.tensor(rows, dtype=torch.float64).T
         return Statistics(n, count, mean, squares, low, high, {})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -33,13 +36,16 @@ class Column(Setting):
 
     Args:
         type: ``number``; ``category``, where each value becomes a feature that is 0 or 1; or ``boolean``, 0 or 1.
+            Default: the type that other settings need (``categories`` belong to a category, ``range`` to a number);
+            without such settings it is guessed from the cells, and ``number`` at real sites.
         unit: The unit of a number, for messages.
         range: The smallest and the largest number that is accepted.
         categories: The accepted categories. Default: the categories of the table.
         missing: Cells that mean a missing value in this column, in addition to those of the schema.
         impute: The replacement of missing values: the ``mean`` of the training rows; their ``median`` (the lower of two
             middle values); their ``most-frequent`` value (the smallest, or the first category, if several are equally
-            frequent); or a ``constant``. By default, missing values are refused.
+            frequent); or a ``constant``. For a category, ``separate-category`` makes missing values a category of
+            their own. By default, missing values are refused.
         step: Numbers are rounded to multiples of ``step`` before they are counted for ``median`` or ``most-frequent``.
             Real sites need it, because they disclose how often each rounded value occurs: the larger the step, the less
             they disclose.
@@ -47,15 +53,33 @@ class Column(Setting):
         indicator: Whether to add a feature that is 1 for missing values.
     """
 
-    type: Literal["number", "category", "boolean"] = "number"
+    type: Literal["number", "category", "boolean"] | None = None
     unit: str | None = None
     range: tuple[float, float] | None = None
     categories: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     missing: tuple[str, ...] = ()
-    impute: Literal["mean", "median", "most-frequent", "constant"] | None = None
+    impute: Literal["mean", "median", "most-frequent", "constant", "separate-category"] | None = None
     step: PositiveFloat | None = None
     value: bool | float | str | None = None
     indicator: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_type(cls, given: Any) -> Any:
+        """Add the type that other settings need."""
+        if not isinstance(given, Mapping):
+            return given
+        if "constant" in given:
+            raise SpecError("constant", "unknown key; write impute = 'constant', value = …", given["constant"])
+        if given.get("type") is not None:
+            return given
+        value = given.get("value")
+        named = isinstance(value, str) and not _is_number(value) and value.lower() not in TRUTH
+        if named or given.get("categories") is not None or given.get("impute") == "separate-category":
+            return {**given, "type": "category"}
+        if given.get("impute") in ("mean", "median") or any(given.get(key) for key in ("unit", "range", "step")):
+            return {**given, "type": "number"}
+        return given
 
     @model_validator(mode="after")
     def _agree(self) -> Column:
@@ -65,12 +89,15 @@ class Column(Setting):
         if names is not None and (self.type != "category" or len(set(names)) < len(names)):
             raise SpecError("categories", "belong to type = 'category', each once", list(names))
         if self.type == "category" and self.impute in ("mean", "median"):
-            raise SpecError("impute", "of a category: 'most-frequent' or 'constant'", self.impute)
+            accepted = "'most-frequent', 'separate-category' or 'constant'"
+            raise SpecError("impute", f"does not work for a category; accepted: {accepted}", self.impute)
+        if self.type != "category" and self.impute == "separate-category":
+            raise SpecError("impute", "belongs to type = 'category'; other types have 'indicator'", self.impute)
         if self.step is not None and not (self.type == "number" and self.counted):
             raise SpecError("step", "belongs to a number with impute = 'median' or 'most-frequent'", self.step)
         if (self.impute == "constant") != (self.value is not None):
             raise SpecError("value", "is what impute = 'constant' puts in; give both or neither", self.value)
-        if self.value is not None and not (self.type == "category" and self.categories is None):
+        if self.value is not None and self.type is not None and (self.type != "category" or self.categories):
             try:
                 self.number(self.value)
             except ValueError as error:
@@ -83,12 +110,22 @@ class Column(Setting):
         return self.type == "category" or self.impute in ("median", "most-frequent")
 
     @property
+    def learnt(self) -> bool:
+        """Whether the replacement of missing values depends on the training rows."""
+        return self.impute in ("mean", "median", "most-frequent")
+
+    @property
+    def marks_missing(self) -> bool:
+        """Whether a feature is 1 for missing values."""
+        return self.indicator or self.impute == "separate-category"
+
+    @property
     def accepted(self) -> str:
         """The part of an error message that says which cells are accepted."""
         if self.type == "boolean":
             return f"accepted: {', '.join(TRUTH)}"
         if self.type == "category":
-            return f"accepted: {_listed(self.categories or ())}"
+            return f"accepted: {_listed(map(repr, self.categories or ()))}"
         span = "" if self.range is None else f" from {self.range[0]:g} to {self.range[1]:g}"
         return f"accepted: numbers{span}{f' {self.unit}' if self.unit else ''}"
 
@@ -141,11 +178,13 @@ class Schema(Setting):
     Args:
         label: The column with the label.
         client: The column with the client of each row, for the partition ``natural``.
-        columns: The columns that are features: for each name, a table of settings, or a text with its type. Default:
-            all columns that have no other role, with types that are guessed from their cells.
+        features: The columns that are features. Default: all columns that have no other role; at real sites, the
+            columns in ``columns``.
+        columns: A description of some features: for each name, a table of settings, or a text with its type. The types
+            of other features are guessed from their cells. Real sites need a description of every feature.
         classes: The possible labels, in order. Default: the labels that occur in the table, sorted.
         missing: Cells that mean a missing value, in addition to empty cells.
-        ignore: Columns that are left out if ``columns`` is not given.
+        ignore: Columns that are left out, instead of a list of all ``features``.
         test: The share of rows that are held out as test samples, with the labels in proportion within each client (at
             least one row of each client that has two rows). Or the name of a column that marks these rows, with the
             cells ``test`` and ``train``, or ``true`` and ``false``.
@@ -154,6 +193,7 @@ class Schema(Setting):
 
     label: str
     client: str | None = None
+    features: tuple[str, ...] | None = None
     columns: Annotated[dict[str, Column] | None, BeforeValidator(_columns)] = None
     classes: tuple[str, ...] | None = None
     missing: tuple[str, ...] = ()
@@ -167,6 +207,16 @@ class Schema(Setting):
         if not isinstance(test, str) and not 0 < test < 1:
             raise ValueError("a share between 0 and 1, or the name of a column")
         return test
+
+    @model_validator(mode="after")
+    def _agree(self) -> Schema:
+        if self.features is not None and self.ignore:
+            raise SpecError("ignore", "has no effect beside 'features'; remove one of the two", list(self.ignore))
+        for name in self.columns or {}:
+            if name in self.ignore or (self.features is not None and name not in self.features):
+                key = "ignore" if self.ignore else "features"
+                raise SpecError(f"columns.{name}", f"describes a column that '{key}' leaves out; change one of the two")
+        return self
 
     @property
     def roles(self) -> dict[str, str]:
@@ -184,50 +234,60 @@ class Schema(Setting):
             table.require(column, f"data.schema.{key}")
         for column in self.ignore:
             table.require(column, "data.schema.ignore")
-        given = self.columns
-        if given is None:
-            features = [name for name in table.columns if name not in self.roles and name not in self.ignore]
-            given = {name: _guess(name, table.cells(name, self.missing)) for name in features}
-        if not given:
-            raise SpecError("data.schema.columns", "no column is left for a model to see", list(table.columns))
-        columns = {name: self._completed(table, name, column) for name, column in given.items()}
+        names = self.features
+        if names is None:
+            given = self.columns or {}
+            names = (*given, *(name for name in table.columns if name not in {*given, *self.roles, *self.ignore}))
+        if not names:
+            raise SpecError("data.schema.features", "no column is left for a model to see", list(table.columns))
+        columns = {name: self._completed(table, name) for name in names}
         return self.model_copy(update={"columns": columns})
 
-    def _completed(self, table: Table, name: str, column: Column) -> Column:
-        """Check that a column is a feature of the table, and fill in its categories."""
-        key = f"data.schema.columns.{name}"
+    def _completed(self, table: Table, name: str) -> Column:
+        """Check that a column can be a feature, and return its description with its type and its categories."""
+        given = (self.columns or {}).get(name)
+        key, column = ("data.schema.features", Column()) if given is None else (f"data.schema.columns.{name}", given)
         table.require(name, key)
         if name in self.roles:
             raise SpecError(key, f"is the {self.roles[name]}, which no model may see")
-        if column.type != "category" or column.categories is not None:
+        if column.type is not None and (column.type != "category" or column.categories is not None):
             return column
         cells = table.cells(name, (*self.missing, *column.missing))
-        categories = tuple(sorted({text_of(cell) for cell in cells if cell is not None}))
-        return under(key, lambda: build(Column, {**dict(column), "categories": categories}))
+        filled = {**dict(column), "type": column.type or _guess(table, name, cells)}
+        if filled["type"] == "category":
+            constant = [] if column.value is None else [column.value]
+            filled["categories"] = tuple(sorted({text_of(cell) for cell in [*cells, *constant] if cell is not None}))
+        return under(key, lambda: build(Column, filled))
 
-    def refuse_open(self) -> None:
-        """Refuse a schema that is not complete: each site would complete it from its own table, and all differently.
+    def closed(self) -> Schema:
+        """Return the schema for real sites, which read only described columns and guess nothing from their own tables.
 
         Raises:
-            SpecError: The schema is not complete.
+            SpecError: The classes, a feature or the categories of a feature are not given.
         """
         for key in ("classes", "columns"):
             if getattr(self, key) is None:
                 raise SpecError(f"data.schema.{key}", f"needed where sites keep their rows; list the {key}")
-        for name, column in (self.columns or {}).items():
+        columns = {}
+        for name in self.features or self.columns or ():
             key = f"data.schema.columns.{name}"
+            if (given := (self.columns or {}).get(name)) is None:
+                raise SpecError(key, "needed where sites keep their rows; describe the column")
+            column = under(key, partial(build, Column, {**dict(given), "type": given.type or "number"}))
             if column.type == "category" and column.categories is None:
                 raise SpecError(f"{key}.categories", "needed where sites keep their rows; list the categories")
             if column.type == "number" and column.counted and column.step is None:
                 problem = f"needed for impute = {column.impute!r} where sites keep their rows: they tell how often "
                 raise SpecError(f"{key}.step", f"{problem}they have each multiple of it; impute = 'mean' needs none")
+            columns[name] = column
+        return self.model_copy(update={"features": tuple(columns), "columns": columns})
 
     def names(self) -> list[str]:
         """Return the name of every feature; the schema must be complete."""
         names = []
         for name, column in (self.columns or {}).items():
             names += [f"{name}={each}" for each in column.categories or ()] if column.type == "category" else [name]
-            names += [f"{name} missing"] if column.indicator else []
+            names += [f"{name} missing"] if column.marks_missing else []
         return names
 
 
@@ -314,9 +374,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
         for row, cell in enumerate(cells):
             if cell is None:
                 if column.impute is None:
-                    rules = "accepted: a value, or a rule: impute = 'mean', 'median', 'most-frequent' or 'constant'"
-                    rules += f", such as {name} = {{ impute = 'median' }} in [data.schema.columns], beside every other "
-                    rules += "column that the model is to see"
+                    rules = f"accepted: a value, or a rule in [data.schema.columns]: {_rules(name, column)}"
                     raise table.wrong(row, name, f"is missing; {rules}", f"a value is missing; {rules}")
                 values[row] = math.nan
                 continue
@@ -376,7 +434,7 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
     if column == schema.label and schema.classes is not None:
         wrong = next((row for row, text in enumerate(texts) if text not in schema.classes), None)
         if wrong is not None:
-            accepted = f"accepted: {_listed(schema.classes)}"
+            accepted = f"accepted: {_listed(map(repr, schema.classes))}"
             raise table.wrong(wrong, column, f"no such class; {accepted}", f"not all labels are classes; {accepted}")
         return np.array(texts)
     if all(text.removeprefix("-").isdecimal() and len(text) < 19 for text in texts):
@@ -421,14 +479,23 @@ def text_of(cell: object) -> str:
     return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
 
 
-def _guess(name: str, cells: Sequence[Any]) -> Column:
+def _rules(name: str, column: Column) -> str:
+    """Return the rules for missing values that suit the type of a column, as lines of a spec."""
+    key = _key(name)
+    first = f"{key} = {{ impute = '{'most-frequent' if column.type in ('category', 'boolean') else 'median'}' }}"
+    if column.type != "category":
+        return first
+    return f"{first}, or {key} = {{ impute = 'separate-category' }}, which makes missing values a category of their own"
+
+
+def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "category", "boolean"]:
     """Guess the type of a column from its cells; warn if the column is probably not meant to be a category."""
     known = [cell for cell in cells if cell is not None]
     if known and all(text_of(cell).lower() in ("true", "false") for cell in known):
-        return Column(type="boolean")
+        return "boolean"
     texts = [text_of(cell) for cell in known if not _is_number(cell)]
     if not texts:
-        return Column()
+        return "number"
     values = {text_of(cell) for cell in known}
     if 2 * len(texts) < len(known):
         odd = sorted(set(texts))
@@ -437,10 +504,15 @@ def _guess(name: str, cells: Sequence[Any]) -> Column:
     elif len(known) > MANY and 2 * len(values) > len(known):
         message = f"it has {len(values)} values in {len(known)} rows. To leave it out: ignore = {[name]}"
     else:
-        return Column(type="category")
+        return "category"
     read = f"column {name!r} is read as a category, of which each value becomes a feature"
     warnings.warn(f"{read}: {message}, in [data.schema]", stacklevel=2)
-    return Column(type="category")
+    return "category"
+
+
+def _key(name: str) -> str:
+    """Return the name of a column as a key of TOML."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 def _is_number(cell: object) -> bool:

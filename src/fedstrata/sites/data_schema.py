@@ -298,9 +298,9 @@ def _empty(data: Data) -> Dataset:
         if getattr(data, key) is not None:
             raise SpecError(f"data.{key}", "belongs to the spec's own data, not to the sites'", getattr(data, key))
     if data.schema is not None:
-        data.schema.refuse_open()
-        table = Table("", {name: [] for name in (data.schema.columns or {})})
-        return _rows(data, data.schema, table, np.zeros(0, dtype=bool))
+        schema = data.schema.closed()
+        table = Table("", {name: [] for name in (schema.columns or {})})
+        return _rows(data, schema, table, np.zeros(0, dtype=bool))
     if data.shape is None or data.classes is None:
         problem = "the sites' own data need a description: [data.schema] for tables, shape and classes for .npz"
         raise SpecError("data", problem)
@@ -336,7 +336,7 @@ def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Datase
                 public = f"{column}: rows of more clients than one; accepted: one"
                 raise _unfit(path, public, f"{column}: rows of {len(clients)} clients, {named}; accepted: one")
         server = {"test": 0.5} if client is None else {}
-        schema = schema.model_copy(update={"client": None, **server}).completed(table)
+        schema = schema.closed().model_copy(update={"client": None, **server}).completed(table)
         held = np.ones(len(table), dtype=bool) if client is None else held_out(table, schema, seed, first=client)
         return _rows(data, schema, table, held)
     needed, other = ("train", "test") if client is not None else ("test", "")

@@ -142,7 +142,7 @@ def _survey(spec: Experiment) -> str:
     """Describe in words which statistics of its own data a site must send; empty if the spec needs none."""
     data = spec.data
     columns = (data.schema.columns or {}) if data.schema is not None else {}
-    rules = {column.impute for column in columns.values()} - {None, "constant"}
+    rules = {column.impute for column in columns.values() if column.learnt}
     fitted = data.normalize != "none" and data.shift is None
     if not fitted and not rules:
         return ""
