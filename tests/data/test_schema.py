@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from datetime import date, datetime, time, timedelta
 
 import numpy as np
 import pytest
@@ -253,6 +254,40 @@ def test_columns_are_chosen_by_features_or_ignore_and_described_by_columns():
         with pytest.raises(SpecError) as error:
             Schema(label="y", **settings)
         assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["2026-01-02", "2026-1-31", "", "unknown"],
+        ["2026-01-02 10:30:00", "2026-01-31T23:59:59.5+01:00", "2026-02-01 00:00", ""],
+        ["31.01.2026", "1/2/26", "28-02-2026", "01.02.2026 9:30"],
+        ["10:30", "9:05:59", "23:59:59.125", ""],
+        [date(2026, 1, 2), datetime(2026, 1, 2, 3), None, date(2026, 1, 3)],
+        [time(10, 30), timedelta(days=3), timedelta(seconds=2), None],
+    ],
+)
+def test_dates_are_refused_with_advice(cells):
+    rows = Table("t", {"admitted": cells, "age": [1, 2, 3, 4], "y": [0, 1, 0, 1]})
+    with pytest.raises(DataError) as error:
+        Schema(label="y").completed(rows)
+    assert "t, row 0, column 'admitted' = " in str(error.value)
+    assert (
+        "derive a number from it, such as days since admission, or leave the column out: ignore = ['admitted'] in "
+        in (str(error.value))
+    )
+    assert "admitted = 'category' in [data.schema.columns]" in str(error.value)
+    assert Schema(label="y", ignore=["admitted"]).completed(rows).names() == ["age"]
+    declared = Schema(label="y", columns={"admitted": "category"}, missing=["unknown"]).completed(rows)
+    assert len(declared.columns["admitted"].categories) == len(
+        {cell for cell in cells if cell not in ("", None, "unknown")}
+    )
+
+
+@pytest.mark.parametrize("cells", [["10-19", "20-29"], ["1.5.2.1", "3-4"], ["A10.1", "2026"], ["12:3", "a"]])
+def test_texts_that_are_no_dates_are_categories(cells):
+    rows = Table("t", {"band": cells, "y": [0, 1]})
+    assert Schema(label="y").completed(rows).columns["band"].categories == tuple(sorted(cells))
 
 
 def test_real_sites_read_what_is_described_and_guess_nothing():

@@ -249,6 +249,15 @@ def test_parquet_with_bytes_is_read_as_text(tmp_path):
     same(data, fs.from_dataframe(columns, label="y", client="site"))
 
 
+@pytest.mark.parametrize("unit", ["D", "s", "ns"])
+def test_dates_of_numpy_are_refused_as_dates(unit):
+    days = np.arange(4).astype(f"datetime64[{unit}]")
+    with pytest.raises(
+        DataError, match=r"row 0, column 'day' = datetime\..*: is a date or a time, which no model takes"
+    ):
+        fs.from_dataframe({"day": days, "y": list("abab")}, label="y", test=0.5)
+
+
 def test_labels_that_numpy_would_merge_are_refused():
     with pytest.raises(DataError, match="ends with NUL, which NumPy cuts off"):
         fs.from_dataframe({"x": [1, 2, 3, 4], "y": ["a", "a\0", "a", "b"]}, label="y", test=0.5)

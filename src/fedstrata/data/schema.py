@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time, timedelta
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,9 @@ PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
 """The accepted cells of a column that marks the test samples: 1 for test samples."""
 MANY = 20
 """In tables with more rows than this, there is a warning if a category has more than half as many values as rows."""
+_DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"
+DATE = re.compile(rf"({_DAY})([ T]\d{{1,2}}:\d\d.*)?|\d{{1,2}}:\d\d(:\d\d.*)?")
+"""The form of texts that are read as a date or a time of day."""
 SHOWN = 12
 """The most categories or columns that a message lists."""
 
@@ -489,13 +493,23 @@ def _rules(name: str, column: Column) -> str:
 
 
 def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "category", "boolean"]:
-    """Guess the type of a column from its cells; warn if the column is probably not meant to be a category."""
+    """Guess the type of a column from its cells; warn if the column is probably not meant to be a category.
+
+    Raises:
+        DataError: The cells are dates or times.
+    """
     known = [cell for cell in cells if cell is not None]
     if known and all(text_of(cell).lower() in ("true", "false") for cell in known):
         return "boolean"
     texts = [text_of(cell) for cell in known if not _is_number(cell)]
     if not texts:
         return "number"
+    dates = [row for row, cell in enumerate(cells) if _is_date(cell)]
+    if 2 * len(dates) > len(known):
+        advice = f"derive a number from it, such as days since admission, or leave the column out: ignore = {[name]} "
+        advice += f"in [data.schema]. If it has few values: {_key(name)} = 'category' in [data.schema.columns]"
+        problem = f"is a date or a time, which no model takes as it is; {advice}"
+        raise table.wrong(dates[0], name, problem, problem)
     values = {text_of(cell) for cell in known}
     if 2 * len(texts) < len(known):
         odd = sorted(set(texts))
@@ -513,6 +527,13 @@ def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "
 def _key(name: str) -> str:
     """Return the name of a column as a key of TOML."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+
+
+def _is_date(cell: object) -> bool:
+    """Return True if a cell is a date, a time, or a text in the form of one."""
+    if isinstance(cell, str):
+        return DATE.fullmatch(cell.strip()) is not None
+    return isinstance(cell, (date, time, timedelta))
 
 
 def _is_number(cell: object) -> bool:

@@ -214,6 +214,8 @@ def table_of(rows: Any, name: str) -> Table:
 def _cells(column: Any) -> list[Any]:
     if isinstance(column, (list, tuple)):
         return list(column)
+    if isinstance(column, np.ndarray) and column.dtype.kind in "mM":
+        column = column.astype(f"{column.dtype.kind}8[us]")  # NumPy lists nanoseconds as numbers
     cells = column.to_list() if hasattr(column, "to_list") else column.tolist()
     if not isinstance(cells, list):
         raise TypeError(f"{cells!r} is a single cell, and a column is a list of cells")
