@@ -290,6 +290,19 @@ def test_texts_that_are_no_dates_are_categories(cells):
     assert Schema(label="y").completed(rows).columns["band"].categories == tuple(sorted(cells))
 
 
+@pytest.mark.parametrize("columns", [None, {"code": "category"}])
+def test_a_category_with_many_values_is_doubted_once(columns):
+    rows = Table("t", {"code": [f"E{row % 101}" for row in range(150)], "y": [0, 1] * 75})
+    with pytest.warns(UserWarning, match="column 'code'") as seen:
+        Schema(label="y", columns=columns).completed(rows)
+    expected = (
+        "column 'code' has 101 categories, and each becomes a feature: merge rare ones, or leave the column out: "
+    )
+    assert [str(warning.message) for warning in seen] == [expected + "ignore = ['code'] in [data.schema]"]
+    fewer = Table("t", {"code": [f"E{row % 100}" for row in range(1500)], "y": [0, 1] * 750})
+    Schema(label="y", columns=columns).completed(fewer)  # warnings are errors here
+
+
 def test_real_sites_read_what_is_described_and_guess_nothing():
     described = Schema(label="y", classes=["0", "1"], columns={"a": {}, "b": {"categories": ["x"]}}).closed()
     rows = Table("t", {"note": ["free text", "more"], "a": [3, 4], "b": ["x", "x"], "y": [0, 1]})

@@ -28,6 +28,8 @@ PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
 """The accepted cells of a column that marks the test samples: 1 for test samples."""
 MANY = 20
 """In tables with more rows than this, there is a warning if a category has more than half as many values as rows."""
+MOST_CATEGORIES = 100
+"""There is a warning if a table has more categories of a column than this, because each becomes a feature."""
 _DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"
 DATE = re.compile(rf"({_DAY})([ T]\d{{1,2}}:\d\d.*)?|\d{{1,2}}:\d\d(:\d\d.*)?")
 """The form of texts that are read as a date or a time of day."""
@@ -261,6 +263,10 @@ class Schema(Setting):
         if filled["type"] == "category":
             constant = [] if column.value is None else [column.value]
             filled["categories"] = tuple(sorted({text_of(cell) for cell in [*cells, *constant] if cell is not None}))
+            if (count := len(filled["categories"])) > MOST_CATEGORIES:
+                advice = f"merge rare ones, or leave the column out: ignore = {[name]} in [data.schema]"
+                problem = f"column {name!r} has {count} categories, and each becomes a feature: {advice}"
+                warnings.warn(problem, stacklevel=2)
         return under(key, lambda: build(Column, filled))
 
     def closed(self) -> Schema:
@@ -515,7 +521,7 @@ def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "
         odd = sorted(set(texts))
         message = f"some cells are not numbers: {_listed(map(repr, odd))}. If they stand for no value: missing = "
         message += str(odd[:SHOWN])
-    elif len(known) > MANY and 2 * len(values) > len(known):
+    elif len(known) > MANY and 2 * len(values) > len(known) and len(values) <= MOST_CATEGORIES:
         message = f"it has {len(values)} values in {len(known)} rows. To leave it out: ignore = {[name]}"
     else:
         return "category"
