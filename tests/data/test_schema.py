@@ -238,6 +238,16 @@ def test_a_missing_value_names_a_rule_that_works_for_the_type_of_its_column(name
     parsed(rows, Schema(label="y", features=[name], columns=taken).completed(rows))
 
 
+def test_all_columns_with_missing_values_are_named_at_once_but_not_to_others():
+    meaning = Schema(label="y", features=["beds", "ward", "crp", "fit"], columns={"crp": {"impute": "mean"}})
+    rows = Table("t", WARDS)
+    with pytest.raises(DataError) as error:
+        parsed(rows, meaning.completed(rows))
+    assert str(error.value).startswith("t, row 3, column 'beds': is missing; ")
+    assert str(error.value).endswith("; other columns with missing values: 'ward', 'fit'")
+    assert "ward" not in error.value.public
+
+
 def test_columns_are_chosen_by_features_or_ignore_and_described_by_columns():
     rows = Table("t", {"a": [1, 2], "b": [3, 4], "c": [5, 6], "y": [0, 1]})
     scaled = {"b": {"unit": "mg"}}

@@ -385,7 +385,9 @@ def parsed(table: Table, schema: Schema) -> Floats:
             if cell is None:
                 if column.impute is None:
                     rules = f"accepted: a value, or a rule in [data.schema.columns]: {_rules(name, column)}"
-                    raise table.wrong(row, name, f"is missing; {rules}", f"a value is missing; {rules}")
+                    others = [repr(each) for each in _without_rule(table, schema) if each != name]
+                    rest = f"; other columns with missing values: {_listed(others)}" if others else ""
+                    raise table.wrong(row, name, f"is missing; {rules}{rest}", f"a value is missing; {rules}")
                 values[row] = math.nan
                 continue
             try:
@@ -487,6 +489,12 @@ def text_of(cell: object) -> str:
     if isinstance(cell, bool):
         return str(cell).lower()
     return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
+
+
+def _without_rule(table: Table, schema: Schema) -> list[str]:
+    """Return the features that have missing values and no rule for them."""
+    columns = ((name, column) for name, column in (schema.columns or {}).items() if column.impute is None)
+    return [name for name, column in columns if None in table.cells(name, (*schema.missing, *column.missing))]
 
 
 def _rules(name: str, column: Column) -> str:
