@@ -50,7 +50,8 @@ class StateStore:
             self._hold(client, state)
 
     def _hold(self, client: ClientId, state: Mapping[str, Tree]) -> None:
-        size = _size(state)
+        # The approximate size: exact for tensors and arrays, 16 bytes for every other value.
+        size = 256 + sum(getattr(leaf, "nbytes", 16) for leaf in records.leaves_of(state))
         self._used += size - self._sizes.pop(client, 0)
         self._sizes[client] = size
         self._held[client] = state
@@ -71,8 +72,3 @@ class StateStore:
         """Remove the temporary folder. States in a folder that the caller has named stay."""
         if self._temporary is not None:
             self._temporary.cleanup()
-
-
-def _size(tree: Tree) -> int:
-    """Return the approximate size of a state in bytes; every value other than a tensor or an array counts 16."""
-    return 256 + sum(getattr(leaf, "nbytes", 16) for leaf in records.leaves_of(tree))
