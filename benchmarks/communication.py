@@ -1,7 +1,7 @@
 """Compare the accuracy and the bytes of methods with codecs, under label skew, with all or half of the clients away.
 
     python benchmarks/communication.py run --out DIR [--study mnist mnist-half fashion] [--only LABEL …] [--seeds 0 1 2]
-    python benchmarks/communication.py table [--page docs/guides/compression.md]
+    python benchmarks/communication.py table [--page docs/results/compression.md]
     python benchmarks/communication.py speed
 
 A cell is a method with a codec. ``run`` skips the cells that are already in ``benchmarks/results``, so it can be
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--study", nargs="+", choices=list(STUDIES), default=list(STUDIES))
     parser.add_argument("--only", nargs="+", default=[], help="cells whose label holds one of these words")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--page", type=Path, default=Path("docs/guides/compression.md"))
+    parser.add_argument("--page", type=Path, default=Path("docs/results/compression.md"))
     options = parser.parse_args()
     if options.what == "run":
         run(options.out, options.study, options.only, options.seeds)
