@@ -124,3 +124,17 @@ def test_a_sweep_prints_its_table_and_writes_the_best_spec(capsys):
     assert "Best: lr=0.1; its test accuracy is " in shown
     best = Experiment.from_toml("out/best.toml")
     assert (best.training.lr, best.training.batch_size, best.model.hidden) == (0.1, 20, (8, 8))
+
+
+def test_a_sweep_of_methods_says_how_to_compare_them(capsys):
+    Path("s.toml").write_text(
+        "[partition]\nclients = 2\n[training]\nrounds = 1\n[evaluation]\nvalidation = 0.2\n[model]\nhidden = [9]\n"
+    )
+    command = ["sweep", "s.toml", "--set", "method=fedavg,scaffold", "--set", "training.lr=0.0001,0.1", "--out", "out"]
+    assert main([*command, "--jobs", "1", "--quiet"]) == 0
+    advice = capsys.readouterr().out.splitlines()[-1].partition(": ")[2]
+    assert advice == "fedstrata compare out/compare.toml"
+    assert main([*advice.split()[1:], "--seeds", "0", "--jobs", "1", "--out", "compared", "--quiet"]) == 0
+    for method in ("fedavg", "scaffold"):
+        spec = Experiment.from_toml(f"compared/{method}/seed-0/spec.toml")
+        assert (spec.method.name, spec.training.lr) == (method, 0.1)

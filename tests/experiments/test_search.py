@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import fedstrata as fs
 from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.cli import main
 from fedstrata.experiments.search import PRUNED, STUDY, Range, called, opened
-from fedstrata.experiments.sweep import BEST, FIGURES, TABLE
+from fedstrata.experiments.sweep import BEST, FIGURES, TABLE, TUNED
 from fedstrata.runs.run_folder import rounds_done
 from fedstrata.spec.experiment import Experiment
 
@@ -235,6 +236,8 @@ def test_what_does_not_go_together_and_what_took_no_step_is_never_best(tmp_path)
     assert {tuple(found.cells[label].settings.values()) for label in refused} == {("scaffold", 0.9)}
     assert all(found.histories[label] == [] for label in refused)
     assert found.best not in refused
+    assert set(found.best_of_methods) == {"fedavg", "scaffold"}
+    assert fs.variants(tomllib.loads((tmp_path / "pair" / TUNED).read_text())) == found.tuned
 
 
 SPEC = "[partition]\nclients = 4\n[training]\nrounds = 30\nlocal_epochs = 1\n[model]\nhidden = [8]\n"

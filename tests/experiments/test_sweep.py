@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,18 @@ import fedstrata as fs
 from fedstrata.base.config import build
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import History
-from fedstrata.experiments.sweep import BEST, FIGURES, TABLE, Cell, cells, figures, judge, to_markdown
+from fedstrata.experiments.sweep import (
+    BEST,
+    FIGURES,
+    TABLE,
+    TUNED,
+    Cell,
+    cells,
+    comparison_toml,
+    figures,
+    judge,
+    to_markdown,
+)
 from fedstrata.spec.experiment import Experiment
 
 TABLES = {
@@ -69,6 +81,56 @@ def test_the_primary_metric_picks_the_best_cell_in_its_direction(primary: str, b
     on_test = {"accuracy": "50.00 %", "auroc": "0.6000", "loss": "2.0000", "ece": "0.4000"}
     assert f"Best: {best}; its test {primary} is {on_test[primary]}. By the last" in text
     assert figures(found)["cells"][0][f"validation.{primary}"]["n"] == 1
+
+
+def test_each_method_has_its_own_best_settings() -> None:
+    ends = {"fedavg": (0.6, 0.8, 0.7), "my_module:Mine": (0.5, 0.4, 0.9), "scaffold": (0.9, 0.9, 0.9)}
+    of_methods = {name: fs.Experiment(method="fedavg") for name in ends}
+    of_methods["scaffold"] = fs.Experiment(method="scaffold")
+    of_methods["my_module:Mine"] = fs.Experiment(method=f"{__name__}:Mine")
+    cells = {
+        f"{name},{lr}": Cell({"method": name, "lr": lr}, spec) for name, spec in of_methods.items() for lr in "abc"
+    }
+    histories = {label: seeds(ends[label[:-2]]["abc".index(label[-1])]) for label in cells}
+    for lr in "abc":
+        histories[f"scaffold,{lr}"] = [History([{"round": 1, "accuracy": 0.9}])]  # without validation results
+    mine = f"{__name__}.Mine"
+    found = judge(cells, histories, {"my_module:Mine,c": "pruned after round 1"})
+    assert found.best == "fedavg,b"
+    assert found.best_of_methods == {"fedavg": "fedavg,b", mine: "my_module:Mine,a"}  # not the pruned; none of scaffold
+    assert found.tuned == {"fedavg": of_methods["fedavg"], mine: of_methods["my_module:Mine"]}
+    assert figures(found)["best_of_methods"] == found.best_of_methods
+    rows = "| fedavg | b | **80.00** |\n| my_module:Mine | a | 50.00 |\n"
+    heading = "| method | lr | validation accuracy, % |\n| --- | --- | ---: |\n"
+    assert f"\nThe best settings of each method:\n\n{heading}{rows}\nBest: fedavg,b" in to_markdown(found)
+    assert "each method" not in to_markdown(judge(planned("a", "b"), {"a": seeds(0.5), "b": seeds(0.6)}))
+
+
+class Mine(fs.FedAvg):
+    """A method of a user's own."""
+
+
+def test_the_best_settings_of_each_method_can_be_compared(tmp_path: Path) -> None:
+    spec = {**TABLES, "training": {"rounds": 1, "local_epochs": 1}}
+    grid = {
+        "method": ["fedavg", {"name": "fedprox", "mu": 0.1}, {"name": "fedprox", "mu": 50.0}],
+        "communication.up": ["none", "qsgd"],
+    }
+    found = fs.sweep(spec, grid, out=tmp_path / "sweep", jobs=1)
+    assert list(found.tuned) == ["fedavg", "fedprox"]
+    for method, tuned in found.tuned.items():
+        values = {
+            label: found.values[label].mean for label, cell in found.cells.items() if cell.spec.method.name == method
+        }
+        assert values[found.best_of_methods[method]] == max(values.values())
+        assert tuned == found.cells[found.best_of_methods[method]].spec
+    assert fs.variants(tomllib.loads((tmp_path / "sweep" / TUNED).read_text())) == found.tuned
+    mixed = {"fedavg": found.cells["method=fedavg,up=qsgd"].spec, "fedprox": list(found.cells.values())[2].spec}
+    assert fs.variants(tomllib.loads(comparison_toml(mixed))) == mixed  # also if only one of them has a section
+    runs = fs.compare(found.tuned, seeds=[1], out=tmp_path / "compared", jobs=1, report=False)
+    assert list(runs) == ["fedavg", "fedprox"]
+    fs.sweep(spec, {"training.lr": [0.1]}, out=tmp_path / "sweep", jobs=1)
+    assert not (tmp_path / "sweep" / TUNED).exists()  # a sweep of one method leaves no comparison of an earlier one
 
 
 def test_a_cell_of_which_a_seed_diverged_is_not_best() -> None:

@@ -150,7 +150,7 @@ def add_sweep(commands: Commands) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from fedstrata.experiments.sweep import figures, to_markdown
+    from fedstrata.experiments.sweep import BEST, FIGURES, TABLE, TUNED, figures, to_markdown
     from fedstrata.spec.experiment import Experiment, read_table
 
     jobs, seeds = common.jobs(options), common.seeds(options)
@@ -164,7 +164,9 @@ def _sweep(options: argparse.Namespace) -> int:
     with run_folder(options.out, f"sweep-{Path(spec.data.name).stem}") as out:
         settings = {"seeds": seeds, "out": out, "jobs": jobs}
         result = _search(options, table, settings) if options.search else _grid_search(options, table, grid, settings)
-    lines = [*to_markdown(result).splitlines(), f"written to {out}: sweep.md, sweep.json, best.toml"]
+    lines = [*to_markdown(result).splitlines(), f"written to {out}: {TABLE}, {FIGURES}, {BEST}"]
+    if len(result.tuned) > 1:
+        lines.append(f"compare the methods, each with its best settings: fedstrata compare {out / TUNED}")
     common.print_result(options, {"folder": str(out), **figures(result)}, *lines)
     return common.exit_code(result.histories)
 

@@ -147,7 +147,7 @@ def search(
     watch: Watcher | None = None,
     progress: bool = False,
 ) -> Sweep:
-    """Let Optuna propose settings, run them, and write one table and the best spec.
+    """Let Optuna propose settings, run them, and write one table and the best spec, also of each method.
 
     A trial is one proposal, which runs with every seed. Its result is the mean over the seeds of the metric
     ``evaluation.primary`` on the validation samples, for the model that each run saves. A trial is pruned if its first

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.printable import printable
@@ -18,10 +20,13 @@ from fedstrata.experiments.compare import Watcher, compare
 from fedstrata.reporting import tables
 from fedstrata.reporting.statistics import Estimate
 from fedstrata.reporting.tables import markdown_row, shown
-from fedstrata.spec.experiment import Experiment, set_key
+from fedstrata.spec.experiment import COMPARE, Experiment, set_key
 
 TABLE, FIGURES, BEST = "sweep.md", "sweep.json", "best.toml"
 """The files in a sweep's folder in addition to the runs: the table, its numbers, and the spec of the best cell."""
+
+TUNED = "compare.toml"
+"""The file of a sweep over several methods: a spec that compares the methods, each with its best settings."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Sweep:
         best: The label of the best cell; None if no cell has a value for every seed.
         notes: A mapping from labels to the reason why the cell cannot be the best, such as that it was pruned.
         primary: The primary metric, ``evaluation.primary`` of the first cell.
+        best_of_methods: A mapping from each method to the label of its best cell, if it has one.
     """
 
     cells: dict[str, Cell]
@@ -65,6 +71,12 @@ class Sweep:
     best: str | None
     notes: dict[str, str] = field(default_factory=dict)
     primary: str = "accuracy"
+    best_of_methods: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tuned(self) -> dict[str, Experiment]:
+        """A mapping from each method to its experiment with the best settings, which ``compare`` can run."""
+        return {method: self.cells[label].spec for method, label in self.best_of_methods.items()}
 
 
 def sweep(
@@ -81,7 +93,8 @@ def sweep(
 
     Cells run as in ``compare``: finished runs in ``out`` are not repeated, and interrupted runs continue from their
     last checkpoint. The best cell has the best mean of the metric ``evaluation.primary`` on the validation samples. If
-    several cells have the same mean, the first of them is the best.
+    several cells have the same mean, the first of them is the best. If the grid has several methods, each method has a
+    best cell of its own, and ``compare`` can run the experiments in ``tuned`` of the result.
 
     Args:
         table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
@@ -105,13 +118,18 @@ def sweep(
 
 
 def write(result: Sweep, out: Path) -> None:
-    """Write the files of a sweep: the table, its numbers as JSON, and the best spec."""
+    """Write the files of a sweep: the table, its numbers as JSON, the best spec, and the comparison of methods."""
     write_json(out / FIGURES, figures(result))
     replace_file(out / TABLE, to_markdown(result).encode())
-    if result.best is not None:
-        replace_file(out / BEST, result.cells[result.best].spec.to_toml().encode())
-    else:
-        (out / BEST).unlink(missing_ok=True)
+    specs = {
+        BEST: None if result.best is None else result.cells[result.best].spec.to_toml(),
+        TUNED: comparison_toml(result.tuned) if len(result.tuned) > 1 else None,
+    }
+    for name, text in specs.items():
+        if text is None:
+            (out / name).unlink(missing_ok=True)
+        else:
+            replace_file(out / name, text.encode())
 
 
 def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[str, Cell]:
@@ -165,9 +183,18 @@ def judge(
     bounds = tables.bounds(measure(primary))
     values = {label: Estimate.over((validated(run, primary) for run in histories[label]), bounds) for label in planned}
     means = {label: value.mean for label, value in values.items() if value.n == len(histories[label]) and value.n}
-    left = (label for label in means if label not in notes)
-    best = max(left, key=lambda label: sign * (means[label] or 0.0), default=None)
-    return Sweep(dict(planned), {label: list(histories[label]) for label in planned}, values, best, notes, primary)
+    of_methods = dict[str, list[str]]()
+    for label in (label for label in means if label not in notes):
+        # A colon, as in "my_module:MyMethod", is not allowed in the names of folders on all systems.
+        of_methods.setdefault(planned[label].spec.method.name.replace(":", "."), []).append(label)
+
+    def value(label: str) -> float:
+        return sign * (means[label] or 0.0)
+
+    bests = {method: max(labels, key=value) for method, labels in of_methods.items()}
+    best = max((label for label in means if label in bests.values()), key=value, default=None)
+    runs = {label: list(histories[label]) for label in planned}
+    return Sweep(dict(planned), runs, values, best, notes, primary, bests)
 
 
 def measure(primary: str) -> str:
@@ -181,9 +208,10 @@ def validated(history: History, primary: str) -> float | None:
 
 
 def figures(result: Sweep) -> dict[str, Any]:
-    """Return the content of ``sweep.json``: the best label, and the settings and the result of each cell."""
+    """Return the content of ``sweep.json``: the best labels, and the settings and the result of each cell."""
     return {
         "best": result.best,
+        "best_of_methods": result.best_of_methods,
         "cells": [
             {"label": label, "settings": cell.settings, "seeds": len(result.histories[label])}
             | ({"note": result.notes[label]} if label in result.notes else {})
@@ -194,23 +222,42 @@ def figures(result: Sweep) -> dict[str, Any]:
 
 
 def to_markdown(result: Sweep) -> str:
-    """Return a Markdown table with a row per cell, and a sentence about the best cell and its test result."""
+    """Return a Markdown table with a row per cell, and a sentence about the best cell and its test result.
+
+    If the cells have several methods, and a method has several cells, the best cell of each method follows.
+    """
     metric, final = result.primary, f"final_{result.primary}"
     how = tables.measure(final)
     unit = how.heading.removeprefix(f"final {metric}")
     keys = list(next(iter(result.cells.values())).settings) if result.cells else []
-    lines = [[*keys, f"validation {metric}{unit}"], [*("---" for _ in keys), "---:"]]
+    heading = [[*keys, f"validation {metric}{unit}"], [*("---" for _ in keys), "---:"]]
+    lines = {}
     for label, cell in result.cells.items():
         value = shown(result.values[label], how, len(result.histories[label]))
-        lines.append([*map(str, cell.settings.values()), f"**{value}**" if label == result.best else value])
+        lines[label] = [*map(str, cell.settings.values()), f"**{value}**" if label == result.best else value]
+    bests = [lines[label] for label in result.best_of_methods.values()]
+    of_methods = "".join(map(markdown_row, [*heading, *bests])) if 1 < len(bests) < len(lines) else ""
     if result.notes:
         notes = ["", "---", *(result.notes.get(label, "") for label in result.cells)]
-        lines = [[*line, note] for line, note in zip(lines, notes, strict=True)]
-    text = "".join(map(markdown_row, lines))
+        every = [[*line, note] for line, note in zip([*heading, *lines.values()], notes, strict=True)]
+    else:
+        every = [*heading, *lines.values()]
+    text = "".join(map(markdown_row, every))
     if result.best is None:
         return f"{text}\nNo setting has a validation {metric} of every seed.\n"
+    if of_methods:
+        text += f"\nThe best settings of each method:\n\n{of_methods}"
     runs = result.histories[result.best]
     test = shown(Estimate.over(tables.value(run, final) for run in runs), how, len(runs)) + unit.replace(",", "")
     by = "By the last evaluation" if tables.kept(runs) is None else "By the models kept"
     seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds, mean ± sample standard deviation"
     return f"{text}\nBest: {printable(result.best)}; its test {metric} is {test}. {by}; {seeds}.\n"
+
+
+def comparison_toml(specs: Mapping[str, Experiment]) -> str:
+    """Return a spec that compares these experiments: ``[compare.LABEL]`` has the sections in which they differ."""
+    every = {label: spec.to_spec() for label, spec in specs.items()}
+    first = next(iter(every.values()))
+    shared = {key: value for key, value in first.items() if all(spec.get(key) == value for spec in every.values())}
+    own = {label: {key: spec[key] for key in spec if key not in shared} for label, spec in every.items()}
+    return tomli_w.dumps({**shared, COMPARE: own})
