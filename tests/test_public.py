@@ -69,10 +69,25 @@ def test_importing_fedstrata_does_not_wait_for_pytorch():
     assert in_a_new_process(code) == "[]"
 
 
+UNNEEDED = {"sklearn", "scipy", "joblib", "pandas", "pyarrow", "jinja2", "datasets", "ray", "nvflare"}
+UNNEEDED |= {"optuna", "tenseal", "sympy", "torch._dynamo"}
+"""Modules that take long to import and that a run on digits does not need."""
+
+
 @pytest.mark.slow
 def test_a_run_without_a_folder_imports_nothing_for_reports_the_hub_or_a_compiler():
     code = (
         "import sys, fedstrata as fs; fs.run(fs.Experiment(training={'rounds': 1}));"
-        "print(sorted({'matplotlib', 'jinja2', 'datasets', 'ray', 'nvflare', 'torch._dynamo'} & set(sys.modules)))"
+        f"print(sorted({UNNEEDED | {'matplotlib', 'rich'}} & set(sys.modules)))"
     )
     assert in_a_new_process(code) == "[]"
+
+
+@pytest.mark.slow
+def test_the_command_run_imports_only_what_it_needs(tmp_path):
+    command = ["run", "--quiet", "--json", "--set", "training.rounds=1", "--set", "partition.clients=2"]
+    code = (
+        f"import sys; from fedstrata.cli import main; main({[*command, '--out', str(tmp_path / 'run')]});"
+        f"print(sorted({UNNEEDED | {'rich'}} & set(sys.modules)))"
+    )
+    assert in_a_new_process(code).splitlines()[-1] == "[]"
