@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,21 @@ def test_qsgd_by_hand() -> None:
     # Codes of 3 bits: 4 1 2 4 1 is 100 001 010 100 001.
     assert payload["codes"].tolist() == [0b10000101, 0b01000010]
     assert torch.equal(codec.decode({"all": payload}, change)["a"], change["a"])
+
+
+def test_a_bucket_larger_than_the_change_takes_only_the_memory_of_the_change() -> None:
+    change = {"a": normal(1000)}
+    payloads = []
+    tracemalloc.start()
+    for bucket in (1000, 10**7):
+        codec = QSGD(bucket=bucket)
+        payload = codec.encode(change, chance())
+        codec.decode(payload, change)
+        payloads.append(pack(payload, codec.forms(change)).tolist())
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert payloads[0] == payloads[1]
+    assert most < 1_000_000
 
 
 @pytest.mark.slow

@@ -230,7 +230,8 @@ class QSGD(Codec):
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
         """Return the scale M of each bucket and the code of each coordinate, from 0 (for −M) to 2 s (for M)."""
         flat = _flat(change)
-        rows = np.pad(flat, (0, -len(flat) % self.bucket)).reshape(-(-len(flat) // self.bucket), self.bucket)
+        bucket = self._size(len(flat))
+        rows = np.pad(flat, (0, -len(flat) % bucket)).reshape(-1, bucket)
         scales = np.abs(rows).max(axis=1, initial=0.0)
         # Compute in float64, because the product of a large value and ``levels`` could overflow in float32.
         steps = rows * (self.levels / np.where(scales > 0, scales, 1).astype(np.float64))[:, None]
@@ -246,8 +247,12 @@ class QSGD(Codec):
             raise ReplyRefusedError(f"a code of {codes.max()}, where {2 * self.levels} is the largest")
         if not ((scales >= 0) & np.isfinite(scales)).all():
             raise ReplyRefusedError("the scale of a bucket is negative, NaN or infinite")
-        values = (codes - self.levels) * (np.repeat(scales, self.bucket)[:d] / self.levels)
+        values = (codes - self.levels) * (np.repeat(scales, self._size(d))[:d] / self.levels)
         return _shaped(values.astype(np.float32), like)
+
+    def _size(self, coordinates: int) -> int:
+        """Return the coordinates in a bucket; a bucket that is larger than the change has all its coordinates."""
+        return min(self.bucket, max(coordinates, 1))
 
 
 class WithMemory(Codec):
