@@ -226,6 +226,20 @@ def test_the_number_of_threads_is_put_back():
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedrs", "rebafl"])
+def test_the_default_dtype_has_no_effect_and_is_put_back(method):
+    run = spec(method=method, training={"rounds": 1, "local_steps": 2})
+    expected = fs.run(run).params
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = fs.run(run).params
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {name: torch.float32 for name in expected}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_the_global_generators_are_left_alone():
     torch.manual_seed(3)
     expected = torch.rand(2)

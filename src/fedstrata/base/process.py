@@ -18,24 +18,26 @@ the size from which a block is allocated outside the heap (the largest that the 
 
 
 def prepare_process(threads: int) -> None:
-    """Set the number of PyTorch's threads, and keep freed memory for the next batch; see ``keep_freed_memory``.
+    """Set PyTorch's number of threads and default dtype (float32), and keep freed memory for the next batch.
 
     Raises:
         RuntimeError: PyTorch does not accept that number of threads.
     """
     torch.set_num_threads(threads)
+    torch.set_default_dtype(torch.float32)
     keep_freed_memory()
 
 
 @contextmanager
 def training_process(threads: int) -> Iterator[None]:
-    """Prepare the process for training in the block, and restore the number of threads after it."""
-    before = torch.get_num_threads()
+    """Prepare the process for training in the block, and restore PyTorch's settings after it."""
+    before, dtype = torch.get_num_threads(), torch.get_default_dtype()
     prepare_process(threads)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        torch.set_default_dtype(dtype)
 
 
 @cache

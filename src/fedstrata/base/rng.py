@@ -90,10 +90,11 @@ def torch_seeded(
     """Seed PyTorch's global generators for the block, and restore their state after it.
 
     This is for code that draws from a global generator, such as the initialisation of modules and ``nn.Dropout``. The
-    generator of a GPU is seeded too.
+    generator of a GPU is seeded too. The default dtype is float32 in the block, because values that are drawn with
+    another default dtype differ.
     """
     cuda = device is not None and device.type == "cuda"
-    state = torch.get_rng_state()
+    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
     number = int(rng(seed, purpose, round, client).integers(2**63))
     with torch.random.fork_rng([device], device_type="cuda") if cuda else nullcontext():
         # Seed only the CPU's generator: torch.manual_seed is slow, because it formats a stack trace for other devices.
@@ -102,6 +103,8 @@ def torch_seeded(
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(number)
         try:
+            torch.set_default_dtype(torch.float32)
             yield
         finally:
+            torch.set_default_dtype(dtype)
             torch.set_rng_state(state)
