@@ -236,7 +236,7 @@ def test_the_default_dtype_has_no_effect_and_is_put_back(method):
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-    assert {name: tensor.dtype for name, tensor in found.items()} == {name: torch.float32 for name in expected}
+    assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys(expected, torch.float32)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

@@ -57,6 +57,29 @@ def test_a_file_a_table_and_python_give_the_same_experiment(tmp_path):
     assert Experiment.from_table(spec.to_spec()) == spec
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("seed = true", "seed"),
+        ("[training]\nlr = true", "training.lr"),
+        ("[training]\nclients_per_round = true", "training.clients_per_round"),
+        ("[model]\nname = 'mlp'\nhidden = [8, true]", "model.hidden"),
+        ("[method]\nname = 'fedprox'\nmu = false", "method.mu"),
+        ("[availability]\nname = 'groups'\ngroups = [{ clients = true, p = 0.5 }]", "availability.groups.0.clients"),
+    ],
+)
+def test_a_truth_value_is_not_a_number(tmp_path, text, key):
+    with pytest.raises(SpecError, match=f"{key} = .*(True|False).*: expected a number, not true or false"):
+        Experiment.from_toml(write(tmp_path, text))
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    path = write(tmp_path, "\ufeffseed = 3\n[training]\nrounds = 2\n")
+    assert Experiment.from_toml(path).seed == 3
+    with pytest.raises(SpecError, match=r"seed = -1: .* \(.*spec\.toml, line 1\)"):
+        Experiment.from_toml(write(tmp_path, "\ufeffseed = -1\n"))
+
+
 def test_what_is_written_reads_back(tmp_path):
     spec = Experiment.from_toml(write(tmp_path))
     (tmp_path / "again.toml").write_text(spec.to_toml())

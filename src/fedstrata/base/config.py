@@ -91,6 +91,15 @@ class Setting(BaseModel):
         # pydantic then validates nested settings without their __init__, so that errors show the whole key.
         __init__.__pydantic_base_init__ = True
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number is expected; pydantic would accept them as 1 and 0."""
+        types = list(_types(cls.model_fields[info.field_name or ""].annotation))
+        if bool not in types and (int in types or float in types) and _has_truth_value(value):
+            raise ValueError("expected a number, not true or false")
+        return value
+
     @field_validator("*")
     @classmethod
     def _can_be_served(cls, value: Any, info: ValidationInfo) -> Any:
@@ -105,6 +114,20 @@ class Setting(BaseModel):
         values = ((key, getattr(self, key)) for key in type(self).model_fields)
         name = {"name": self.name} if self.name else {}
         return name | {key: plain(value) for key, value in values if value is not None}
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """Iterate over the types of an annotation, such as int and None of ``int | None``."""
+    inner = get_args(annotation)
+    for each in inner:
+        yield from _types(each)
+    if not inner:
+        yield annotation
+
+
+def _has_truth_value(value: object) -> bool:
+    """Return whether a value is true or false, or a list that contains true or false."""
+    return any(map(_has_truth_value, value)) if isinstance(value, (list, tuple)) else isinstance(value, bool)
 
 
 def _check_size(value: object) -> None:

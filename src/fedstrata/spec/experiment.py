@@ -184,7 +184,7 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
         SpecError: The file is missing, cannot be read or is not TOML.
     """
     try:
-        return parse_toml(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise SpecError(key, "no such file", str(path)) from None
     except (OSError, ValueError) as error:
@@ -209,7 +209,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
     """Add to an error the path of the spec file and the line of the error's key, if the file contains the key."""
-    line = line_of(Path(path).read_text(encoding="utf-8"), error.key)
+    line = line_of(Path(path).read_text(encoding="utf-8-sig"), error.key)
     where = f" ({path}, line {line})" if line else ""
     return SpecError(error.key, error.problem + where, error.value)
 
