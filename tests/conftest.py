@@ -155,7 +155,9 @@ def tiny() -> Callable[..., Tiny]:
         federate_batchnorm(module)
         training = {"batch_size": 4} | ({} if "local_steps" in training else {"local_epochs": 1}) | training
         settings = Training(**training)
-        config = FederationConfig(0, settings, Model(module), CLASSES, len(assignment), assignment.sizes)
+        config = FederationConfig(
+            0, settings, Model(module), CLASSES, len(assignment), assignment.sizes, assignment.sizes
+        )
         context = ClientContext(config, data, assignment, objective or CrossEntropy(), HANDLERS + handlers)
         engine = LocalEngine(context, StateStore() if store is None else store)
         federation = Tiny(engine, config, availability or Always(), "toy")

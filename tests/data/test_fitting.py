@@ -126,6 +126,7 @@ def test_statistics_travel():
         ({"mean": torch.full((4,), math.nan, dtype=torch.float64)}, "not finite"),
         ({"count": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),
         ({"samples": -1}, "below 0"),
+        ({"samples": 2**62}, f"statistics of {2**62} samples; accepted: at most"),
         ({"counts": {}}, "counts of the columns"),
         ({"squares": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),
         ({"count": torch.full((4,), 10.0, dtype=torch.float64)}, "10 values of 9 samples"),

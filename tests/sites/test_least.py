@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from site_engine import make_site_engine
 import fedstrata as fs
 from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError
+from fedstrata.base.jsonl import read_jsonl
+from fedstrata.federation.messages import FitReply
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites import directory
@@ -231,6 +234,35 @@ def test_who_refuses_one_kind_of_question_is_in(transport: Transport, tmp_path: 
     assert [record["clients_returned"] for record in history] == [2, 2, 2, 2]
     assert engine.directory.status("b") == ("in", "")
     assert refused, "it told how the model does on four samples"
+
+
+def test_a_site_cannot_claim_more_samples_than_it_reported_before_the_run(transport: Transport, tmp_path: Path) -> None:
+    send = transport.send
+
+    def lie(site: str, *question: Any) -> object:
+        answer = records.decode(send(site, *question))  # type: ignore[arg-type]
+        if site == "b" and any(isinstance(each, FitReply) for each in getattr(answer, "outcomes", ())):
+            answer = replace(answer, outcomes=[replace(each, samples=2**62) for each in answer.outcomes])
+        return records.encode(answer)
+
+    transport.send = lie  # type: ignore[method-assign]
+    rows = "".join(f"{20 + n},{'yes' if n % 2 else 'no'}\n" for n in range(40))
+    experiment = spec("fedavg", **OWN)
+    prepared, sums = prepare_server(experiment, None, 2), Sums(60.0)
+    for name in "ab":
+        (tmp_path / f"{name}.csv").write_text(HEAD + rows)
+        settings = SiteSettings(data=tmp_path / f"{name}.csv")
+        transport.site_servers[name] = SiteServer(name, tmp_path / name, lambda to, data: b"", settings)
+    common: dict[str, Any] = {"spec": experiment.to_toml(), "run": "run", "patience": 60.0, "least": 1, "fewer": "wait"}
+    engine = make_site_engine(prepared.config, transport, list("ab"), sums, **common)
+    ready = surveyed(prepared, engine, tmp_path / "out", resume=False)
+    history = run_prepared(ready, tmp_path / "out", engine)
+    assert {(record["clients_returned"], record["clients_failed"]) for record in history} == {(1, 1)}
+    reasons = [event["reason"] for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == "refused"]
+    assert f"{2**62} samples, but the client has 32" in reasons[0]
+    engine.most_samples.clear()  # as in a new process, which resumes the run
+    resumed = surveyed(prepared, engine, tmp_path / "out", resume=True)
+    assert resumed.config.most_samples.tolist() == [64, 64]
 
 
 def test_a_hospital_that_mends_its_file_is_taken_in(transport: Transport, tmp_path: Path) -> None:

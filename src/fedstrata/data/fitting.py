@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedstrata.base.arrays import Floats, Ints
+from fedstrata.base.config import MOST
 from fedstrata.base.errors import DataError
 from fedstrata.base.records import Message, record
 from fedstrata.data.arrays import Normalize, precise
@@ -119,6 +120,8 @@ class Statistics(Message):
         sums = [other.squares, other.count, *(table[:, 1] for table in tables)]
         if other.samples < 0 or any((each < 0).any() for each in sums):
             raise DataError("counts or sums of squares below 0")
+        if other.samples > MOST:
+            raise DataError(f"statistics of {other.samples} samples; accepted: at most {MOST}")
         if any(float(table[:, 1].sum()) > other.samples for table in tables):
             raise DataError(f"more values than samples, which are {other.samples}")
         some = other.count > 0 if len(other.low) else other.count[:0] > 0

@@ -29,6 +29,8 @@ class FederationConfig:
         clients: Number of clients, N.
         sizes: Number of samples n_k of every client, shape (N,); None at real sites. A method uses the sizes only for
             warnings and for simulated time, never for training.
+        most_samples: The largest number of samples that the server accepts from every client, shape (N,); None if it
+            accepts any number.
         server_data: Training samples that the server itself has, for methods that need some; None at clients.
         weight_diversity: Whether methods that combine clients' models record the distances between these models.
         random: Whether the model's forward pass draws random numbers during training, as dropout does.
@@ -41,6 +43,7 @@ class FederationConfig:
     classes: int
     clients: int
     sizes: NDArray[np.int64] | None = None
+    most_samples: NDArray[np.int64] | None = field(default=None, repr=False, compare=False)
     server_data: ServerData | None = field(default=None, repr=False, compare=False)
     weight_diversity: bool = False
     random: bool = False

@@ -13,7 +13,7 @@ from fedstrata.base.errors import ClientsFailedError
 from fedstrata.federation.availability import Availability
 from fedstrata.federation.clock import Clock
 from fedstrata.federation.engine import Failure, FederationConfig
-from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Weights, Work
+from fedstrata.federation.messages import ClientId, FitReply, Reply, Request, Requests, Weights, Work
 from fedstrata.federation.reply_checks import Check, defect_of
 
 
@@ -191,7 +191,7 @@ class Exchanges:
             together: Whether the clients answered as a group.
             check: A check of the replies in addition to ``Request.check``; None for no further check.
         """
-        log, replies = self.log, Replies()
+        log, replies, most = self.log, Replies(), self._config.most_samples
         failures: dict[ClientId, Failure] = {}
         refused = False
         for client in sorted(outcomes):
@@ -201,6 +201,9 @@ class Exchanges:
             elif defect := defect_of(outcome, asked[client].check_reply, check):
                 refused = True
                 log.fail(client, Failure(defect, refused=True))
+            elif most is not None and isinstance(outcome, FitReply) and outcome.samples > most[client]:
+                refused = True
+                log.fail(client, Failure(f"{outcome.samples} samples, but the client has {most[client]}", refused=True))
             else:
                 replies[client] = outcome
         sizes = {client: records.size(reply) for client, reply in replies.items()}

@@ -160,6 +160,7 @@ def assemble(
         classes=dataset.classes,
         clients=len(assignment),
         sizes=assignment.sizes if sizes_known else None,
+        most_samples=assignment.sizes if sizes_known else None,
         server_data=ServerData(dataset, _all_but_the_servers(everybody, held)) if sizes_known else None,
         weight_diversity=spec.evaluation.weight_diversity,
         random=_draws_random_numbers(made, dataset),

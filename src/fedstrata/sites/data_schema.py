@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata.base import records
+from fedstrata.base.config import MOST
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.clients.client import ClientContext
@@ -265,7 +266,11 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
         replace_file(path, records.encode(engine.statistics))
         write_json(folder / FINGERPRINTS, engine.fingerprints)
     assert engine.statistics is not None
-    return dataclasses.replace(prepared, data=fit(prepared.data, engine.statistics))
+    # A resumed run knows only the samples of all sites together.
+    most = engine.statistics.samples or MOST
+    samples = [engine.most_samples.get(client, most) for client in range(prepared.config.clients)]
+    config = dataclasses.replace(prepared.config, most_samples=np.array(samples, dtype=np.int64))
+    return dataclasses.replace(prepared, data=fit(prepared.data, engine.statistics), config=config)
 
 
 def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None:

@@ -62,6 +62,8 @@ class NVFlareEngine(Engine):
         """The statistics of all sites' training samples, if sites bring their own data; see ``survey``."""
         self.fingerprints: dict[str, str] = {}
         """A mapping from each site to the fingerprint of its data file; see ``fedstrata.sites.manifest``."""
+        self.most_samples: dict[ClientId, int] = {}
+        """A mapping from each client to the number of training samples that its site reported in ``survey``."""
         self._pending_events: list[EngineEvent] = []
         self._unsaved: set[str] = set()
         self._asked: dict[str, list[ClientId]] = {}
@@ -87,6 +89,9 @@ class NVFlareEngine(Engine):
         surveyed = self._begin(bodies, Surveyed, lambda _, answer: unfitted.refuse_unlike(answer.statistics))
         answers = {site: surveyed[site] for site in sites if site in surveyed}
         self.fingerprints = {site: answer.fingerprint for site, answer in answers.items()}
+        for site, answer in answers.items():
+            if answer.statistics.samples:  # 0 if the features do not depend on statistics
+                self.most_samples |= dict.fromkeys(self.directory.clients_of(site), answer.statistics.samples)
         self.statistics = sum((answer.statistics for answer in answers.values()), unfitted.statistics(()))
         return self.statistics
 
