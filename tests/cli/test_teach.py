@@ -128,6 +128,15 @@ def test_nothing_is_written_over(capsys):
     assert "LongestAway" in Path("sampler.py").read_text()
 
 
+def test_a_value_is_explained_by_the_keys_that_take_it(capsys):
+    assert main(["explain", "constant"]) == 0
+    shown = capsys.readouterr().out
+    assert "data.schema.columns.NAME.impute\n" in shown
+    assert "training.schedule\n" in shown
+    assert main(["explain", "training.execution"]) == 0
+    assert "fused, which is faster" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_key_is_explained_with_all_who_have_it(capsys):
     assert main(["explain", "alpha"]) == 0

@@ -139,6 +139,15 @@ def test_what_there_is_not(arguments: dict, message: str) -> None:
         contrast(THREE, **arguments)
 
 
+def test_an_unknown_measure_is_answered_by_few_of_many_columns() -> None:
+    runs = {"a": [run([0.4, 0.6], 0, **{f"column_{number}": 1.0 for number in range(60)})]}
+    with pytest.raises(SpecError, match=r"column_8, … \(61 columns of metrics\.jsonl\)") as caught:
+        contrast(runs, ["colum"])
+    assert len(caught.value.problem) < 400
+    with pytest.raises(SpecError, match="did you mean 'column_59'"):
+        contrast(runs, ["colum_59"])
+
+
 def test_any_column_can_be_compared() -> None:
     runs = {"a": [run([0.4, 0.6], 0, loss=1.5)], "b": [run([0.6, 0.9], 0, loss=1.0)]}
     found = contrast(runs, ["loss", "rounds_to_0.5", "best_accuracy"], baseline="b")

@@ -124,8 +124,8 @@ def explanations(word: str) -> list[dict[str, Any]]:
     """List the meanings that a word has in specs.
 
     Args:
-        word: A key (``alpha``), a section (``training``), the name of a class in a section (``dirichlet``), or a dotted
-            path that ends with one of these.
+        word: A key (``alpha``), a section (``training``), the name of a class in a section (``dirichlet``), a dotted
+            path that ends with one of these, or else a value that keys take (``constant``).
 
     Returns:
         A dict for each meaning. If the word is a key: ``key``; its ``section``; ``kinds``, the names of the classes in
@@ -140,21 +140,25 @@ def explanations(word: str) -> list[dict[str, Any]]:
     table = known()
     settings = table["settings"]
     entries = [_entry("", [], row) for row in table["experiment"] if row[0] == word and word not in settings]
+    as_value: list[dict[str, Any]] = []
     for section, each in settings.items():
         kinds = each["kinds"]
         if section == word:
             plain = kinds.get("", {"about": f"One of: {', '.join(kinds)}.", "keys": each["common"]})
             entries.append(_entry(section, [], ["", "", "", plain["about"]], [row[0] for row in plain["keys"]]))
-        rows: dict[tuple[str, ...], list[str]] = {}
+        rows, taking = dict[tuple[str, ...], list[str]](), dict[tuple[str, ...], list[str]]()
         for name, kind in kinds.items():
             if name and word in (name, f"{section}.{name}"):
                 entries.append(_entry(section, [name], ["", "", "", kind["about"]], [row[0] for row in kind["keys"]]))
             for row in kind["keys"]:
                 if word in (row[0], f"{section}.{row[0]}", f"{section}.{name}.{row[0]}", f"{name}.{row[0]}"):
                     rows.setdefault(tuple(row), []).append(name)
-        for meaning, names in rows.items():
-            entries.append(_entry(section, [] if len(names) == len(kinds) else names, meaning))
-    if not entries:
+                elif word in row[1].split(", "):
+                    taking.setdefault(tuple(row), []).append(name)
+        for result, meanings in ((entries, rows), (as_value, taking)):
+            for meaning, names in meanings.items():
+                result.append(_entry(section, [] if len(names) == len(kinds) else names, meaning))
+    if not (entries := entries or as_value):
         hint = nearest(word, words(table))
         raise SpecError("KEY", f"nothing in a spec is called so{hint}; 'fedstrata settings' lists all", word)
     return entries

@@ -77,8 +77,9 @@ class Training(Setting):
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them like the
             parameters (and takes the largest value of counters). ``local``: each client keeps its own, and the global
             model is evaluated with the statistics of the test batches. Stratify, SFL and FedTAN need ``average``.
-        execution: ``fused``: an engine may compute the sum over clients in one pass. ``per-client``: each client's part
-            is computed separately, which is slower, but results are equal bit by bit on every engine.
+        execution: ``fused``, which is faster: an engine may compute the sum over clients in one pass. ``per-client``:
+            each client's part is computed alone, which gives the same bits on every engine. Stratify is then several
+            times slower. Methods whose clients train on their own, such as FedAvg, are equally fast.
         threads: Threads that PyTorch uses for one operation. The last bits of results may depend on this number.
         workers: Processes that train clients on this machine, with one thread each. Default: one per core if that is
             faster, otherwise one. Results do not depend on this number.

@@ -59,6 +59,9 @@ BUDGETS = {
 LESS = ("train_loss", "samples", "seconds", "simulated_seconds", *TRAFFIC)
 """The columns, besides metrics, for which lower is better."""
 
+SHOWN = 10
+"""The most columns of the records that an error about an unknown measure names."""
+
 _AT = "_at_"
 
 
@@ -259,8 +262,10 @@ def _measure(key: str, budgets: Mapping[str, float], runs: Curves) -> tables.Mea
     if key in tables.MEASURES or tables.is_target(key) or of_metric or key == f"final_{tables.primary(runs)}":
         return tables.measure(key)
     if key not in columns:
-        accepted = list(dict.fromkeys([*tables.MEASURES, "rounds_to_T", *columns]))
-        raise SpecError("metric", f"there are: {', '.join(accepted)}{nearest(key, accepted)}", key)
+        named, others = [*tables.MEASURES, "rounds_to_T"], [name for name in columns if name not in tables.MEASURES]
+        rest = f", … ({len(others)} columns of metrics.jsonl)" if len(others) > SHOWN else ""
+        problem = f"there are: {', '.join([*named, *others[:SHOWN]])}{rest}{nearest(key, [*named, *others])}"
+        raise SpecError("metric", problem, key)
     shown_as = quantity(key)
     digits = 2 if shown_as.factor == 100 else 4
     return tables.Measure(f"final {shown_as.name}", shown_as.factor, digits, tables.bounds(key))
