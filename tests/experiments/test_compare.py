@@ -473,10 +473,15 @@ def test_a_method_that_is_added_does_not_become_the_baseline(tmp_path):
 
 def test_a_comparison_is_a_frame_and_a_table(tmp_path):
     pytest.importorskip("pandas")
-    runs = compare(variants(tomllib.loads(SPEC), ["fedavg", "prox"]), seeds=[0, 1], out=tmp_path, jobs=1, report=False)
+    experiments = variants(tomllib.loads(SPEC), ["fedavg", "prox"], ["evaluation.metrics=['accuracy', 'ece']"])
+    runs = compare(experiments, seeds=[0, 1], out=tmp_path, jobs=1, report=False)
     frame = runs.to_frame()
     assert frame[["label", "seed"]].values.tolist() == [["fedavg", 0], ["fedavg", 1], ["prox", 0], ["prox", 1]]
     assert frame["final_accuracy"].tolist() == [history.final_accuracy for label in runs for history in runs[label]]
+    for shown in (frame, fs.load_runs(tmp_path).to_frame()):  # also of a metric that is not the primary one
+        finals = [history.column("test.ece")[1][-1] for label in runs for history in runs[label]]
+        assert shown["final_ece"].tolist() == finals
+        assert shown["final_loss"].tolist() == [history[-1]["loss"] for label in runs for history in runs[label]]
     page = runs._repr_html_()
     assert "<td>fedavg</td><td>prox</td>" in page
     assert "final accuracy, %" in page

@@ -335,6 +335,13 @@ class History(Sequence[Record]):
         ending["model"] = self.kept
         return summary | {key: value for key, value in ending.items() if value not in (None, "", {})}
 
+    @property
+    def row(self) -> Record:
+        """The run's row in a data frame of runs: ``summary``, and the final value of the loss and of each metric."""
+        names = [name for name in self.columns if name == "loss" or name.startswith("test.")]
+        finals = {f"final_{name.removeprefix('test.')}": self.final(name) for name in names}
+        return self.summary | finals
+
     def to_frame(self) -> DataFrame:
         """Return a pandas data frame with one row per round, made by ``frame``. Missing values are NaN.
 

@@ -44,13 +44,13 @@ class Comparison(dict[str, list[History]]):
     """
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with one row per run: label, folder and the content of ``summary.json``.
+        """Return a pandas data frame with one row per run: label, the content of ``summary.json``, all metrics.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
         """
         rows = ((label, history) for label, histories in self.items() for history in histories)
-        return frame([{"label": label, **history.summary, "folder": str(history.path)} for label, history in rows])
+        return frame([{"label": label, **history.row, "folder": str(history.path)} for label, history in rows])
 
     def _repr_html_(self) -> str:
         rows = tables.compare_table(self)

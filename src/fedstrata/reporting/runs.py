@@ -67,14 +67,14 @@ class Runs(dict[str, list[Run]]):
         return Runs(finished) if finished else self
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with a row per run: label, seed and the content of ``summary.json``.
+        """Return a pandas data frame with a row per run: label, data, the content of ``summary.json``, all metrics.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
         """
         return frame(
             [
-                {"label": label, "data": run.data, **run.history.summary}
+                {"label": label, "data": run.data, **run.history.row}
                 | {"finished": run.finished, "folder": str(run.folder)}
                 for label, members in self.items()
                 for run in members
