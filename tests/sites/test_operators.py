@@ -119,9 +119,10 @@ def test_a_site_is_revoked_while_it_works_another_one_dies_and_the_run_ends(
 def test_the_hospitals_by_hand_as_the_documentation_says(tmp_path: Path) -> None:
     """Every line as it stands there, in an empty folder; no step may be missing."""
     pytest.importorskip("nvflare")
-    page = (HOSPITALS.parents[1] / "docs" / "deploy" / "index.md").read_text(encoding="utf-8")
-    block = page.partition("### By hand, from an empty folder to a result")[2].partition("```bash\n")[2]
-    lines = block.partition("```")[0].strip().splitlines()
+    page = (HOSPITALS.parents[1] / "docs" / "deploy" / "quickstart.md").read_text(encoding="utf-8")
+    (tmp_path / "sites.toml").write_text(page.partition("```toml\n")[2].partition("```")[0], encoding="utf-8")
+    blocks = [block.partition("```")[0] for block in page.split("```bash\n")[1:]]
+    lines = "".join(blocks).splitlines()
     own = str(Path(sys.executable).parent)
     environment = os.environ | {"HOSPITALS": str(HOSPITALS), "PATH": os.pathsep.join([own, os.environ["PATH"]])}
     begun = time.monotonic()
