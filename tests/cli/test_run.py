@@ -23,9 +23,13 @@ def test_run_writes_prints_and_draws(capsys, tmp_path):
     assert "scaffold" in captured.out
     assert "written to runs/one" in captured.out
     names = {path.name for path in Path("runs/one").iterdir()}
-    assert names >= {"spec.toml", "metrics.jsonl", "summary.json", "model.safetensors", "partition.png", "accuracy.png"}
+    assert names >= {"spec.toml", "metrics.jsonl", "summary.json", "model.safetensors", "partition.png"}
+    assert "accuracy.png" not in names  # a single round has no curve
     summary = json.loads(Path("runs/one/summary.json").read_text())
     assert (summary["method"], summary["seed"], summary["rounds"]) == ("scaffold", 3, 1)
+    assert main(["run", "s.toml", "--out", "runs/two", "--set", "training.rounds=2"]) == 0
+    assert Path("runs/two/accuracy.png").exists()
+    capsys.readouterr()
     assert main(["run", "s.toml", "--out", "runs/one"]) == 2
     assert "out = 'runs/one': holds a run already" in capsys.readouterr().err
 

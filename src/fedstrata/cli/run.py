@@ -69,7 +69,8 @@ def _run(options: argparse.Namespace) -> int:
             else:
                 work = partial(run, spec, out=folder, engine=options.engine)
             history = common.located(options, lambda: work(resume=resume, callbacks=[watch]))
-        plot_run(history, folder)
+        if len(history) > 1:  # curves of a single round would be points
+            plot_run(history, folder)
     return common.show_run(history, options.json)
 
 
