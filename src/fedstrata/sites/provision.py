@@ -186,7 +186,8 @@ def _described(spec: Experiment) -> str:
     """Describe in words the data file that a site must have."""
     schema, data = spec.data.schema, spec.data
     if schema is None:
-        return f"a .npz file: `x_train` (samples of shape {list(data.shape or ())}) and `y_train` (0 … {data.classes})"
+        shape, last = list(data.shape or ()), (data.classes or 1) - 1
+        return f"a .npz file: `x_train` (samples of shape {shape}) and `y_train` (labels 0 … {last})"
     columns = [f"`{name}` ({column.accepted})" for name, column in (schema.columns or {}).items()]
     label = f"`{schema.label}` (accepted: {', '.join(schema.classes or ())})"
-    return f"a CSV or Parquet file with a row a sample and these columns, in any order: {'; '.join([*columns, label])}"
+    return f"a CSV or Parquet file with one row per sample and these columns, in any order: {'; '.join([*columns, label])}"
