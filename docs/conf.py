@@ -107,6 +107,7 @@ MOVED = {
     "privacy": "privacy/index",
     "ray": "guides/hardware",
     "results": "results/index",
+    "results/readings": "results/claims",
     "runs": "reference/run-folder",
     "sampling": "methods/samplers",
     "spec": "reference/spec",

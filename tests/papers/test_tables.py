@@ -118,5 +118,5 @@ def test_tables_are_chosen_by_paper_and_by_name():
 def test_every_paper_has_its_claims_and_says_where_it_differs():
     package = Path(module.__file__).parent
     for paper in PAPERS:
-        assert (package / paper / "differs.md").read_text(encoding="utf-8").startswith("## Where this differs")
+        assert (package / paper / "differs.md").read_text(encoding="utf-8").startswith("## Differences from the paper")
         assert any(claim.paper == paper for claim in claims())

@@ -1,52 +1,50 @@
 """Verdicts on the claims of papers, from the results of their tables.
 
-The statistics are those of ``fedstrata.reporting.statistics.planned_differences``.
+A claim can need several comparisons, such as those with each baseline in each setting. These comparisons are the
+claim's family; comparisons of other claims and of the rest of the table do not count. The claim is confirmed if every
+comparison supports it at 5 %, without correction: this intersection–union test is wrong with a probability of at most
+5 %. Statements about some of the comparisons are corrected over the family (Bonferroni).
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from fedstrata.base.errors import SpecError
 from fedstrata.papers.readings import readings
 from fedstrata.papers.running import Results
 from fedstrata.papers.tables import CLAIMS, PAPERS, Table, tables
-from fedstrata.reporting.statistics import MIN_SEEDS, Difference, Order, Range, planned_differences, t_interval
+from fedstrata.reporting.statistics import MIN_SEEDS, UNBOUNDED, Difference, Order, Range, cut, paired_difference
 from fedstrata.spec.experiment import parse_toml
 
-POINT = 0.01
-"""The unit to which accuracies are rounded, in percentage points."""
-POINTS: Range = (-100.0, 100.0)
-"""The smallest and the largest possible difference of two accuracies, in percentage points."""
+UNITS: Mapping[str, tuple[float, Range]] = {"points": (0.01, (-100.0, 100.0)), "rounds": (1.0, UNBOUNDED)}
+"""A mapping from each unit of differences to the precision of the figures, and to the range of possible differences."""
 
-Verdict = Literal[
-    "holds", "in part", "not", "not shown", "not yet", "cannot be tested with this data", "out of reach of two cores"
-]
+Verdict = Literal["confirmed", "partly", "contradicted", "inconclusive", "not tested", "not testable here"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
 """A mapping from row, column and seed to the results of the run."""
 
 
 class Comparison(NamedTuple):
-    """A comparison of two rows in one column of a table.
+    """A comparison of a claim's row with another row, or with itself in another column.
 
     Args:
         column: The column.
-        row: The row.
-        than: The row with which it is compared.
-        difference: The difference of the table's metric, ``row`` minus ``than``; its interval and p-value are corrected
-            over all comparisons of the table.
+        than: The row or column with which it is compared.
+        alone: The difference with its own 95 % interval.
+        together: The difference with an interval that holds at 95 % together with those of the claim's others.
     """
 
     column: str
-    row: str
     than: str
-    difference: Difference
+    alone: Difference
+    together: Difference
 
 
 def difference_text(difference: Difference) -> str:
@@ -87,28 +85,20 @@ def over_seeds(cells: Cells, row: str, column: str, metric: str) -> dict[int, fl
     }
 
 
-def compared(table: Table, cells: Cells) -> list[Comparison]:
-    """Return all comparisons of a table, including those whose cells were not run."""
-    comparisons = table.comparisons()
-    values = partial(over_seeds, cells, metric=table.metric)
-    pairs = [(values(row, column), values(than, column)) for column, row, than in comparisons]
-    differences = planned_differences(pairs, resolution=POINT, bounds=POINTS)
-    return [Comparison(*each, difference) for each, difference in zip(comparisons, differences, strict=True)]
-
-
-def needed(seeds: int, comparisons: int) -> float:
-    """Return the smallest mean difference for which "above" or "below" is stated.
-
-    Its unit is the standard deviation of the differences over the seeds.
+def compared(
+    values: Mapping[int, float], baseline: Mapping[int, float], *, together: int = 1, unit: str = "points"
+) -> Difference:
+    """Compute the difference of two rows over the seeds that both have, with Student's t interval.
 
     Args:
-        seeds: The number of seeds.
-        comparisons: The number of comparisons of the table.
-
-    >>> round(needed(3, 1), 2), round(needed(5, 9), 2)
-    (2.48, 2.43)
+        values: A mapping from each seed to the figure of a row.
+        baseline: The figures of the other row.
+        together: The number of intervals that hold at 95 % together.
+        unit: The unit of the difference, a key of ``UNITS``.
     """
-    return t_interval(0.0, 1.0, seeds, together=comparisons)[1]
+    precision, bounds = UNITS[unit]
+    difference = paired_difference(values, baseline, resolution=precision, together=together)
+    return replace(difference, interval=cut(difference.interval, bounds))
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,8 @@ class Claim:
         where: The place of the claim: ``abstract``, ``conclusion`` or both.
         kind: The way in which it is judged: a key of ``TABLE_KINDS``, ``reading``, ``page`` or ``untestable``; see
             ``KINDS``.
-        about: The parameters of this kind of judgement, such as the table and the row.
+        about: The parameters of this kind of judgement, such as the table and the row. Claims for the first page of the
+            results also have ``headline``, a short statement, and ``data``, the data on which it is judged.
     """
 
     paper: str
@@ -137,15 +128,19 @@ class Judgement:
 
     Args:
         claim: The claim.
-        verdict: Whether the claim holds in our results.
+        verdict: Whether our results support the claim.
         evidence: The figures on which the verdict is based, as text.
         command: The command that computes the figures.
+        measure: The quantity in ``evidence``, as text; empty if the evidence says it.
+        decisive: The claim's comparisons that have enough seeds, each with the difference whose interval decides.
     """
 
     claim: Claim
     verdict: Verdict
     evidence: str
     command: str
+    measure: str = ""
+    decisive: Sequence[tuple[Comparison, Difference]] = ()
 
 
 def claims() -> list[Claim]:
@@ -156,8 +151,7 @@ def claims() -> list[Claim]:
     """
     claims = []
     for paper in PAPERS:
-        content = parse_toml(files(__package__).joinpath(paper, CLAIMS).read_text(encoding="utf-8"))
-        for about in content["claims"]:
+        for about in _file(paper)["claims"]:
             claim = Claim(paper, about.pop("statement"), about.pop("where"), about.pop("kind"), about)
             if claim.kind not in KINDS:
                 raise SpecError(f"{paper}/claims", f"expected one of {', '.join(KINDS)}", claim.kind)
@@ -165,19 +159,33 @@ def claims() -> list[Claim]:
     return claims
 
 
+def summary(paper: str) -> str:
+    """Return a sentence about the results of a paper in ``docs/results``."""
+    return str(_file(paper)["summary"])
+
+
+def _file(paper: str) -> dict[str, Any]:
+    return parse_toml(files(__package__).joinpath(paper, CLAIMS).read_text(encoding="utf-8"))
+
+
 def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
     """Judge a claim by the available results; ``quick`` means that these are of experiments at small scale."""
     about = claim.about
     if claim.kind == "reading":
         reading = readings()[about["reading"]]
-        verdict: Verdict = about["verdicts"][reading.holds] if "verdicts" in about else reading.holds
-        return Judgement(claim, verdict, reading.figure, "fedstrata reproduce --show")
+        verdict: Verdict = about.get("verdicts", {}).get(reading.verdict, reading.verdict)
+        return Judgement(claim, verdict, reading.figure, "fedstrata reproduce --show", reading.description)
     if claim.kind == "page":
         return Judgement(claim, about["verdict"], about["evidence"], about["command"])
     if claim.kind == "untestable":
-        return Judgement(claim, about.get("verdict", "cannot be tested with this data"), about["why"], "–")
-    case = _Case(claim, known, quick)
-    return Judgement(claim, *TABLE_KINDS[claim.kind](case), f"fedstrata reproduce {case.name}")
+        return Judgement(claim, "not testable here", about["why"], "–")
+    return TABLE_KINDS[claim.kind](_Case(claim, known, quick))
+
+
+Place = tuple[str, str]
+"""A row and a column of a table."""
+Figures = Callable[[Any, Any], tuple[float, float]]
+"""A function that takes a result of a row and of another row, and returns the two figures to compare."""
 
 
 class _Case:
@@ -194,188 +202,165 @@ class _Case:
         """The name of the other row or rows in the text of the evidence."""
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
-    def has(self, column: str, *rows: str) -> bool:
-        """Return True if a column has all these rows."""
-        return set(rows) <= set(self.table.rows_of(column))
+    def places(self) -> list[tuple[Place, Place]]:
+        """Return the places that the claim compares: the row and each other row, in each column that has both.
 
-    def values(self, row: str, column: str, metric: str = "") -> dict[int, float]:
-        """Return a mapping from each seed to the value of a metric. Default: the metric of the table."""
-        return over_seeds(self.cells, row, column, metric or self.table.metric)
-
-    def label(self, column: str, other: str, *, all_columns: int) -> str:
-        """Return a text that names a comparison with another row in a column.
-
-        It leaves out the column or the other row if it is the same in all comparisons of the claim.
+        Raises:
+            SpecError: The row is nowhere beside one of the others.
         """
-        where = [column] * (bool(column) and all_columns > 1)
-        return " ".join(where + [f"− {other}"] * (len(self.others) > 1))
+        places = [
+            ((self.row, column), (other, column))
+            for column in self.columns
+            for other in self.others
+            if {self.row, other} <= set(self.table.rows_of(column))
+        ]
+        if {other for _, (other, _) in places} != set(self.others):
+            raise SpecError(f"{self.claim.paper}/claims", f"{self.name} does not have all rows", self.claim.statement)
+        return places
+
+    def judged(
+        self,
+        measure: str,
+        places: Sequence[tuple[Place, Place]],
+        key: str,
+        figures: Figures = lambda mine, theirs: (mine, theirs),
+        wanted: Order = "above",
+        unit: str = "points",
+    ) -> Judgement:
+        """Judge whether the differences between places all have the order ``wanted``.
+
+        Args:
+            measure: A description of the difference.
+            places: The places that the claim compares: its family.
+            key: The key of the result that ``figures`` takes.
+            figures: A function that computes the figures from the results.
+            wanted: The order that the claim states.
+            unit: The unit of the difference, a key of ``UNITS``.
+        """
+        comparisons = []
+        for mine, theirs in places:
+            pairs = {s: (self.cells.get((*mine, s), {}), self.cells.get((*theirs, s), {})) for s in self.table.seeds}
+            both = {seed: figures(a[key], b[key]) for seed, (a, b) in pairs.items() if key in a and key in b}
+            sides = [{seed: figure[side] for seed, figure in both.items()} for side in (0, 1)]
+            alone, together = (compared(*sides, together=count, unit=unit) for count in (1, len(places)))
+            than = theirs[0] if theirs[0] != mine[0] else theirs[1]
+            comparisons.append(Comparison(mine[1], than, alone, together))
+        within = float(self.about.get("within", 0.0))
+        if within:
+            measure += f" (as good: at most {within:g} below)"
+        verdict = _verdict(comparisons, wanted, within)
+        tested = [each for each in comparisons if each.alone.n >= MIN_SEEDS]
+        decisive = [(each, each.alone if verdict == "confirmed" else each.together) for each in tested]
+        evidence = f"fewer than {MIN_SEEDS} seeds"
+        if len(tested) > MOST:
+            evidence = f"{_counted([each for _, each in decisive], wanted, within)} {unit}"
+        elif tested:
+            columns, others = len({place[1] for place, _ in places}), len(self.others)
+            labels = [" ".join([a.column] * (columns > 1) + [f"− {a.than}"] * (others > 1)) for a in tested]
+            texts = [f"{label}: {difference_text(each)}" for label, (_, each) in zip(labels, decisive, strict=True)]
+            evidence = f"{'; '.join(text.removeprefix(': ') for text in texts)} {unit}"
+        if tested and len(tested) < len(comparisons):
+            evidence += f"; {len(comparisons) - len(tested)} of {len(comparisons)} not tested"
+        return Judgement(self.claim, verdict, evidence, f"fedstrata reproduce {self.name}", measure, decisive)
 
 
-Part = tuple[str, Difference]
-"""The name of a difference, and the difference."""
-
-
-def _verdict(orders: Sequence[Order], wanted: Order = "above") -> Verdict:
+def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within: float = 0.0) -> Verdict:
     """Return the verdict on a claim, which says that all comparisons have the order ``wanted``.
 
-    >>> _verdict(["above", "above"]), _verdict(["above", "not run"]), _verdict(["above", "below", "not run"])
-    ('holds', 'not yet', 'in part')
-    >>> _verdict(["no order shown", "below"]), _verdict(["no order shown"]), _verdict(["below", "too few seeds"])
-    ('not', 'not shown', 'not yet')
+    Args:
+        comparisons: The comparisons of the claim.
+        wanted: The order that the claim states.
+        within: By how much a difference may fail to have the order and still support the claim.
     """
-    right = sum(order == wanted for order in orders)
-    open = sum(order in ("not run", "too few seeds") for order in orders)
-    if right == len(orders):
-        return "holds"
-    if right and right + open < len(orders):
-        return "in part"
+    alone = [each.alone.order(within) for each in comparisons]
+    together = [each.together.order(within) for each in comparisons]
+    right, open = alone.count(wanted), sum(order in ("not run", "too few seeds") for order in alone)
+    if right == len(alone):
+        return "confirmed"
+    if wanted in together and right + open < len(alone):
+        return "partly"
     if open:
-        return "not yet"
-    return "not shown" if set(orders) == {"no order shown"} else "not"
+        return "not tested"
+    return "inconclusive" if set(together) == {"not significant"} else "contradicted"
 
 
-MOST = 4
+MOST = 2
 """The most comparisons that the evidence of a claim lists one by one; if there are more, it summarises them."""
 
 
-def _listed(parts: Sequence[Part]) -> str:
-    """Return differences as text, each with its name.
-
-    If there are more than ``MOST``, return the count of each order, and the smallest and the largest difference.
-    """
-    if all(difference.n == 0 for _, difference in parts):
-        return "not run"
-    if len(parts) <= MOST:
-        return "; ".join(f"{label}: " * bool(label) + difference_text(each) for label, each in parts)
-    orders = Counter(each.order() for _, each in parts)
-    means = [each.mean for _, each in parts if each.mean is not None]
-    text = ", ".join(f"{count} {order}" for order, count in orders.items())
-    return f"of {len(parts)}: {text}; from {signed(min(means))} to {signed(max(means))}"
+def _counted(differences: Sequence[Difference], wanted: Order, within: float) -> str:
+    """Return how many differences support a claim, and the smallest and the largest difference, as text."""
+    names = {wanted: "as claimed", "not significant": "not significant"}
+    counts = Counter(names.get(each.order(within), "the opposite") for each in differences)
+    text = ", ".join(f"{counts[name]} {name}" for name in sorted(counts))
+    ends = sorted(differences, key=lambda difference: difference.mean or 0.0)
+    return f"{text}; from {difference_text(ends[0])} to {difference_text(ends[-1])}"
 
 
-def _above(case: _Case) -> tuple[Verdict, str]:
-    """Judge whether a row is above the other rows in all columns of the claim."""
-    row, others = case.row, case.others
-    comparisons = [each for each in compared(case.table, case.cells) if each.column in case.columns]
-    wanted = [each for each in comparisons if each.row == row and each.than in others]
-    reverse = [each for each in comparisons if each.than == row and each.row in others]
-    wanted += [Comparison(each.column, row, each.row, -each.difference) for each in reverse]
-    if len(wanted) != sum(case.has(column, row, other) for column in case.columns for other in others):
-        problem = f"{case.about['table']} does not compare them all"
-        raise SpecError(f"{case.claim.paper}/claims", problem, case.claim.statement)
-    count = len(case.table.columns)
-    parts = [(case.label(each.column, each.than, all_columns=count), each.difference) for each in wanted]
-    return _verdict([each.difference.order() for each in wanted]), f"{row} − {case.other}: {_listed(parts)}"
+def _above(case: _Case) -> Judgement:
+    """Judge whether a row is above the other rows in all columns, or at most ``within`` points below them."""
+    return case.judged(f"{case.row} − {case.other}", case.places(), case.table.metric)
 
 
-def _near(case: _Case) -> tuple[Verdict, str]:
+def _near(case: _Case) -> Judgement:
     """Judge whether a row's metric is, in each column, at most ``within`` points below that in a reference column."""
     row, reference = case.row, case.about["reference"]
-    columns = [column for column in case.table.columns if column != reference and case.has(column, row)]
-    pairs = [(case.values(row, column), case.values(row, reference)) for column in columns]
-    differences = planned_differences(pairs, resolution=POINT, bounds=POINTS)
-    return _within(case, f"{row} with {reference}", list(zip(columns, differences, strict=True)))
-
-
-def _margin(case: _Case) -> tuple[Verdict, str]:
-    """Judge whether a row is at most ``within`` points below another row, in all columns of a table."""
-    comparisons = compared(case.table, case.cells)
-    parts = [(each.column, each.difference) for each in comparisons if (each.row, each.than) == (case.row, case.other)]
-    return _within(case, case.other, parts)
-
-
-def _within(case: _Case, other: str, parts: Sequence[Part]) -> tuple[Verdict, str]:
-    within = float(case.about["within"])
-    text = f"{case.row} − {other}: {_listed(parts)}; as good: at most {within:g} below"
-    return _verdict([each.order(within) for _, each in parts]), text
+    columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
+    places = [((row, column), (row, reference)) for column in columns]
+    return case.judged(f"{row} − the same with {reference}", places, case.table.metric)
 
 
 COUNTED = {"bytes_up": "bytes of the clients' answers", "bytes_down": "bytes to the clients"}
 """Metrics that are counts, with a description of each. They are compared directly, without a test over seeds."""
 
 
-def _ratio(case: _Case) -> tuple[Verdict, str]:
+def _ratio(case: _Case) -> Judgement:
     """Judge whether the ratio of a row's count (see ``COUNTED``) to another row's is from ``least`` to ``most``."""
-    row, other, metric = case.row, case.other, case.about["metric"]
-    by_column = []
-    for column in (column for column in case.table.columns if case.has(column, row, other)):
-        theirs, mine = case.values(other, column, metric), case.values(row, column, metric).items()
-        by_column.append([value / theirs[seed] for seed, value in mine if theirs.get(seed)])
-    ratios = [ratio for of_column in by_column for ratio in of_column]
-    if not ratios:
-        return "not yet", "not run"
-    text = f"{COUNTED[metric]}, {row} / {other}: {statistics.fmean(ratios):.3f}"
-    most, least = case.about.get("most", max(ratios)), case.about.get("least", min(ratios))
-    within: Verdict = "holds" if least <= min(ratios) and max(ratios) <= most else "not"
-    return within if all(by_column) else "not yet", text
+    metric = case.about["metric"]
+    by_place = []
+    for mine, theirs in case.places():
+        baseline = over_seeds(case.cells, *theirs, metric)
+        values = over_seeds(case.cells, *mine, metric).items()
+        by_place.append([value / baseline[seed] for seed, value in values if baseline.get(seed)])
+    ratios = [ratio for of_place in by_place for ratio in of_place]
+    verdict: Verdict = "not tested"
+    if ratios and all(by_place):
+        most, least = case.about.get("most", max(ratios)), case.about.get("least", min(ratios))
+        verdict = "confirmed" if least <= min(ratios) and max(ratios) <= most else "contradicted"
+    text = f"{statistics.fmean(ratios):.3f} times" if ratios else "not run"
+    measure = f"{COUNTED[metric]}, {case.row} / {case.other}"
+    return Judgement(case.claim, verdict, text, f"fedstrata reproduce {case.name}", measure)
 
 
 Curve = Sequence[float]
 """The accuracy in each evaluated round."""
 
 
-def _sooner(case: _Case) -> tuple[Verdict, str]:
+def _sooner(case: _Case) -> Judgement:
     """Judge whether a row reaches the best accuracy of each other row in fewer rounds than that row."""
 
     def rounds(curve: Curve, other: Curve) -> tuple[float, float]:
         best = max(other)
         return 1 + next((i for i, value in enumerate(curve) if value >= best), len(curve)), 1 + other.index(best)
 
-    return _less(case, rounds, 1.0, f"rounds to the best accuracy of {case.other}, {case.row} − {case.other}")
+    measure = f"rounds to the best of {case.other}, {case.row} − {case.other}"
+    return case.judged(measure, case.places(), "curve", rounds, "below", "rounds")
 
 
-def _steadier(case: _Case) -> tuple[Verdict, str]:
+def _steadier(case: _Case) -> Judgement:
     """Judge whether the accuracy of a row has a smaller standard deviation over its last rounds than the other rows."""
     last = int(case.about["rounds"])
 
     def deviations(curve: Curve, other: Curve) -> tuple[float, float]:
         return statistics.stdev(curve[-last:]), statistics.stdev(other[-last:])
 
-    return _less(case, deviations, POINT, f"deviation over the last {last} rounds, {case.row} − {case.other}")
+    measure = f"standard deviation over the last {last} rounds, {case.row} − {case.other}"
+    return case.judged(measure, case.places(), "curve", deviations, "below")
 
 
-def _less(
-    case: _Case, figures: Callable[[Curve, Curve], tuple[float, float]], resolution: float, description: str
-) -> tuple[Verdict, str]:
-    """Judge whether a figure that is computed from a row's curve is smaller than the figure of each other row.
-
-    It must be smaller in all columns that have both rows. The claim can set ``pooled``: then only the mean over these
-    columns is judged. This is for runs with few evaluations, where the correction for many columns would make all
-    intervals too wide for a verdict.
-
-    Args:
-        case: The claim.
-        figures: A function that takes the curves of the row and of another row, and returns their figures.
-        resolution: The unit to which the figures are rounded.
-        description: A description of the figures, for the evidence.
-    """
-    columns = {other: [c for c in case.columns if case.has(c, case.row, other)] for other in case.others}
-    if pooled := bool(case.about.get("pooled")):
-        groups = [("", other, of_both) for other, of_both in columns.items()]
-    else:
-        groups = [(c, other, [c]) for c in case.columns for other in case.others if c in columns[other]]
-    pairs, labels = [], []
-    for label, other, over in groups:
-        mine, theirs = dict[int, float](), dict[int, float]()
-        for seed in case.table.seeds:
-            cells = [[case.cells.get((row, column, seed), {}) for row in (case.row, other)] for column in over]
-            curves = [[cell.get("curve", ()) for cell in pair] for pair in cells]
-            if curves and all(curve and baseline for curve, baseline in curves):
-                both = [figures(curve, baseline) for curve, baseline in curves]
-                mine[seed], theirs[seed] = map(statistics.fmean, zip(*both, strict=True))
-        pairs.append((mine, theirs))
-        labels.append(case.label(label, other, all_columns=len(case.columns)))
-    differences = planned_differences(pairs, resolution=resolution)
-    text = f"{description}: {_listed(list(zip(labels, differences, strict=True)))}"
-    if pooled:
-        text += f"; mean over {', '.join(case.columns)}"
-    return _verdict([each.order() for each in differences], "below"), text
-
-
-TABLE_KINDS: Mapping[str, Callable[[_Case], tuple[Verdict, str]]] = {
+TABLE_KINDS: Mapping[str, Callable[[_Case], Judgement]] = {
     "above": _above,
     "near": _near,
-    "margin": _margin,
     "ratio": _ratio,
     "sooner": _sooner,
     "steadier": _steadier,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import statistics
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -11,42 +15,34 @@ from typing import Any
 
 from fedstrata.base.jsonl import replace_file
 from fedstrata.papers import judging
-from fedstrata.papers.judging import Cells, Comparison, difference_text, over_seeds, signed
-from fedstrata.papers.readings import FEW_MORE, readings
+from fedstrata.papers.forest import forest
+from fedstrata.papers.judging import Cells, Judgement, difference_text, over_seeds, signed
+from fedstrata.papers.readings import FEW_MORE
 from fedstrata.papers.running import Results, known
 from fedstrata.papers.tables import METRICS, PAPERS, Table, tables
-from fedstrata.reporting.statistics import MIN_SEEDS, Estimate, cut
+from fedstrata.reporting.statistics import MIN_SEEDS, Estimate, cut, t_interval
 
-FIRST, READINGS = "claims.md", "readings.md"
-MADE = "Written by `fedstrata reproduce`; the figures are in `cells/`, one file a table."
-QUICK = "\n**At small scale, to see that everything runs: nothing here says anything of the papers.**\n"
+FILES = INDEX, CLAIMS, CLAIMS_CSV, TABLES_CSV, FOREST = (
+    "index.md",
+    "claims.md",
+    "claims.csv",
+    "tables.csv",
+    "forest.svg",
+)
+BEGIN, END = "<!-- written by `fedstrata reproduce` from here -->", "<!-- to here -->"
+"""The generated part of ``INDEX`` is between these lines. Other lines of the file are kept."""
+QUICK = "\n**At small scale, to test the software: these figures say nothing about the papers.**\n"
 
-ABOUT_CLAIMS = f"""\
-Every quantitative claim of the abstracts and conclusions, in our words, and what came of it here.
-Differences are paired by seed and judged from {MIN_SEEDS} seeds on; their 95 % intervals are in brackets. Those between
-methods hold together over all comparisons of the table; those between settings of one method, of rounds and of
-deviations hold together over the comparisons of the claim. Seeds draw the split, the first model and the batches. The
-test set is the same for all of them: nothing here is said of another one.
+ABOUT_FOREST = f"""\
+![Differences of accuracy with their intervals, one panel per paper]({FOREST})
 
-- *holds*: in all settings; *in part*: in some; *not*: in none, and the opposite in some.
-- *not shown*: the runs leave it open.
-- *not yet*: cells are not run, or have too few seeds.
-
-Ratios of bytes, what is computed and what other pages have measured need no seeds. These are our choices: how near is
-as good (1 point, 2 points under privacy), how many more bytes or operations are few ({FEW_MORE} times), how many more
-bytes are many (10 times), and over how many rounds a curve is steady (20).
-
-{MADE} `fedstrata reproduce --show --out docs/results` writes the pages anew of the results that are there.
-Whether something beats all four is [a study of its own](study.md).
-"""
+Accuracy differences. Blue: as claimed; orange: the opposite; grey: not significant. Thick lines: 95 % interval of one
+comparison; thin lines: of all comparisons of a claim together. *#C=1*: one class per client."""
+DOWNLOADS = f"All [claims, and how we judge]({CLAIMS}). CSV: [claims]({CLAIMS_CSV}), [figures]({TABLES_CSV})."
 ABOUT_TABLES = f"""\
-In the tables the paper's figure stands beside ours, which has the 95 % interval of its mean over seeds (Student's t).
-Differences are paired: they are of the seeds that both methods have, and need not be the difference of the means shown.
-Their intervals hold together at 95 % over all comparisons of the table (Bonferroni), and are cut at what is possible.
-An order is only stated from {MIN_SEEDS} seeds on and where that interval leaves out zero. p is of the paired t-test,
-corrected over the same comparisons (Holm); it decides nothing. Seeds draw the split, the first model and the batches;
-the test set is the same for all of them. A cell that is not run has its command and the time of one core that it takes.
-{MADE}
+Each table shows the paper's figure, ours with its 95 % interval over seeds, and the paired difference from a baseline.
+The intervals of these differences are not corrected and have no verdict. Rows with fewer than {MIN_SEEDS} seeds are
+not shown.
 """
 
 
@@ -60,13 +56,30 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
     Returns:
         The names of the files.
     """
-    results = known(out)
-    pages = {FIRST: first_page(results, quick=quick), READINGS: page_of_readings()}
-    pages |= {f"{paper}.md": page(paper, results, quick=quick) for paper in PAPERS}
     out.mkdir(parents=True, exist_ok=True)
+    pages = contents(out, quick=quick)
     for name, text in pages.items():
         replace_file(out / name, text.encode())
     return list(pages)
+
+
+def contents(out: Path, *, quick: bool = False) -> dict[str, str]:
+    """Return a mapping from the name of each file to its content; see ``write``."""
+    results = known(out)
+    judgements = [judging.judged(claim, results, quick=quick) for claim in judging.claims()]
+    path = out / INDEX
+    index = path.read_text(encoding="utf-8") if path.is_file() else f"# Do the papers' claims hold?\n\n{BEGIN}\n{END}\n"
+    before, _, after = index.partition(BEGIN)
+    generated = f"{BEGIN}\n\n{first_page(judgements, results, quick=quick)}\n\n"
+    pages = {INDEX: before + generated + END + after.partition(END)[2]}
+    pages |= {
+        CLAIMS: page_of_claims(judgements, quick=quick),
+        CLAIMS_CSV: _csv([HEADS, *map(_row, judgements)]),
+    }
+    pages |= {TABLES_CSV: csv_of_tables(results, quick=quick), FOREST: forest(judgements)}
+    for paper in PAPERS:
+        pages[f"{paper}.md"] = page(paper, judgements, results, quick=quick)
+    return pages
 
 
 def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
@@ -78,7 +91,7 @@ def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[
         quick: Whether the results are at small scale.
     """
     results, problems, texts = known(out), dict[str, str](), dict[str, str]()
-    for name in [FIRST, READINGS, *(f"{paper}.md" for paper in PAPERS)]:
+    for name in [*FILES, *(f"{paper}.md" for paper in PAPERS)]:
         path = out / name
         texts[name] = path.read_text(encoding="utf-8") if path.is_file() else ""
         if not texts[name]:
@@ -93,20 +106,85 @@ def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[
     return problems
 
 
-def first_page(results: Results, *, quick: bool = False) -> str:
-    """Return the page with a row for each claim of all papers."""
-    lines = ["# The four papers, claim by claim", QUICK if quick else "", ABOUT_CLAIMS]
-    lines += ["| paper | claim | where | here | figures | command |", "|---|---|---|---|---|---|"]
-    for claim in judging.claims():
-        each = judging.judged(claim, results, quick=quick)
-        link = f"[{PAPERS[claim.paper].partition(' ')[0]}]({claim.paper}.md)"
-        command = f"`{each.command}`" if each.command != "–" else "–"
-        cells = [link, claim.statement, claim.where, f"**{each.verdict}**", each.evidence, command]
-        lines.append(f"| {' | '.join(cells)} |")
-    about = f"[{READINGS}]({READINGS}): biases, weights and privacy, computed."
-    lines += ["", "## What follows from the rules alone", "", about]
-    lines += ["", "## What is run", "", overview(tables().values(), results, quick=quick)]
+def first_page(judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
+    """Return the generated part of the first page: a summary of each paper, and the verdicts on headline claims."""
+    runs = progress(tables().values(), results, quick=quick)
+    cells, done, hours = (sum(row[key] for row in runs) for key in ("cells", "done", "hours"))
+    lines = [QUICK] * quick + [f"{_counts(each.verdict for each in judgements)}.", ""]
+    rows = [["paper", "our results in one sentence", "verdicts"]]
+    for paper in PAPERS:
+        counts = _counts(each.verdict for each in judgements if each.claim.paper == paper).partition(": ")[2]
+        link = f"[{PAPERS[paper].partition(' ')[0]}]({paper}.md)"
+        rows.append([link, "" if quick else judging.summary(paper), counts])
+    claims = [["claim", "verdict", "difference or figure", "data"]]
+    for each in judgements:
+        if title := each.claim.about.get("headline"):
+            seeds = sorted({f"{comparison.alone.n} seeds" for comparison, _ in each.decisive})
+            data = ", ".join([each.claim.about["data"], *seeds])
+            claims.append([title, each.verdict, each.evidence, data])
+    lines += [*_markdown(rows), "", "## Headline claims", "", *_markdown(claims), "", ABOUT_FOREST, ""]
+    left = f"{cells - done:,} of {cells:,} runs are missing, about {hours:.0f} core hours"
+    return "\n".join([*lines, f"{left} (`fedstrata reproduce --list`). {DOWNLOADS}"])
+
+
+def _counts(verdicts: Iterable[str]) -> str:
+    """Return the number of claims with each verdict as text.
+
+    >>> _counts(["partly", "confirmed", "partly"])
+    '3 claims: 1 confirmed, 2 partly'
+    """
+    count = Counter(verdicts)
+    return f"{count.total()} claims: " + ", ".join(f"{count[each]} {each}" for each in judging.VERDICTS if count[each])
+
+
+def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> str:
+    """Return the page with all claims, folded, and with the rules by which they are judged."""
+    about = f"Every quantitative claim of the four papers, with its verdict ([CSV]({CLAIMS_CSV}))."
+    how = files(__package__).joinpath("how.md").read_text(encoding="utf-8")
+    how = how.format(MIN_SEEDS=MIN_SEEDS, FEW_MORE=FEW_MORE)
+    lines = ["# All claims", QUICK if quick else "", about, "", how, "## Claims"]
+    for paper in PAPERS:
+        of_paper = [each for each in judgements if each.claim.paper == paper]
+        rows = [_row(each)[1:-1] for each in of_paper]
+        summary = f"{PAPERS[paper]}: {_counts(each.verdict for each in of_paper)}"
+        lines += ["", *_folded(summary, _markdown([HEADS[1:-1], *rows]))]
     return "\n".join(lines) + "\n"
+
+
+def _folded(summary: str, lines: Sequence[str]) -> list[str]:
+    """Return lines that a reader unfolds; blank lines let Markdown inside HTML be read as Markdown."""
+    return [f"<details><summary>{summary}</summary>", "", *lines, "", "</details>"]
+
+
+HEADS = ["paper", "claim", "where", "verdict", "figures", "command"]
+
+
+def _row(judgement: Judgement) -> list[str]:
+    """Return what ``HEADS`` name of a judgement."""
+    claim = judgement.claim
+    figures = f"{judgement.measure}: " * bool(judgement.measure) + judgement.evidence
+    return [claim.paper, claim.statement, claim.where, judgement.verdict, figures, judgement.command]
+
+
+def csv_of_tables(results: Results, *, quick: bool = False) -> str:
+    """Return the rows of all tables as CSV, however few seeds they have."""
+    rows: list[Sequence[Any]] = [["table", "setting", "method", "metric", "paper", "mean", "low", "high", "seeds"]]
+    for name, table in tables().items():
+        cells = judging.cells_of(table, results, quick=quick)
+        for column in table.columns:
+            for row in table.rows_of(column):
+                estimate = Estimate.over(over_seeds(cells, row, column, table.metric).values(), (0.0, 100.0))
+                low, high = estimate.interval or (None, None)
+                figures = [None if each is None else round(each, 2) for each in (estimate.mean, low, high)]
+                paper = table.published.get(row, {}).get(column)
+                rows.append([name, column, row, table.metric, paper, *figures, estimate.n])
+    return _csv(rows)
+
+
+def _csv(rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> list[dict[str, Any]]:
@@ -170,57 +248,82 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
     return expected
 
 
-def page(paper: str, results: Results, *, quick: bool = False) -> str:
+def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
     """Return the page of a paper: its claims, its tables, and how our experiments differ from the paper's."""
-    lines = [f"# {PAPERS[paper]}", QUICK if quick else "", f"What became of its claims ([more]({FIRST})):", ""]
-    lines += ["| claim | here | figures |", "|---|---|---|"]
-    for each in (judging.judged(claim, results, quick=quick) for claim in judging.claims() if claim.paper == paper):
-        lines.append(f"| {each.claim.statement} | **{each.verdict}** | {each.evidence} |")
-    lines += ["", ABOUT_TABLES.strip()]
+    of_paper = [each for each in judgements if each.claim.paper == paper]
+    counts = f"{_counts(each.verdict for each in of_paper)} ([all claims, and how we judge]({CLAIMS}))."
+    lines = [f"# {PAPERS[paper]}", QUICK if quick else "", counts, "", "## Claims", ""]
+    heads = [HEADS[1], *HEADS[3:5]]
+    runs, computed = [heads], [heads]
+    for each in of_paper:
+        if each.decisive or each.verdict not in ("not tested", "not testable here"):
+            _, statement, _, verdict, figures, _ = _row(each)
+            (computed if each.claim.kind == "reading" else runs).append([statement, verdict, figures])
+    lines += _markdown(runs)
+    if len(computed) > 1:
+        lines += ["", "## Properties of the algorithms, computed without training", "", *_markdown(computed)]
+    shown, waiting = [], []
     for name, table in tables().items():
         if table.paper == paper:
-            lines += ["", f"## {table.title}", "", *_table(name, table, results, quick=quick)]
+            lines_of_table = _table(name, table, results, quick=quick)
+            shown += ["", f"### {table.title}", "", *lines_of_table] if lines_of_table else []
+            waiting += [] if lines_of_table else [f"`{table.name}` ({_missing(table, results) or 'one seed'})"]
+    if shown:
+        lines += ["", "## Results", "", ABOUT_TABLES.strip(), *shown]
     differences = files(__package__).joinpath(paper, "differs.md").read_text(encoding="utf-8")
     lines += ["", differences.strip()]
+    if waiting:
+        where = f"Unfinished tables, with their missing runs, are only in [{TABLES_CSV}]({TABLES_CSV})"
+        lines += ["", f"{where}: {', '.join(waiting)}."]
     return "\n".join(lines) + "\n"
 
 
 def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[str]:
+    """Return a table of the rows that have enough seeds, and what is missing; nothing if no row has enough."""
     cells = judging.cells_of(table, results, quick=quick)
-    lines = [f"Paper: {table.source}. Figures: {METRICS[table.metric]}, %. `fedstrata reproduce {name}`.", ""]
-    lines += [table.notes.strip(), ""] if table.notes else []
+    least = 1 if quick else MIN_SEEDS
     also = [key for key in SHOWN if any(result.get(key) for result in cells.values())]
-    theirs = [_published(table, row, c) for c in table.columns for row in table.rows_of(c)]
-    paper = (["paper"] if table.published else []) + ([f"its − {table.baseline}"] if any(d for _, d in theirs) else [])
-    heads = ["setting", "method", *paper, "here", "seeds", *(SHOWN[key] for key in also)]
-    heads += [f"− {table.baseline}", "p", "what may be said"]
-    lines += ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 3) + "---|"]
-    comparisons = judging.compared(table, cells)
-    seconds = speeds(table, results)
-    beside = {(each.column, each.row): each for each in comparisons if each.than == table.baseline}
-    outside = []
+    values = partial(over_seeds, cells, metric=table.metric)
+    compared = {(c, a, b): judging.compared(values(a, c), values(b, c)) for c, a, b in table.comparisons()}
+    differences = {place: difference_text(each) for place, each in compared.items() if each.n >= least}
+    heads = ["setting", "method", "paper", f"its − {table.baseline}", "here", "seeds"]
+    rows, outside = [[*heads, *(SHOWN[key] for key in also), f"− {table.baseline}"]], []
     for column in table.columns:
         for row in table.rows_of(column):
-            values = over_seeds(cells, row, column, table.metric)
-            estimate = Estimate.over(values.values())
+            estimate = Estimate.over(values(row, column).values())
+            if estimate.n < least:
+                continue
             if _is_outside(table.published.get(row, {}).get(column), estimate):
                 outside.append(f"{row} with {column}")
-            figures = [*_published(table, row, column)[: len(paper)], _here(estimate), _seeds(cells, row, column)]
+            figures = [*_published(table, row, column), _here(estimate), _seeds(cells, row, column)]
             figures += [_mean(cells, row, column, key) for key in also]
-            said = _said(beside.get((column, row))) if values else ["", "", _left(table, row, column, seconds)]
-            lines.append(f"| {column} | {row} | " + " | ".join([*figures, *said]) + " |")
-    more = [each for each in comparisons if each.than != table.baseline and each.difference.n]
+            rows.append([column, row, *figures, differences.get((column, row, table.baseline), "")])
+    if 2 * (len(rows) - 1) <= len({(cell.row, cell.column) for cell in table.cells()}):
+        return []
+    lines = [f"Paper: {table.source}. `fedstrata reproduce {name}`.", "", table.notes.strip(), "", *_markdown(rows)]
+    more = [[c, f"{a} − {b}", text] for (c, a, b), text in differences.items() if b != table.baseline]
     if more:
-        lines += ["", "| setting | also compared | difference | p | what may be said |", "|---|---|---:|---:|---|"]
-        lines += [f"| {each.column} | {each.row} − {each.than} | " + " | ".join(_said(each)) + " |" for each in more]
+        lines += ["", *_markdown([["setting", "also compared", "difference"], *more])]
     if outside:
-        lines += ["", f"The paper's figure lies outside our interval: {'; '.join(outside)}."]
-    if len(table.seeds) >= MIN_SEEDS and comparisons and not quick:
-        times = judging.needed(len(table.seeds), len(comparisons))
-        family = f"With {len(table.seeds)} seeds and {len(comparisons)} comparisons"
-        rule = f"a difference must be {times:.1f} times as large as its deviation from seed to seed"
-        lines += ["", f"{family}, {rule} for its order to be stated."]
-    return lines + _taken_over([result for result in cells.values() if "source" in result])
+        lines += ["", f"The paper's figure is outside the 95 % prediction interval of one run: {'; '.join(outside)}."]
+    lines += _taken_over([result for result in cells.values() if "source" in result])
+    missing = "" if quick else _missing(table, results)
+    return [f"{missing} runs missing.", ""] * bool(missing) + _folded(
+        f"{len(rows) - 1} rows: {METRICS[table.metric]}, %", lines
+    )
+
+
+def _missing(table: Table, results: Results) -> str:
+    """Return the number of missing runs as text; empty if none is missing."""
+    missing = [cell.hash not in results for cell in table.cells()]
+    return f"{sum(missing)} of {len(missing)}" * any(missing)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a Markdown table, whose first row is its heading, without empty columns; nothing if it has no content."""
+    filled = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    lines = [f"| {' | '.join(row)} |" for row in zip(*filled, strict=True)]
+    return [*lines[:1], *["|" + "---|" * len(filled)] * bool(filled), *lines[1:]]
 
 
 def _published(table: Table, row: str, column: str) -> tuple[str, str]:
@@ -232,9 +335,11 @@ def _published(table: Table, row: str, column: str) -> tuple[str, str]:
 
 
 def _is_outside(published: float | None, estimate: Estimate) -> bool:
-    if published is None or estimate.interval is None or estimate.n < MIN_SEEDS:
+    """Return True if the figure of one run lies outside the 95 % prediction interval, mean ± t · sd · √(1 + 1/n)."""
+    if published is None or estimate.mean is None or estimate.sd is None or estimate.n < MIN_SEEDS:
         return False
-    return not estimate.interval[0] <= published <= estimate.interval[1]
+    low, high = t_interval(estimate.mean, estimate.sd * (estimate.n + 1) ** 0.5, estimate.n)
+    return not low <= published <= high
 
 
 def _seeds(cells: Cells, row: str, column: str) -> str:
@@ -250,16 +355,13 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     """
     if not results:
         return []
-    sources = ", ".join(f"`{source}`" for source in sorted({str(result["source"]) for result in results}))
-    line = f"† {len(results)} cells were made by an earlier version with the same spec ({sources})"
-    repeated = [result["repeated"] for result in results if "repeated" in result]
-    if not repeated:
-        return ["", f"{line}, and not repeated."]
-    rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
-    which = "each" if len(repeated) == len(results) else f"{len(repeated)} of them"
-    left_out = "Cells that are more than one point off are left out."
-    repeats = f"the first {rounds} rounds of {which} were repeated, and are at most {points} points off"
-    return ["", f"{line}; {repeats}. {left_out}"]
+    sources = ", ".join(sorted({f"`{result['source']}`" for result in results}))
+    line = f"† {len(results)} runs were made by an earlier version with the same spec ({sources})."
+    if repeated := [result["repeated"] for result in results if "repeated" in result]:
+        rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
+        line += f" The first {rounds} rounds of {len(repeated)} of them were repeated; they differ by at most {points}"
+        line += " points. Runs that differ by more than one point are left out."
+    return ["", line]
 
 
 SHOWN = {"expected_samples": "samples kept", "hops": "hops a round", "strata": "strata, round 1"}
@@ -280,27 +382,6 @@ def _here(estimate: Estimate) -> str:
     return f"{estimate.mean:.2f} [{interval[0]:.1f}, {interval[1]:.1f}]"
 
 
-def _left(table: Table, row: str, column: str, seconds: Mapping[tuple[str, str], float]) -> str:
-    """Return a text with the command that runs the missing cells of a row and column, and their expected duration."""
-    rounds = next(cell.spec["training"]["rounds"] for cell in table.cells() if (cell.row, cell.column) == (row, column))
-    a_round = seconds.get((row, column))
-    takes = "time unknown" if a_round is None else duration(a_round * rounds * len(table.seeds) / 3600)
-    return f"not run: `fedstrata reproduce {table.paper}/{table.name}`, {takes}"
-
-
-def _said(comparison: Comparison | None) -> list[str]:
-    """Return three cells of a table about a comparison: the difference, the corrected p, and the order in words."""
-    if comparison is None:
-        return ["", "", ""]
-    difference, order = comparison.difference, comparison.difference.order()
-    text = "" if difference.mean is None else difference_text(difference)
-    corrected = difference.corrected
-    p = "" if corrected is None else "< 0.001" if corrected < 0.001 else f"{corrected:.3f}"
-    if order in ("above", "below"):
-        return [text, p, f"{order} {comparison.than}"]
-    return [text, p, "no comparison yet" if order == "not run" else order]
-
-
 def duration(hours: float) -> str:
     """Return a duration as text, in minutes or hours.
 
@@ -308,12 +389,3 @@ def duration(hours: float) -> str:
     ('2 min', '2.3 h')
     """
     return f"{max(1, round(60 * hours))} min" if hours < 1 else f"{hours:.1f} h"
-
-
-def page_of_readings() -> str:
-    """Return the page of all readings, which are figures that follow from the rules of the papers."""
-    computed = "Computed by `fedstrata.papers.readings` whenever pages are written."
-    lines = ["# What follows from the rules alone", "", computed, ""]
-    lines += ["| what | figure | does what the paper says of it hold? |", "|---|---|---|"]
-    lines += [f"| {each.description} | {each.figure} | {each.holds} |" for each in readings().values()]
-    return "\n".join(lines) + "\n"

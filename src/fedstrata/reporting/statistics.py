@@ -1,9 +1,8 @@
 """Statistics over a few seeds: means with intervals, differences paired by seed, tests and their correction.
 
-There are two procedures. ``paired_difference`` with ``holm`` is for tables of any runs. ``planned_differences`` is for
-judging the papers' claims: its intervals are Student's t intervals that all hold together with 95 % confidence
-(Bonferroni), and its p-values are corrected for all planned comparisons (Holm). One method is said to be above another
-only with at least ``MIN_SEEDS`` seeds, and only if the interval of their difference excludes zero.
+``paired_difference`` with ``holm`` is for tables of any runs. With a resolution, ``paired_difference`` also serves to
+judge the papers' claims, by Student's t intervals. One method is said to be above another only with at least
+``MIN_SEEDS`` seeds, and only if the interval of their difference excludes zero.
 
 SciPy is imported when it is first needed.
 """
@@ -26,7 +25,7 @@ K = TypeVar("K", bound=Hashable)
 Range: TypeAlias = tuple[float, float]
 """Lower and upper end of an interval."""
 Test = Literal["t", "wilcoxon"]
-Order = Literal["above", "below", "no order shown", "too few seeds", "not run"]
+Order = Literal["above", "below", "not significant", "too few seeds", "not run"]
 Values: TypeAlias = Mapping[K, float | None]
 """A mapping from each key (a seed) to its number; None if the seed does not have the number."""
 
@@ -125,7 +124,7 @@ class Difference:
         The order is ``above`` if both ends of the moved interval are positive, and ``below`` if both are negative.
 
         >>> Difference(1.5, 3, (0.5, 2.5)).order(), Difference(1.0, 3, (-0.5, 2.5)).order()
-        ('above', 'no order shown')
+        ('above', 'not significant')
         >>> Difference(1.0, 3, (-0.5, 2.5)).order(margin=1.0), Difference(1.5, 2, (0.5, 2.5)).order()
         ('above', 'too few seeds')
         """
@@ -134,7 +133,11 @@ class Difference:
         if self.n < MIN_SEEDS or self.interval is None:
             return "too few seeds"
         return (
-            "above" if self.interval[0] + margin > 0 else "below" if self.interval[1] + margin < 0 else "no order shown"
+            "above"
+            if self.interval[0] + margin > 0
+            else "below"
+            if self.interval[1] + margin < 0
+            else "not significant"
         )
 
 
@@ -179,26 +182,6 @@ def paired_difference(
     else:
         interval = (mean, mean) if alike else bootstrap_interval(differences)
     return Difference(mean, len(differences), interval, None if alike else _p(differences, test, rounding))
-
-
-def planned_differences(
-    pairs: Sequence[tuple[Values[K], Values[K]]], *, resolution: float, bounds: Range = UNBOUNDED
-) -> list[Difference]:
-    """Compute the differences of all planned comparisons, whose intervals and p-values are corrected as one family.
-
-    Args:
-        pairs: The values and the baseline's values of each planned comparison; both are empty if it was not run.
-        resolution: The unit to which the values are rounded.
-        bounds: The smallest and the largest possible difference, to which the intervals are limited.
-    """
-    differences = [paired_difference(*pair, resolution=resolution, together=len(pairs)) for pair in pairs]
-    tested = [each.p if each.n >= MIN_SEEDS else None for each in differences]
-    # Comparisons without a test count with p = 1, so that a claim cannot fail when more runs are added.
-    corrected = holm([1.0 if p is None else p for p in tested])
-    return [
-        replace(each, interval=cut(each.interval, bounds), corrected=None if p is None else q)
-        for each, p, q in zip(differences, tested, corrected, strict=True)
-    ]
 
 
 def cut(interval: Range | None, to: Range) -> Range | None:

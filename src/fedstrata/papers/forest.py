@@ -1,0 +1,78 @@
+"""The forest plot of the papers' claims: the difference and the intervals of each comparison of accuracies."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fedstrata.papers.judging import Judgement
+from fedstrata.papers.tables import PAPERS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, SUPPORTS, OPPOSES = "#7a7f86", "#3587c9", "#dd6b10"
+"""Colours that can be read on white and on dark pages: text and differences that are not significant; differences as
+claimed; and the opposite."""
+ROW = 0.17
+"""The height of a row in inches."""
+
+
+def forest(judgements: Sequence[Judgement]) -> str:
+    """Draw the differences of accuracy of all claims, with a panel for each paper.
+
+    A thick line is the interval of one comparison. A thin line is its interval that holds together with those of all
+    comparisons of the claim. The colour follows the interval that decides on the claim.
+
+    Args:
+        judgements: The judgements of all papers.
+
+    Returns:
+        The picture as SVG.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    accuracies = [each for each in judgements if each.claim.kind in ("above", "near") and each.decisive]
+    panels = {paper: [each for each in accuracies if each.claim.paper == paper] for paper in PAPERS}
+    rows = {paper: sum(1 + len(each.decisive) for each in judged) for paper, judged in panels.items()}
+    tallest = sorted(rows, key=lambda paper: -rows[paper])
+    heights = [max(rows[paper] for paper in tallest[i : i + 2]) + 4 for i in (0, 2)]
+    # Text stays text, so that the file is small and does not depend on the fonts of this machine.
+    colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+    options: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "forest",
+        "font.size": 8,
+        "font.family": "sans-serif",
+        **colours,
+    }
+    text = io.StringIO()
+    with matplotlib.rc_context(options):
+        figure = Figure(figsize=(10, ROW * sum(heights)), layout="constrained")
+        for paper, axes in zip(tallest, figure.subplots(2, 2, height_ratios=heights).flat, strict=True):
+            _panel(axes, paper, panels[paper])
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def _panel(axes: Axes, paper: str, judgements: Sequence[Judgement]) -> None:
+    labels = list[str]()
+    for each in judgements:
+        axes.axhline(len(labels), color=INK, lw=0.3)
+        labels.append(f"{each.claim.about['table']}: {each.claim.about['row']}")
+        within, sign = float(each.claim.about.get("within", 0.0)), {"above": SUPPORTS, "below": OPPOSES}
+        for comparison, decisive in each.decisive:
+            colour, y = sign.get(decisive.order(within), INK), len(labels)
+            for difference, width in ((comparison.together, 1.0), (comparison.alone, 3.0)):
+                if difference.interval:
+                    axes.plot(difference.interval, [y, y], color=colour, lw=width, solid_capstyle="butt")
+            axes.plot(decisive.mean or 0.0, y, "o", color=colour, ms=4)
+            labels.append(f"− {comparison.than}, {comparison.column}")
+    axes.set_title(PAPERS[paper].partition(" ")[0], loc="left", fontweight="bold")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.tick_params(left=False)
+    axes.axvline(0, color=INK, lw=0.8)
+    axes.set(ylim=(len(labels) - 0.3, -0.7), xlabel="difference of accuracy, points")
+    axes.spines[["top", "right", "left"]].set_visible(False)
