@@ -67,10 +67,9 @@ format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-reference: $(DEV)  ## What is generated from the settings: the command line's table and those of docs/reference/spec.md.
+reference: $(DEV)  ## What is generated from the settings: the command line's table, and the pages in docs/reference/spec.
 	$(BIN)/python -m fedstrata.cli.known
-	{ sed '/^## .data./,$$d' docs/reference/spec.md; $(BIN)/fedstrata settings --markdown; } > docs/reference/spec.md.new
-	mv docs/reference/spec.md.new docs/reference/spec.md
+	$(BIN)/fedstrata settings --markdown docs/reference/spec
 
 bench: $(DEV)  ## fedstrata beside its peers, each in an environment of its own: docs/results/speed.md. An hour.
 	$(BIN)/python benchmarks/peers/bench.py --out docs/results/speed.md

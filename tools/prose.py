@@ -31,7 +31,7 @@ GENERATED = (
     "docs/project/writing.md",
     "docs/reference/command-line.md",
     "docs/results/",
-    "docs/reference/spec.md",
+    "docs/reference/spec/",
 )
 """What other programs write, and what is finished."""
 

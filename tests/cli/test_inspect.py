@@ -74,9 +74,13 @@ def test_settings_that_are_not_there(capsys, arguments, message):
     assert captured.out == ""
 
 
-def test_settings_as_a_page(capsys):
-    assert main(["settings", "--markdown"]) == 0
-    assert "### `bernoulli`" in capsys.readouterr().out
+def test_settings_as_pages_keep_the_text_above_the_first_section(tmp_path):
+    (tmp_path / "availability.md").write_text("# Mine\n\nText.\n\n## `availability`\n\nOld.\n", encoding="utf-8")
+    assert main(["settings", "--markdown", str(tmp_path)]) == 0
+    page = (tmp_path / "availability.md").read_text(encoding="utf-8")
+    assert page.startswith("# Mine\n\nText.\n\n## `availability`\n")
+    assert "### `bernoulli`" in page
+    assert "Old." not in page
 
 
 @pytest.mark.slow

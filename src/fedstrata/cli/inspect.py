@@ -65,7 +65,8 @@ def add_settings(commands: Commands) -> None:
     parser = add_command(commands, "settings", help, examples, imports=True, work=_settings)
     parser.add_argument("section", nargs="?", help="such as availability or method.objective (default: all)")
     parser.add_argument("name", nargs="?", help="one kind of it, such as bernoulli, or module:Class of your own")
-    parser.add_argument("--markdown", action="store_true", help="everything, in the format of docs/reference/spec.md")
+    help = "folder in which to write all sections as Markdown files, as in docs/reference/spec"
+    parser.add_argument("--markdown", type=Path, metavar="DIR", help=help)
     add_output(parser, progress=False)
 
 
@@ -76,9 +77,9 @@ def _settings(options: argparse.Namespace) -> None:
         table = known()["settings"] if options.section is None else find_section(options.section)
         print_json(table if options.name is None else find_kind(options.section, options.name))
     elif options.markdown:
-        from fedstrata.spec.reference import markdown
+        from fedstrata.spec.reference import write_pages
 
-        print(markdown())
+        write_pages(options.markdown)
     elif options.section is None:
         sections = known()["settings"]
         _columns(("section", "names"), [(name, " ".join(section["kinds"])) for name, section in sections.items()])

@@ -118,7 +118,7 @@ def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
         [
             each.name,
             "" if each.annotation is each.empty else inspect.formatannotation(each.annotation),
-            "needed" if each.default is each.empty else str(each.default),
+            "required" if each.default is each.empty else str(each.default),
             "",
         ]
         for each in arguments
@@ -155,7 +155,7 @@ def _described(kind: type[Setting]) -> dict[str, Any]:
 def _plain(rows: Iterable[Row]) -> list[list[str]]:
     """Format rows of settings for a terminal, without Markdown."""
     return [
-        [key, taken.replace("`", ""), default or "needed", meaning.replace("``", "")]
+        [key, taken.replace("`", ""), default or "required", meaning.replace("``", "")]
         for key, taken, default, meaning in rows
     ]
 

@@ -113,7 +113,7 @@ def _example(entry: dict[str, Any]) -> str:
     """Return an example of ``--set`` for a key; the text is empty if ``--set`` cannot change the key."""
     if entry["section"] in NOT_BY_HAND or entry["default"] == "{}":
         return ""
-    value = "VALUE" if entry["default"] in ("needed", "none", "") else entry["default"]
+    value = "VALUE" if entry["default"] in ("required", "not set", "") else entry["default"]
     value = f"'{value}'" if set(value) & set(" []{}'\"") else value
     section, kinds = entry["section"], entry["kinds"]
     kind = f"--set {section}={kinds[0]} " if kinds else ""

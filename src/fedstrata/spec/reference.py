@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union
 
@@ -23,7 +24,7 @@ from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.federation.communication.codecs import CODECS, Communication
 from fedstrata.federation.settings import Privacy, Training
-from fedstrata.methods.base import METHODS, Recipe
+from fedstrata.methods.base import CHOICES, METHODS, Recipe
 from fedstrata.models.zoo import MODELS
 from fedstrata.objectives.base import OBJECTIVES
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
@@ -55,6 +56,22 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "method.aggregator.server": ServerOptimizer,
 }
 """A mapping from each section of a spec to its class of settings, or to the registry of classes it can choose from."""
+
+PAGES: dict[str, list[str]] = {
+    page: [section for section in SECTIONS if section == page or section.startswith(f"{page}.")]
+    for page in SECTIONS
+    if "." not in page and page != "method"
+} | {
+    "method": ["method"],
+    "client-sampler": ["method.client_sampler"],
+    "data-sampler": ["method.data_sampler"],
+    "objective": ["method.objective"],
+    "aggregator": ["method.aggregator", "method.aggregator.server"],
+}
+"""A mapping from the name of each page of the reference in Markdown to its sections."""
+
+NOT_SET = "not set"
+"""The default of an optional key that has no value unless a spec sets it."""
 
 Row = tuple[str, str, str, str]
 """A key, the values that it accepts, its default ("" if the key is required), and its description."""
@@ -111,32 +128,96 @@ def summary(cls: type[Setting]) -> str:
     return (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
 
 
-def markdown() -> str:
-    """Return the reference of all sections in Markdown."""
-    lines: list[str] = []
-    for section in SECTIONS:
-        lines += [f"## `{section}`", ""]
-        if shared := common(section):
-            which = "All that are four choices" if section == "method" else "All of them"
-            lines += [f"{which} take:", "", *_table(shared)]
-        for name, cls in kinds(section):
-            lines += ([f"### `{name}`", ""] if name else []) + [_plain(summary(cls)), ""]
-            lines += _table(specific(section, cls))
-    return "\n".join(lines)
+def write_pages(folder: Path) -> None:
+    """Write the reference in Markdown: a file for each entry of ``PAGES``.
+
+    If a file exists, the text before its first section is kept.
+    """
+    for page in PAGES:
+        path = folder / f"{page}.md"
+        introduction = path.read_text(encoding="utf-8").partition("\n## `")[0] if path.exists() else f"# `{page}`"
+        path.write_text(f"{introduction.rstrip()}\n\n{markdown(page)}\n", encoding="utf-8")
 
 
-def _table(rows: list[Row]) -> list[str]:
-    if not rows:
-        return []
-    return [
-        "| key | takes | default | |",
-        "|---|---|---|---|",
-        *(
-            f"| `{key}` | {_cell(accepted)} | {f'`{default}`' if default else 'needed'} | {_cell(_plain(text))} |"
-            for key, accepted, default, text in rows
-        ),
-        "",
-    ]
+def markdown(page: str) -> str:
+    """Return a page's sections in Markdown. Each setting is described once; other kinds and methods link to it."""
+    return "\n\n".join(paragraph for section in PAGES[page] for paragraph in _paragraphs(section))
+
+
+def _paragraphs(section: str) -> Iterator[str]:
+    yield f"## `{section}`"
+    if every := common(section):
+        yield "Common settings" + (" of the methods that consist of four choices:" if section == "method" else ":")
+        yield _items(every)
+    owners: dict[Row, str] = {}
+    for name, cls in kinds(section):
+        if name:
+            yield f"### `{name}`"
+        yield _plain(summary(cls))
+        if links := _links(cls):
+            yield links
+        elsewhere = _of_choices(cls)
+        own = [row for row in specific(section, cls) if row[0] not in elsewhere]
+        described = [row for row in own if row in owners]
+        for owner in dict.fromkeys(owners[row] for row in described):
+            keys = ", ".join(f"`{row[0]}`" for row in described if owners[row] == owner)
+            yield f"Settings as in [`{owner}`](#{owner}): {keys}."
+        if new := [row for row in own if row not in owners]:
+            yield _items(new)
+        owners |= dict.fromkeys(new, name)
+
+
+def _of_choices(cls: type[Setting]) -> dict[str, tuple[str, str]]:
+    """Return the settings of a recipe that are described elsewhere: with the choice to which each belongs.
+
+    Returns:
+        A mapping from the setting's name to the choice and the setting's name in the choice. A choice itself is in it,
+        too, with an empty name.
+    """
+    recipe = _default_recipe(cls)
+    if recipe is None:
+        return {}
+    defaults = {row[0]: row[1:3] for row in rows(cls)}
+    belongs = {
+        key: (choice, name)
+        for key, (choice, name) in recipe.shared_settings().items()
+        if (name, *defaults[key]) in [row[:3] for row in rows(type(recipe.parts()[choice]))]
+    }
+    return belongs | {choice: (choice, "") for choice in CHOICES if choice in recipe.parts()}
+
+
+def _links(cls: type[Setting]) -> str:
+    """Return a sentence with links to a recipe's choices, and the names of their settings."""
+    recipe, belongs = _default_recipe(cls), _of_choices(cls)
+    choices = [key for key, (_, name) in belongs.items() if not name]
+    if recipe is None or not choices:
+        return ""
+    texts = []
+    for choice in choices:
+        part = getattr(recipe, choice).name
+        settings = [
+            f"`{key}`" if key == name else f"`{key}` (there `{name}`)"
+            for key, (of, name) in belongs.items()
+            if name and of == choice
+        ]
+        texts.append(
+            f"{choice.replace('_', ' ')} [`{part}`]({choice.replace('_', '-')}.md#{part})"
+            + (f" with its {', '.join(settings)}" if settings else "")
+        )
+    return f"Choices: {'; '.join(texts)}."
+
+
+def _items(rows: Iterable[Row]) -> str:
+    return "\n".join(
+        f"- `{key}` ({_accepts(accepted, default)}): {_plain(text)}" for key, accepted, default, text in rows
+    )
+
+
+def _accepts(accepted: str, default: str) -> str:
+    """Return a setting's accepted values and its default, in Markdown."""
+    if not default:
+        return f"{accepted}; required"
+    return f"{accepted}; optional" if default == NOT_SET else f"{accepted}; default `{default}`"
 
 
 def _descriptions(cls: type[Setting]) -> dict[str, str]:
@@ -197,7 +278,7 @@ def _default(field: FieldInfo) -> str:
         return ""
     value = field.get_default(call_default_factory=True)
     if value is None:
-        return "none"
+        return NOT_SET
     if isinstance(value, Setting):
         return value.name or "{}"
     return str(value).lower() if isinstance(value, bool) else f"{plain(value)}"
@@ -205,7 +286,3 @@ def _default(field: FieldInfo) -> str:
 
 def _plain(text: str) -> str:
     return text.replace("``", "`")
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|")
