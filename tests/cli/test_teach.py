@@ -145,7 +145,7 @@ def test_a_key_is_explained_with_all_who_have_it(capsys):
     assert "method.objective.alpha of feddyn" in shown
     assert "--set partition=dirichlet --set partition.alpha=0.5" in shown
     [only] = explanations("training.lr")
-    assert (only["takes"], only["default"]) == ("number, > 0", "0.1")
+    assert (only["takes"], only["default"]) == ("number > 0", "0.1")
     assert explanations("partition.dirichlet")[0]["has"] == ["clients", "min_size", "alpha", "balance", "prior"]
     assert explanations("seed")[0]["section"] == ""
     assert main(["explain", "lr", "--json"]) == 0

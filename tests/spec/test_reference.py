@@ -70,7 +70,7 @@ def test_words_are_hyphenated(section):
 
 def test_limits_and_defaults_are_those_of_the_settings():
     found = {row[0]: row[1:3] for row in specific("availability", dict(kinds("availability"))["persistent"])}
-    assert found == {"p": ("number, > 0, ≤ 1", "0.5"), "period": ("whole number, > 0", "20")}
+    assert found == {"p": ("number in (0, 1]", "0.5"), "period": ("integer > 0", "20")}
     assert ("mode", "`batch`, `single`, `hybrid`", "batch") in {
         row[:3] for row in specific("method", dict(kinds("method"))["stratify"])
     }

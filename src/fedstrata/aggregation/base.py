@@ -29,7 +29,7 @@ class Aggregator(Setting):
     """Base class of the aggregators, which compute the weight a_k of each client's update.
 
     Args:
-        server: The optimiser that applies the combined update. By default, the update is added to the model.
+        server: Optimiser that applies the combined update. By default, the update is added to the model.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()

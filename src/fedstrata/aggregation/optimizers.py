@@ -28,14 +28,14 @@ class ServerOptimizer(Setting):
     Args:
         optimizer: ``sgd`` (with ``momentum``: FedAvgM), ``adam`` (FedAdam: v ← β₂ v + (1 − β₂) g²), ``yogi`` (FedYogi:
             v ← v − (1 − β₂) g² sign(v − g²)) or ``adagrad`` (FedAdagrad: v ← v + g², with β₁ = 0).
-        lr: The server's learning rate η. Default: 1 for ``sgd``, which then adds the update unchanged; 0.01 for the
+        lr: Learning rate η of the server. Default: 1 for ``sgd``, which then adds the update unchanged; 0.01 for the
             other optimisers.
-        schedule: How the learning rate changes over the rounds: ``inverse`` or ``cosine``, as for
-            ``training.schedule``. Default: it is constant.
-        momentum: Coefficient of momentum of ``sgd``.
-        betas: β₁ and β₂ of ``adam`` and ``yogi``.
-        eps: τ of the adaptive optimisers.
-        weight_decay: Factor of the L2 penalty. This factor times the parameters is added to the gradient.
+        schedule: Change of the learning rate over the rounds: ``inverse`` or ``cosine``, as for ``training.schedule``.
+            Default: constant.
+        momentum: Momentum of ``sgd``.
+        betas: Coefficients β₁ and β₂ of ``adam`` and ``yogi``.
+        eps: Adaptivity τ, which ``adam``, ``adagrad`` and ``yogi`` add to the square root of v.
+        weight_decay: Factor of the L2 penalty: this factor times the parameters is added to the gradient.
     """
 
     optimizer: Literal["sgd", "adam", "adagrad", "yogi"] = "sgd"

@@ -41,22 +41,20 @@ class Column(Setting):
     """A column of a table that is used as a feature.
 
     Args:
-        type: ``number``; ``category``, where each value becomes a feature that is 0 or 1; or ``boolean``, 0 or 1.
-            Default: the type that other settings need (``categories`` belong to a category, ``range`` to a number);
-            without such settings it is guessed from the cells, and ``number`` at real sites.
-        unit: The unit of a number, for messages.
-        range: The smallest and the largest number that is accepted.
-        categories: The accepted categories. Default: the categories of the table.
+        type: ``number``; ``category``, where each value becomes a feature that is 0 or 1; or ``boolean``. Default: the
+            type that other settings imply, such as ``categories``; otherwise guessed from the cells; at real sites,
+            ``number``.
+        unit: Unit of a number. Only messages use it.
+        range: Smallest and largest number that the column may contain.
+        categories: Accepted categories. Default: the categories of the table.
         missing: Cells that mean a missing value in this column, in addition to those of the schema.
-        impute: The replacement of missing values: the ``mean`` of the training rows; their ``median`` (the lower of two
-            middle values); their ``most-frequent`` value (the smallest, or the first category, if several are equally
-            frequent); or a ``constant``. For a category, ``separate-category`` makes missing values a category of
-            their own. By default, missing values are refused.
-        step: Numbers are rounded to multiples of ``step`` before they are counted for ``median`` or ``most-frequent``.
-            Real sites need it, because they disclose how often each rounded value occurs: the larger the step, the less
-            they disclose.
-        value: The constant for ``impute = "constant"``.
-        indicator: Whether to add a feature that is 1 for missing values.
+        impute: Replacement of missing values: the ``mean``, the ``median`` (the lower of two middle values) or the
+            ``most-frequent`` value (if tied, the smallest, or the first category) of the training rows; the
+            ``constant`` in ``value``; or a ``separate-category``. Default: missing values are refused.
+        step: Numbers are rounded to multiples of ``step`` before ``median`` or ``most-frequent`` is computed. Required
+            at real sites, which disclose how often each rounded value occurs: a larger step discloses less.
+        value: Replacement of missing values for ``impute = "constant"``.
+        indicator: Whether to add a feature that is 1 where the value is missing, and 0 elsewhere.
     """
 
     type: Literal["number", "category", "boolean"] | None = None
@@ -182,19 +180,19 @@ class Schema(Setting):
     """The meaning of the columns of a table.
 
     Args:
-        label: The column with the label.
-        client: The column with the client of each row, for the partition ``natural``.
-        features: The columns that are features. Default: all columns that have no other role; at real sites, the
-            columns in ``columns``.
-        columns: A description of some features: for each name, a table of settings, or a text with its type. The types
-            of other features are guessed from their cells. Real sites need a description of every feature.
-        classes: The possible labels, in order. Default: the labels that occur in the table, sorted.
+        label: Column with the label.
+        client: Column that identifies the client of each row, for the partition ``natural``.
+        features: Columns that are features. Default: all columns without another role; at real sites, the columns in
+            ``columns``.
+        columns: A table from each feature to its settings, or to its type as a text. Types of other features are
+            guessed from their cells. Real sites need an entry for every feature.
+        classes: Possible labels, in order. Default: the labels of the table, sorted.
         missing: Cells that mean a missing value, in addition to empty cells.
-        ignore: Columns that are left out, instead of a list of all ``features``.
-        test: The share of rows that are held out as test samples, with the labels in proportion within each client (at
-            least one row of each client that has two rows). Or the name of a column that marks these rows, with the
-            cells ``test`` and ``train``, or ``true`` and ``false``.
-        delimiter: The character between the cells of a text file.
+        ignore: Columns to leave out. Use it instead of ``features``.
+        test: Share of rows to hold out as test samples, per client and with its labels in proportion (at least one row
+            of each client that has two). Or the name of a column that marks each row as ``test`` or ``train``, or as
+            ``true`` or ``false``.
+        delimiter: Character between the cells of a text file.
     """
 
     label: str

@@ -52,27 +52,25 @@ with warnings.catch_warnings():
         """The data set, and its preparation.
 
         Args:
-            name: A known name (``fedstrata datasets`` lists them), the NAME of a file NAME.npz in
-                ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``, a path that ends in ``.npz``, ``.csv`` or ``.parquet``,
-                or ``"hub:owner/name"`` (``"hub:owner/name:configuration"``).
-            normalize: ``"standard"``: each channel or feature is shifted and scaled to mean 0 and standard deviation 1
-                on the training set. ``"unit"``: it is scaled to [0, 1] on the training set. ``"none"``: values do not
-                change.
-            limit: The number of training samples to use, chosen at random with the classes in proportion, for quick
-                trials.
-            client: The column of a hub data set with the client of each sample, for the partition ``natural``.
-            schema: The meaning of the columns of a ``.csv`` or ``.parquet`` file. A text instead of a table is the name
-                of the column with the label.
-            shape: The shape of one sample of arrays, (channels, height, width) or (features,). If sites keep their
-                arrays, ``shape`` and ``classes`` are needed. If they are set, arrays are checked against them, and
-                normalisation is computed from only the samples that clients train on.
-            classes: The number C of classes of arrays, whose labels must be 0 … C−1.
-            range: The smallest and the largest value that are accepted in arrays.
-            shift: The number to subtract from each channel or feature. Default: computed as ``normalize`` says.
-            scale: The number by which each channel or feature is multiplied after the subtraction. Set it together with
+            name: A known name (see ``fedstrata datasets``); NAME for a file NAME.npz in ``$FEDSTRATA_DATA`` or
+                ``~/.cache/fedstrata``; the path of a ``.npz``, ``.csv`` or ``.parquet`` file; or ``"hub:owner/name"``
+                (``"hub:owner/name:configuration"``) for the Hugging Face hub.
+            normalize: Scaling of each channel or feature, computed on the training set. ``standard``: to mean 0 and
+                standard deviation 1. ``unit``: to [0, 1]. ``none``: no scaling.
+            limit: Number of training samples to use, for quick trials. They are drawn at random, with the classes in
+                proportion. Default: all samples.
+            client: Column of a hub data set that identifies the client of each sample, for the partition ``natural``.
+            schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file. A text instead of a table is the
+                name of the label column.
+            shape: Shape of one sample of arrays: (channels, height, width) or (features,). Arrays of another shape are
+                refused, and normalisation then uses only samples that clients train on. Sites with their own arrays
+                need ``shape`` and ``classes``.
+            classes: Number C of classes of arrays. Labels must be 0 … C−1.
+            range: Smallest and largest value that arrays may contain.
+            shift: Numbers to subtract from each channel or feature. Default: computed as ``normalize`` says.
+            scale: Numbers by which each channel or feature is multiplied after the subtraction. Set it together with
                 ``shift``.
-            custom: A description of the user's own arrays, which fedstrata writes into the spec of a run. Do not set
-                it.
+            custom: Description of arrays passed from Python. Written by fedstrata; do not set it.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

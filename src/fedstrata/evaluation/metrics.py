@@ -180,7 +180,7 @@ class AUROC(_ByClient):
     upper bound of its error.
 
     Args:
-        bins: The number of bins of each class's histogram of scores at a real site.
+        bins: Number of bins of each class's histogram of scores, which real sites send instead of scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400
@@ -258,7 +258,7 @@ class ECE(_ByClient):
     difference between mean confidence and accuracy in a bin, averaged over bins with their sample counts as weights.
 
     Args:
-        bins: The number of bins, which have equal width.
+        bins: Number of bins of equal width.
     """
 
     higher_is_better = False

@@ -23,29 +23,29 @@ class Evaluation(Setting):
     (``validation``, ``client_test`` and ``test_clients``) must stay the same. All other settings may change.
 
     Args:
-        every: Number of rounds from one evaluation to the next. The last round is always evaluated. With 0, it is the
-            only one.
-        batch_size: Samples per batch of an evaluation.
-        metrics: The metrics to compute; the loss is always computed.
-        primary: The metric that decides which round and which setting is best, and that tables, figures and tests show
-            first: ``accuracy``, ``loss`` or a metric of ``metrics``. The metric says whether higher or lower is better.
-        targets: Accuracies in (0, 1]; the summary gives the first round that reached each of them. To set targets of
-            other metrics, give a table that maps a metric to its list, such as ``{ macro-f1 = [0.5] }``.
-        validation: Share of the training samples to hold out for validation. This share of each class is held out
-            before the partition. If the clients come with the data, this share of each client's samples is held out
-            instead. The best round and early stopping then use these samples, and never the test set.
-        client_test: Share of each client's samples (at least one sample) to hold out as its own test part, spread over
-            its labels. Real sites also hold out such a part, but not if they have separate test samples.
-        test_clients: Share of the clients that never train; the model is evaluated on all their samples.
-        fine_tune: Epochs in which each client fine-tunes the global model on its own training samples. The client then
-            evaluates this personal model on its own test part. With 0, a client does not fine-tune, but still uses its
+        every: Number of rounds between evaluations. The last round is always evaluated; with 0, only the last.
+        batch_size: Number of samples per batch of an evaluation.
+        metrics: Metrics to compute; the loss is always computed.
+        primary: Metric that selects the best round and the best settings, and that tables, figures and tests show
+            first: ``accuracy``, ``loss`` or a metric of ``metrics``.
+        targets: Accuracies in (0, 1]; the summary states the first round that reached each. For other metrics, give a
+            table that maps each metric to its list, such as ``{ macro-f1 = [0.5] }``.
+        validation: Share of each class of the training samples to hold out before the partition (of each client's
+            samples, if the data define the clients). The best round and early stopping then use these samples, and
+            never the test set.
+        client_test: Share of each client's samples to hold out as its own test part, spread over its labels (at least
+            one sample). Real sites hold out such a part only if they have no separate test samples.
+        test_clients: Share of the clients that never train. The model is evaluated on all their samples.
+        fine_tune: Number of epochs in which each client fine-tunes the global model on its training samples, before it
+            evaluates this personal model on its own test part. With 0, it evaluates without fine-tuning, but with its
             own state, such as BatchNorm's statistics.
-        unheard: Number of evaluations after which a client counts as unheard, if the server has used none of its
-            replies in this time. The results of unheard clients are reported separately too.
-        checkpoint_every: Number of rounds from one checkpoint to the next; with 0, there are no checkpoints.
-        per_class: Also record the accuracy of every class, and each other metric that is defined for single classes.
-        weight_diversity: Record Λ, the mean squared distance of the clients' models from their mean in each round
-            (ReBaFL, Eq. 24). SFL and Stratify do not record it, because their clients have no models of their own.
+        unheard: Number of evaluations without a used reply after which a client counts as unheard. Results of unheard
+            clients are also reported separately.
+        checkpoint_every: Number of rounds between checkpoints; with 0, there are no checkpoints.
+        per_class: Whether to record accuracy, and each other metric that is defined for single classes, for every
+            class.
+        weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean (ReBaFL,
+            Eq. 24). SFL and Stratify cannot record it.
     """
 
     every: Annotated[int, Field(ge=0), MayChange()] = 1

@@ -60,15 +60,16 @@ class Availability(Setting):
     """A model of which clients are online, and of the time that they need to answer.
 
     Args:
-        announced: Whether the server knows which clients are online, and invites only these. By default it does not
-            know, and an invited client that is offline is absent.
-        deadline: Simulated seconds after which a reply is too late. Default: no deadline.
-        seconds_per_sample: Simulated seconds that the median client takes to compute the gradient of one sample.
-        speed_spread: Standard deviation of the logarithm of the clients' speeds; 0 makes all speeds equal. A client
-            keeps its speed for the whole run.
-        bandwidth_up: Megabits per simulated second that a client sends. Default: sending takes no time.
-        bandwidth_down: Megabits per simulated second that a client receives. Default: receiving takes no time.
-        latency: Additional simulated seconds for each message, in each direction.
+        announced: Whether the server knows which clients are online, and invites only these. Otherwise, an invited
+            client that is offline does not reply.
+        deadline: Simulated seconds after which a reply is too late and is not used. Default: no deadline.
+        seconds_per_sample: Simulated seconds in which a client of median speed computes the gradient of one sample.
+        speed_spread: Standard deviation of the logarithm of the clients' speeds; 0 makes all speeds equal. Each
+            client's speed is constant.
+        bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: sending takes no time.
+        bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: receiving takes no
+            time.
+        latency: One-way network latency of each message, in simulated seconds.
     """
 
     always_online: ClassVar[bool] = False
@@ -156,7 +157,7 @@ class Bernoulli(Availability):
     """Each client is online with probability ``p``, independently in each round (ReBaFL §5.2).
 
     Args:
-        p: Probability that a client is online.
+        p: Probability that a client is online in a round.
     """
 
     p: float = Field(default=0.5, gt=0, le=1)
@@ -175,7 +176,7 @@ class Persistent(Availability):
 
     Args:
         p: Probability that a client is online in a period.
-        period: Length of a period in rounds, s.
+        period: Length s of a period, in rounds.
     """
 
     p: float = Field(default=0.5, gt=0, le=1)
@@ -202,8 +203,8 @@ class Grouped(Availability):
     """Groups of clients with consecutive ids; each group has its own probability ``p`` (ReBaFL, clustered setting).
 
     Args:
-        groups: The groups in the order of the ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``. Their
-            sizes must add up to the number of clients.
+        groups: The groups in the order of the client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p =
+            0.2}]``. Their sizes must add up to the number of clients.
     """
 
     groups: list[AvailabilityGroup] = Field(min_length=1)
@@ -225,8 +226,8 @@ class Trace(Availability):
     """The rounds in which each client is online, read from a file.
 
     Args:
-        file: A CSV file with the columns ``client,first,last``: the client is online in the rounds from first to last
-            (counted from 1). A client may have several lines; a client without a line is never online.
+        file: Path of a CSV file with the columns ``client,first,last``: the client is online from round first to round
+            last (counted from 1). A client may have several lines; a client without a line is never online.
     """
 
     file: str

@@ -41,13 +41,12 @@ class Privacy(Setting):
     than the spec.
 
     Args:
-        min_samples: Smallest number of samples that may contribute to an update, to a client's part of Stratify's
-            batch, to the prototype or the count of a class, or to the mean of a column. The value is refused if no
-            client could ever answer: because all ``local_steps`` together use fewer samples, or because the model
-            leaves a client after each sample.
-        below: Treatment of a client's part of Stratify's batch that has fewer samples. ``hold-back``: the client merges
-            it into its part of the next batch (and its last part into the part before), so that no sample is lost.
-            ``refuse``: the client does not answer, and is absent for the rest of the epoch.
+        min_samples: Smallest number of samples that may contribute to a client's update, its part of a batch of
+            Stratify, its prototype or count of a class, or its mean of a column. A value with which no client could
+            ever answer is refused.
+        below: Treatment of a client's part of a batch of Stratify with too few samples. ``hold-back``: the client
+            merges it into its next part (the last into the one before), so that no sample is lost. ``refuse``: the
+            client does not answer for the rest of the epoch.
     """
 
     min_samples: PositiveInt = 1
@@ -65,29 +64,29 @@ class Training(Setting):
     Args:
         rounds: Number of rounds. A resumed run may have more rounds than before.
         clients_per_round: Clients invited per round. Default: 10, or all clients if there are fewer.
-        local_epochs: E, how many times a client passes over its data per round. Default: 5.
-        local_steps: Mini-batch steps of a client per round; replaces ``local_epochs``.
+        local_epochs: Number of passes E of a client over its data per round. Default: 5.
+        local_steps: Number of mini-batch steps of a client per round. Use it instead of ``local_epochs``.
         batch_size: Samples in a mini-batch. A client with fewer samples uses all of them in each mini-batch.
-        lr: Learning rate η.
-        momentum: Momentum of the clients' SGD; its velocity starts at zero in each round.
-        weight_decay: L2 penalty, added to the gradient.
-        schedule: How the learning rate changes over the rounds t = 0, 1, …: ``constant`` (η), ``inverse`` (η / (1 + t))
-            or ``cosine`` (from η to zero along half a cosine wave).
-        clip: Largest norm of a gradient; a longer gradient is scaled down to it.
-        batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them like the
-            parameters (and takes the largest value of counters). ``local``: each client keeps its own, and the global
-            model is evaluated with the statistics of the test batches. Stratify, SFL and FedTAN need ``average``.
+        lr: Learning rate η of the clients' SGD.
+        momentum: Momentum of the clients' SGD. It is reset in each round.
+        weight_decay: Factor of the L2 penalty of the clients' SGD: this factor times the parameters is added to the
+            gradient.
+        schedule: Learning rate in the rounds t = 0, 1, …: ``constant`` (η), ``inverse`` (η / (1 + t)), or ``cosine``
+            (from η to zero along half a cosine wave).
+        clip: Largest norm of a gradient; longer gradients are scaled down to it. Default: no limit.
+        batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them like parameters.
+            ``local``: each client keeps its own, and the global model is evaluated with the statistics of the test
+            batches. Stratify, SFL and FedTAN require ``average``.
         execution: ``fused``, which is faster: an engine may compute the sum over clients in one pass. ``per-client``:
-            each client's part is computed alone, which gives the same bits on every engine. Stratify is then several
-            times slower. Methods whose clients train on their own, such as FedAvg, are equally fast.
-        threads: Threads that PyTorch uses for one operation. The last bits of results may depend on this number.
-        workers: Processes that train clients on this machine, with one thread each. Default: one per core if that is
-            faster, otherwise one. Results do not depend on this number.
-        precision: Precision of the forward and backward passes of local training: ``float32``, or ``bf16`` for the
-            operations for which PyTorch's autocast considers it safe. Parameters and updates stay float32. Stratify and
-            FedTAN always train in float32.
-        device: Device on which the local engine trains and the global model is evaluated: ``cpu``, ``cuda``,
-            ``cuda:N``, or ``auto`` (a GPU if there is one). Results differ between devices in the last bits.
+            results are equal bit by bit on every engine. Stratify is then several times slower; methods whose clients
+            train on their own, such as FedAvg, are equally fast.
+        threads: Number of threads that PyTorch uses for one operation. It may change the last bits of results.
+        workers: Number of processes that train clients on this machine. It does not change results. Default: one per
+            core if that is faster, otherwise one.
+        precision: Number format of local training: ``float32``; or ``bf16`` for the operations that PyTorch's autocast
+            considers safe. Parameters and updates stay float32. Stratify and FedTAN always use float32.
+        device: Device for local training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if there is
+            one). Results differ between devices in the last bits.
     """
 
     rounds: Annotated[PositiveInt, MayChange(upwards=True)] = 20

@@ -20,7 +20,7 @@ class FedSSAR(Recipe):
     its loss and w_t the global model. The models are averaged, weighted by sample counts.
 
     Args:
-        alpha: α, the strength of the proximal term.
+        alpha: Strength of the proximal term, α.
     """
 
     paper = "Lu et al. 2023, Federated learning based on stratified sampling and regularization"

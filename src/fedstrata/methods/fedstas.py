@@ -22,8 +22,8 @@ class FedSTS(Recipe):
     gradients are drawn more often (importance sampling).
 
     Args:
-        aggregation: How models are combined. ``paper``: the mean of the strata's means, which is biased by importance
-            sampling. ``horvitz-thompson``: unbiased weights; clients are then drawn with replacement.
+        aggregation: ``paper``: the mean of the strata's mean models, which is biased. ``horvitz-thompson``: unbiased
+            weights; clients are then drawn with replacement.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework"

@@ -22,10 +22,10 @@ class HeadTuning(Setting):
     time that the head is trained, in evaluation mode.
 
     Args:
-        per_class: How many samples of each class the server trains on.
-        steps: Gradient steps each time that the head is trained.
-        lr: Learning rate.
-        momentum: Coefficient of momentum. The velocity starts at 0 each time that the head is trained.
+        per_class: Number of samples of each class on which the server trains the head.
+        steps: Number of gradient steps each time that the head is trained.
+        lr: Learning rate of the head's training.
+        momentum: Momentum of the head's training. It is reset each time that the head is trained.
         weight_decay: Factor of the L2 penalty on the head.
     """
 

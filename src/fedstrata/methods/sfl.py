@@ -31,7 +31,7 @@ class SFL(Method):
     differences between clients.
 
     Args:
-        client_sampler: Which clients the model visits.
+        client_sampler: Sampler that draws the clients that the model visits.
     """
 
     paper = "Li and Lyu 2023, Convergence Analysis of Sequential Federated Learning (NeurIPS)"

@@ -47,7 +47,7 @@ class MLP(ModelSpec):
     """Fully connected layers with ReLU, for flattened samples (McMahan et al. 2017; Lu et al. 2023, FedSSAR).
 
     Args:
-        hidden: The width of each hidden layer; an empty list gives multinomial logistic regression.
+        hidden: Width of each hidden layer; an empty list gives multinomial logistic regression.
 
     >>> sum(p.numel() for p in MLP().build((1, 28, 28), 10).parameters())
     178110
@@ -65,7 +65,7 @@ class Tabular(ModelSpec):
     """A small MLP for the rows of a table.
 
     Args:
-        hidden: The width of each hidden layer.
+        hidden: Width of each hidden layer.
     """
 
     hidden: tuple[PositiveInt, ...] = (128, 64)
@@ -84,8 +84,8 @@ class CNN(ModelSpec):
     Convolutions are padded by 2, so that 8x8 images are large enough for three of them.
 
     Args:
-        channels: The number of channels of each convolution. For CIFAR-10, ReBaFL adds a third one with 64 channels.
-        hidden: The width of the hidden layer, whose outputs are the features.
+        channels: Number of channels of each convolution. For CIFAR-10, ReBaFL adds a third one with 64 channels.
+        hidden: Width of the hidden layer, whose outputs are the features.
     """
 
     channels: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (16, 32)
@@ -108,7 +108,7 @@ class CustomModel(ModelSpec):
     """A placeholder for a user's own module, in the spec that fedstrata writes for a run. Do not set it.
 
     Args:
-        custom: A description of the module.
+        custom: Description of the module.
     """
 
     custom: str = ""

@@ -88,7 +88,8 @@ class Restricted(Calibrated):
     Local training then changes the head's weights of these classes less.
 
     Args:
-        alpha: α. With 1, training is that of FedAvg; with 0, the weights of such classes do not change.
+        alpha: Factor α of the logits of classes that the client lacks. 1 equals FedAvg; with 0, the weights of these
+            classes do not change.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)
@@ -105,9 +106,9 @@ class LogitMargins(Calibrated):
     the softmax, as in balanced softmax. A client with only one class then learns nothing (``idle_clients``).
 
     Args:
-        tau: τ, the factor of all margins.
-        missing: How classes without samples are treated. ``excluded``: they are excluded from the softmax. ``one``:
-            they get the margin τ, as if the client had one sample of each.
+        tau: Factor τ of all margins.
+        missing: Treatment of classes without samples. ``excluded``: the softmax excludes them. ``one``: they get the
+            margin τ, as if the client had one sample of each.
     """
 
     tau: NonNegativeFloat = 1.0

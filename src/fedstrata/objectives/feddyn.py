@@ -22,7 +22,7 @@ class Dynamic(CrossEntropy):
     the mean of the w_k), and N counts all clients of the federation. If no client returns, the model does not change.
 
     Args:
-        alpha: α, the strength of the regularisation. The paper tries 0.1, 0.01 and 0.001.
+        alpha: Strength α of the regularisation. The paper tries 0.1, 0.01 and 0.001.
     """
 
     alpha: PositiveFloat = 0.01

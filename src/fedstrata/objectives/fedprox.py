@@ -12,7 +12,7 @@ class Proximal(Objective):
     """Cross-entropy F_k(w) plus the proximal term (μ/2) ‖w − w_t‖², where w_t is the global model's parameters.
 
     Args:
-        mu: μ, the strength of the proximal term; 0 turns it off.
+        mu: Strength μ of the proximal term; 0 turns it off.
     """
 
     mu: NonNegativeFloat = 0.01

@@ -45,8 +45,8 @@ class Contrastive(PerSample):
     their own buffers.
 
     Args:
-        mu: μ, the weight of the contrastive loss. The paper's grid is 0.1, 1, 5 and 10.
-        temperature: τ of the contrastive loss.
+        mu: Weight μ of the contrastive loss. The paper's grid is 0.1, 1, 5 and 10.
+        temperature: Temperature τ of the contrastive loss.
     """
 
     mu: NonNegativeFloat = 1.0

@@ -48,12 +48,12 @@ class Rebalanced(PerSample):
     mode. With BatchNorm or dropout, the mean of h − P[y] is therefore not 0.
 
     Args:
-        epsilon: ε, how far the prior is moved from the client's class shares towards a uniform prior. 0 is balanced
-            softmax, 1 is plain softmax.
-        mu: μ, the weight of the augmented loss; 0 turns the augmentation off. The paper uses 0.1; the default of the
-            published code is 0.5 (with ``training.momentum = 0.5``).
-        transfer: λ, the factor of h − P[y], a sample's deviation from its prototype, in an augmented feature.
-        relaxed: Whether the prior is used. With false, both losses are plain cross-entropy, as in an ablation of the
+        epsilon: Smoothing ε of the prior: 0 uses the client's class shares (balanced softmax), 1 a uniform prior (plain
+            softmax).
+        mu: Weight μ of the augmented loss; 0 turns the augmentation off. The paper uses 0.1, the published code 0.5
+            (with ``training.momentum = 0.5``).
+        transfer: Factor λ of h − P[y], a sample's deviation from its prototype, in an augmented feature.
+        relaxed: Whether the prior is used. If false, both losses are plain cross-entropy, as in an ablation of the
             paper.
         keep_prototypes: Whether a client stores the prototypes that it sent last, for the leakage audit.
     """

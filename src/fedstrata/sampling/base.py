@@ -189,7 +189,7 @@ class Uniform(ClientSampler):
     """A sampler that draws m clients with equal probabilities.
 
     Args:
-        replacement: Whether a client may be drawn more than once.
+        replacement: Whether a client may be drawn more than once per round.
     """
 
     replacement: bool = False

@@ -79,10 +79,10 @@ class Clustered(ClientSampler):
     """A sampler that makes m draws from m distributions over similar clients, with unbiased aggregates.
 
     Args:
-        algorithm: 1 groups clients by size. 2 groups them by the directions of their last updates, with Ward's method;
-            clients that never took part form one group. The aggregators ``size`` and ``mean`` are unbiased.
-        coordinates: The length of a sketch (random projection) of each client's update, which is stored; 0 to store the
-            whole update.
+        algorithm: ``1``: clients are grouped by size. ``2``: by the directions of their last updates, with Ward's
+            method; clients that never took part form one group.
+        coordinates: Length of the random projection of each client's update that is stored; 0 to store the whole
+            update.
     """
 
     tells_sizes = True

@@ -53,13 +53,12 @@ class FedSamplingData(DataSampler):
     ñ is an estimate of how many samples the participants hold together.
 
     Args:
-        samples: K, the number of samples wanted per round, over all participants.
-        epsilon: ε of local differential privacy for the answers about the clients' sizes; none by default. It protects
-            only these answers: participants also report how many samples they used, as weights of the aggregate, which
-            discloses sizes.
-        bound: M, a public bound on the clients' sizes, needed with ``epsilon``. Larger sizes are reported as M − 1.
-        reuse: Whether to ask each client only once and keep its answer, so that ε is spent once. If not, each
-            participant answers in every round: the errors of the estimates average out, but T rounds spend T ε.
+        samples: Number K of samples wanted per round, over all participants.
+        epsilon: Privacy parameter ε of local differential privacy for the answers about the clients' sizes.
+            Participants still report how many samples they used, which discloses sizes. Default: exact answers.
+        bound: Public bound M on the clients' sizes, used only with ``epsilon``. Larger sizes are reported as M − 1.
+        reuse: Whether each client is asked only once, so that ε is spent once. If false, participants answer in every
+            round: errors average out, but T rounds spend T ε.
     """
 
     samples: PositiveInt = 1000

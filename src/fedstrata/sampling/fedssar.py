@@ -49,16 +49,15 @@ class FedSSARSampler(ClientSampler):
     takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: ``min_samples`` of OPTICS: how many clients, itself included, a client needs in its neighbourhood.
-        xi: ``xi`` of OPTICS: the relative drop of reachability at which a cluster begins. With the defaults, 100
-            clients of MNIST form 1 cluster if their data are IID, 24 if each has two shards, and 10 if each has one
-            shard. The paper reports 1, 29 and 10 clusters.
-        features: The vectors that are clustered: ``parameters`` (as in the paper), or ``updates``, the parameters minus
-            the model from which the client started. Updates can also be compared if they are from different rounds.
-        coordinates: K, the length of the random projection of a client's parameters that is stored; 0 for all
+        min_samples: ``min_samples`` of OPTICS: number of clients, itself included, that a client needs in its
+            neighbourhood.
+        xi: ``xi`` of OPTICS: relative drop of reachability at which a cluster begins.
+        features: Vectors to cluster: ``parameters``, as in the paper; or ``updates``, the parameters minus the model
+            from which the client started. Updates of different rounds can be compared.
+        coordinates: Length K of the random projection of a client's parameters that is stored; 0 to store all
             parameters.
-        optics_max: The most clients for OPTICS, which takes quadratic time. If there are more, a random subset is
-            clustered, and the other clients join the nearest cluster.
+        optics_max: Largest number of clients for OPTICS, which takes quadratic time. Of more clients, a random subset
+            is clustered, and the others join the nearest cluster.
     """
 
     min_samples: int = Field(default=2, ge=2)

@@ -34,13 +34,12 @@ class FedSTaSData(DataSampler):
     ñ is the server's estimate of how many samples the round's participants hold together.
 
     Args:
-        fraction: q. If ``samples`` is not set, n* is q times the mean of the estimates ñ so far, so that every round
-            trains on about the same number of samples.
-        samples: n*, as a fixed number; replaces ``fraction``.
-        epsilon: ε of local differential privacy for the clients' sizes. By default, clients report their exact sizes.
-            A client spends ε in every round in which it takes part: r ε in r rounds.
-        bound: M, a public bound on the clients' sizes, needed with ``epsilon``. Larger sizes are reported as M − 1,
-            which makes ñ too small, so that more samples are used than requested.
+        fraction: Fraction q: n* is q times the mean of the estimates ñ so far. Ignored if ``samples`` is set.
+        samples: Fixed number n* of samples per round. Use it instead of ``fraction``.
+        epsilon: Privacy parameter ε of local differential privacy for the clients' sizes. A client spends ε in every
+            round in which it takes part. Default: clients report their exact sizes.
+        bound: Public bound M on the clients' sizes, used only with ``epsilon``. Larger sizes are reported as M − 1; ñ
+            is then too small, and more samples are used than requested.
     """
 
     fraction: float = Field(default=0.1, gt=0, le=1)

@@ -22,7 +22,8 @@ class PowerOfChoice(ClientSampler):
     The sampler is biased on purpose: the expected aggregate is not the mean over all clients.
 
     Args:
-        candidates: d. Default: twice the number of clients per round, but at most the number of all clients.
+        candidates: Number of candidates, d. Default: twice the number of clients per round, but at most the number of
+            all clients.
     """
 
     tells_sizes = True

@@ -99,31 +99,26 @@ class Stratified(ClientSampler):
     """A sampler that divides clients into strata with similar gradients; large and diverse strata get more draws.
 
     Args:
-        strata: H, the number of strata.
-        centres: d', the number of different values in a compressed gradient.
-        coordinates: The length to which a random projection first reduces a gradient; 0 for no projection. This is our
-            reading of the paper's K_desired. In the published code of FedSTaS, K_desired is the number of samples per
-            round.
-        refresh: The clients whose compressed gradient Z is renewed in every round; others keep their last one. ``all``:
-            as in the paper, and the default for up to 1,000 clients. ``participants``: the default for more.
-        gradients: The source of Z. ``asked``: clients are asked for their compressed gradient at the global model w_t,
-            which costs them a pass over their data. With refresh = ``participants``, clients that have no Z yet are
-            asked, too: in each round, as many as the round invites. ``updates``: no client is asked. A participant's
-            update (w_t − w_k) / (η K) after K steps is used as its gradient, and clients that never took part are one
-            stratum. Default: ``asked`` with refresh = ``all``, and ``updates`` with refresh = ``participants``, because
-            asking many clients would take longer than training.
-        compared: The part of a compressed gradient from which strata, ‖Z_k‖ and S_h are computed. ``restored``: the
-            whole gradient, as in the paper. ``centroids``: only its d' centres, as in the published code of FedSTaS;
-            this needs gradients that are ``asked``.
-        replacement: Whether to draw with replacement within a stratum. Without it, Horvitz-Thompson weights are biased.
-        allocation: The rule for how many draws each stratum gets. ``neyman``: in proportion to N_h S_h (size times
-            spread), by largest remainder, as in the published code. A stratum may get no draw: a bias that weights
-            cannot correct. ``neyman-random``: in proportion to N_h S_h, rounded at random. Every stratum gets on
-            average at least half of an equal share, and the weights correct for the randomness.
-            ``neyman-at-least-one``: like ``neyman``, but every stratum gets at least one draw. ``proportional``: in
-            proportion to N_h, with at least one draw for every stratum. Default: ``neyman-random`` with replacement.
-            Without replacement, it is ``neyman`` if all gradients are renewed, and ``neyman-at-least-one`` if only
-            those of participants are renewed, because the gradients of a stratum without draws would never be renewed.
+        strata: Number of strata, H.
+        centres: Number of different values in a compressed gradient, d'.
+        coordinates: Length to which a random projection first reduces a gradient (our reading of the paper's
+            K_desired); 0 for no projection.
+        refresh: Clients whose compressed gradient Z is renewed in every round; others keep their last one. ``all``: as
+            in the paper (default up to 1,000 clients); ``participants``: default for more clients.
+        gradients: Source of Z. ``asked``: clients compute it at the global model, in a pass over their data; with
+            ``refresh = "participants"``, each round also asks as many clients without a Z as it invites. ``updates``:
+            the participants' updates divided by η times their steps; clients that never took part form one stratum.
+            Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+        compared: Part of a compressed gradient from which strata, ‖Z_k‖ and S_h are computed: ``restored``, the whole
+            gradient, as in the paper; or ``centroids``, its d' centres, as in the published code of FedSTaS, which
+            requires ``gradients = "asked"``.
+        replacement: Whether to draw with replacement within a stratum. If not, Horvitz-Thompson weights are biased.
+        allocation: Number of draws of each stratum. ``neyman``: in proportion to its size times its spread, by largest
+            remainder, as in the published code; a stratum may get no draw, which biases the result. ``neyman-random``:
+            the same, rounded at random, which weights correct; every stratum gets on average at least half of an equal
+            share. ``neyman-at-least-one``: like ``neyman``, but at least one draw. ``proportional``: in proportion to
+            its size, at least one draw. Default: ``neyman-random`` with replacement; otherwise ``neyman`` with
+            ``refresh = "all"``, or ``neyman-at-least-one``.
     """
 
     strata: PositiveInt = 10

@@ -21,9 +21,9 @@ class Weighted(ClientSampler):
     / Σn, so that the aggregate is an unbiased estimate of the mean over all clients, weighted by size.
 
     Args:
-        replacement: Whether a client may be drawn more than once. Without replacement, clients that hold more than
-            1/m of the data are always drawn and keep their weight n_k / Σn. The other clients are drawn by systematic
-            sampling in random order (Madow 1949).
+        replacement: Whether a client may be drawn more than once per round. Without replacement, clients with more than
+            1/m of the data are always drawn and keep their weight; the others are drawn by systematic sampling (Madow
+            1949).
     """
 
     tells_sizes = True

@@ -114,8 +114,8 @@ class EarlyStopping(_Best):
     the final model of a run that is not stopped.
 
     Args:
-        patience: The number of evaluations without an improvement after which the run ends.
-        min_delta: The largest difference that does not count as an improvement.
+        patience: Number of evaluations without an improvement after which the run ends.
+        min_delta: Change of the metric that must be exceeded to count as an improvement.
     """
 
     patience: PositiveInt = 5

@@ -42,16 +42,16 @@ class Experiment(Setting):
     """All settings of an experiment.
 
     Args:
-        seed: The seed of all random numbers.
+        seed: Seed of all random numbers.
         data: The data set.
-        partition: How samples are assigned to clients.
-        availability: The rule that decides which clients answer, and how fast.
-        method: The federated method.
-        model: The architecture.
-        training: How clients train.
-        evaluation: The rounds in which the model is evaluated and stored, and the metrics.
-        communication: How models and updates are compressed.
-        privacy: The minimum number of samples from which every value that a client sends must be computed.
+        partition: Assignment of samples to clients.
+        availability: Rule that decides which clients answer, and how fast.
+        method: Federated method.
+        model: Architecture of the model.
+        training: Settings of local training, rounds and hardware.
+        evaluation: Settings of evaluations and checkpoints.
+        communication: Compression of models and updates.
+        privacy: Smallest number of samples that may contribute to anything that a client sends.
         callbacks: Callbacks that observe the run and may stop it, such as ``["early-stopping"]``.
         tracking: Other programs that show the run; they have no effect on results.
 

@@ -209,15 +209,15 @@ def _links(cls: type[Setting]) -> str:
 
 def _items(rows: Iterable[Row]) -> str:
     return "\n".join(
-        f"- `{key}` ({_accepts(accepted, default)}): {_plain(text)}" for key, accepted, default, text in rows
+        f"- `{key}` ({_accepts(accepted, default, text)}): {_plain(text)}" for key, accepted, default, text in rows
     )
 
 
-def _accepts(accepted: str, default: str) -> str:
-    """Return a setting's accepted values and its default, in Markdown."""
-    if not default:
-        return f"{accepted}; required"
-    return f"{accepted}; optional" if default == NOT_SET else f"{accepted}; default `{default}`"
+def _accepts(accepted: str, default: str, text: str) -> str:
+    """Return a setting's accepted values, except names that its description contains, and its default."""
+    names = accepted.startswith("`") and all(name in _plain(text) for name in accepted.split(", "))
+    status = {"": "required", NOT_SET: "optional"}.get(default, f"default `{default}`")
+    return status if names else f"{accepted}; {status}"
 
 
 def _descriptions(cls: type[Setting]) -> dict[str, str]:
@@ -240,24 +240,25 @@ def _descriptions(cls: type[Setting]) -> dict[str, str]:
 
 def _accepted(field: FieldInfo) -> str:
     """Describe the values that a key accepts."""
-    return ", ".join([_type(field.annotation), *filter(None, map(_limit, field.metadata))])
+    return f"{_type(field.annotation)}{_limits(field.metadata)}"
 
 
-def _type(kind: Any) -> str:
+def _type(kind: Any, plural: str = "") -> str:
+    """Describe a type; ``plural`` is "s" for several values of the type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        return ", ".join([_type(arguments[0]), *filter(None, map(_limit, arguments[1:]))])
+        return f"{_type(arguments[0], plural)}{_limits(arguments[1:])}"
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin in (Union, UnionType):
-        return " or ".join(_type(part) for part in arguments if part is not NoneType)
+        return " or ".join(_type(part, plural) for part in arguments if part is not NoneType)
     if origin in (tuple, list):
-        return "a list of tables" if _is_group(arguments[0]) else f"a list of {_type(arguments[0])}"
+        return f"list{plural} of {_type(arguments[0], 's')}"
     if origin is dict:
-        return "a table"
+        return f"table{plural}"
     if inspect.isclass(kind) and issubclass(kind, Setting):
-        return "a table" if _is_group(kind) else "a name or a table"
-    named: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+        return f"table{plural}" if _is_group(kind) else f"name{plural} or table{plural}"
+    named = {int: f"integer{plural}", float: f"number{plural}", str: f"text{plural}", bool: "true/false"}
     return named.get(kind, "anything")
 
 
@@ -266,11 +267,26 @@ def _is_group(kind: Any) -> bool:
     return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name and kind is not ServerOptimizer
 
 
-LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+def _limits(items: Iterable[Any]) -> str:
+    """Describe the limits of a number, such as `` > 0`` or `` in (0, 1]``; the text is empty without a limit."""
+    limits = {name: _number(getattr(item, name)) for item in items for name in LIMITS if hasattr(item, name)}
+    match sorted(limits):
+        case []:
+            return ""
+        case [name]:
+            return f" {LIMITS[name]} {limits[name]}"
+        case [low, high]:
+            first, last = "[" if low == "ge" else "(", "]" if high == "le" else ")"
+            return f" in {first}{limits[low]}, {limits[high]}{last}"
+    raise AssertionError(f"unexpected limits: {limits}")
 
 
-def _limit(item: Any) -> str:
-    return " and ".join(f"{sign} {getattr(item, name):g}" for name, sign in LIMITS.items() if hasattr(item, name))
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) and value < 1e9 else f"{value:g}"
+
+
+LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+"""The sign of each limit."""
 
 
 def _default(field: FieldInfo) -> str:

@@ -95,7 +95,7 @@ class TensorBoard(Tracker):
     Needs the extra ``tracking``.
 
     Args:
-        dir: The parent folder; each run gets its own folder there, named after the run. Default: the folder
+        dir: Parent folder of the event files; each run gets a folder in it, named after the run. Default: the folder
             ``tensorboard`` in the run folder.
     """
 
@@ -151,11 +151,11 @@ class MLflow(Tracker):
     Needs the extra ``tracking``.
 
     Args:
-        uri: The tracking server or store, such as ``http://localhost:5000`` or ``sqlite:///mlflow.db``. Default:
-            MLflow's own default (``MLFLOW_TRACKING_URI``).
-        experiment: The name of the experiment in MLflow; it is created if it does not exist.
-        run: The name of the run in MLflow. Default: a name made of its method, data and seed.
-        tags: Additional tags, as a table from the name of each tag to its value.
+        uri: Address of the tracking server or store, such as ``http://localhost:5000`` or ``sqlite:///mlflow.db``.
+            Default: MLflow's own (``MLFLOW_TRACKING_URI``).
+        experiment: Name of the experiment in MLflow; it is created if it does not exist.
+        run: Name of the run in MLflow. Default: a name made of its method, data and seed.
+        tags: Additional tags: a table that maps the name of each tag to its value.
         artifacts: Whether the files of the run folder, except checkpoints, are uploaded at the end.
     """
 
@@ -282,8 +282,8 @@ class Tracking(Setting):
     """The programs that show a run. A resumed run may use other ones.
 
     Args:
-        tensorboard: The settings of TensorBoard, or ``true`` for their defaults.
-        mlflow: The settings of MLflow, or ``true`` for their defaults.
+        tensorboard: Settings of TensorBoard, or ``true`` for their defaults.
+        mlflow: Settings of MLflow, or ``true`` for their defaults.
     """
 
     tensorboard: Annotated[

@@ -54,29 +54,30 @@ class Stratify(Method):
     and ``training.batch_size`` is the size of a batch over all clients.
 
     Args:
-        mode: ``batch``, ``single`` or ``hybrid``.
-        schedule: How many samples of each label are trained in an epoch: as many as there are (``uncapped``); as many
-            as there are, but at most the median over labels (``capped``); or the mean over labels (``uniform``).
-        cap: The largest number of samples of a label for ``capped``. Default: the median over labels.
-        selection: How clients are drawn among those that hold a label: ``uniform``, or ``weighted`` by their number of
-            samples of it.
-        batch_size: The number of samples in a batch over all clients. Default: ``training.batch_size``. Larger batches
-            need fewer exchanges between server and clients, but also mean fewer steps.
-        lr_rule: How ``batch_size`` changes the learning rate: not at all (``none``), or by multiplication with the
-            ratio of ``batch_size`` to ``training.batch_size`` (``linear``) or with its square root (``sqrt``).
-        local_steps: Batch mode: the number of steps that a client takes on its own part of a batch before it answers.
-            With 1, a batch is a centralised step. With more, the clients' models drift apart within a batch.
-        server: Batch mode: the server's optimiser. Default: SGD with the momentum and weight decay of ``training``. Its
-            ``lr``, 1 by default, is multiplied by ``training.lr``.
-        chunk_size: Single-sample mode: the number of consecutive positions of the schedule for which clients are chosen
-            together. Each chosen client gets the longest run of positions that it can train.
-        retain: Single-sample mode: the part of the clients with a label that may train it in a chunk, drawn at random.
-            With 1, the runs are longest, and clients that hold many labels train more positions.
-        pretraining: Hybrid mode: the number of rounds of batches. Default: half of all rounds.
-        stream: Hybrid mode: the part of every client's samples that arrives later.
-        masking: How the server learns which clients share a label: clients send their labels (``none``), a keyed hash
-            of each (``prf``), or encrypted labels that are compared under encryption (``ckks``). With the same keys,
-            training is the same in all modes.
+        mode: ``batch``: clients train their parts of each batch. ``single``: the model goes from client to client, one
+            step per sample. ``hybrid``: batches first, then single samples on data that arrive later.
+        schedule: Number of samples of each label per epoch. ``uncapped``: all samples of the label. ``capped``: all
+            samples, but at most the median over labels. ``uniform``: the mean over labels.
+        cap: Largest number of samples of a label for ``capped``. Default: the median over labels.
+        selection: Draw among the clients that hold a label: ``uniform``, or ``weighted`` by their number of samples of
+            it.
+        batch_size: Number of samples in a batch, over all clients. Larger batches mean fewer exchanges, but also fewer
+            steps. Default: ``training.batch_size``.
+        lr_rule: Factor of the learning rate, if ``batch_size`` is r times ``training.batch_size``: 1 (``none``), r
+            (``linear``) or √r (``sqrt``).
+        local_steps: Batch mode: number of steps of a client on its part of a batch. With 1, a batch equals a step of
+            centralised SGD. With more, the clients' models drift apart within a batch.
+        server: Batch mode: optimiser of the server. Its ``lr`` (default 1) is multiplied by ``training.lr``. Default:
+            SGD with the momentum and weight decay of ``training``.
+        chunk_size: Single-sample mode: number of positions of the schedule for which clients are chosen together. Each
+            chosen client gets the longest run of positions that it can train.
+        retain: Single-sample mode: share of a label's clients, drawn at random, that may train it in a chunk. A larger
+            share makes runs longer, and favours clients that hold many labels.
+        pretraining: Hybrid mode: number of rounds of batches. Default: half of all rounds.
+        stream: Hybrid mode: share of every client's samples that arrives after the rounds of batches.
+        masking: Form in which the server sees the labels of clients. ``none``: labels; ``prf``: a keyed hash of each;
+            ``ckks``: encrypted labels, compared under encryption. With the same keys, training is the same in all
+            modes.
     """
 
     paper = "Stratify: label-aware sampling for federated learning on non-IID data, Algorithms 1 to 4"

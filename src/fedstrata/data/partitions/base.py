@@ -116,8 +116,8 @@ class Partition(Setting):
     Your own scheme derives from this class and implements ``assign``; ``split`` checks its result.
 
     Args:
-        clients: The number of clients, N.
-        min_size: The smallest number of samples that a client may hold; 0 allows empty clients.
+        clients: Number of clients, N.
+        min_size: Smallest number of samples that a client may hold; 0 allows empty clients.
     """
 
     clients: Clients = 100

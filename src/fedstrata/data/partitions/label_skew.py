@@ -23,9 +23,9 @@ class Classes(Partition):
     by equally many clients (±1), and by at least one.
 
     Args:
-        per_client: k, the number of classes of each client.
-        size: The number of samples of each client, with equally many (±1) of each of its classes. Samples beyond that
-            are not used. ReBaFL (section 5.1) uses 1,000 samples and k = 2. By default, all samples are used.
+        per_client: Number of classes of each client, k.
+        size: Number of samples of each client, with equally many (±1) of each of its classes; other samples are not
+            used. ReBaFL: 1,000. Default: all samples are used.
     """
 
     per_client: PositiveInt = 2
@@ -62,9 +62,9 @@ class Groups(Partition):
     hold 2, 2, 3, 3 and 5 classes.
 
     Args:
-        groups: The groups, such as ``{clients = 4, classes = 2}``. The partition's ``clients`` need not be set: it is
-            the sum over the groups.
-        size: The number of samples of each client, as for the partition ``classes``.
+        groups: The groups, such as ``{clients = 4, classes = 2}``: numbers of clients, and of classes per client. The
+            sum over the groups replaces ``clients``.
+        size: Number of samples of each client, as for the partition ``classes``.
     """
 
     clients: Clients = 20
@@ -110,9 +110,9 @@ class Domains(Partition):
     Stratify (section V) uses this division.
 
     Args:
-        per_client: d, the number of domains of each client. Default: 1.
-        alpha: The concentration α, instead of ``per_client``: each domain is then divided among all clients in
-            proportion to a draw from Dir_N(α), as the partition ``dirichlet`` divides classes.
+        per_client: Number of domains of each client, d. Default: 1.
+        alpha: Concentration α, instead of ``per_client``: each domain is divided among all clients by Dirichlet draws,
+            as the partition ``dirichlet`` divides classes.
     """
 
     per_client: PositiveInt | None = None

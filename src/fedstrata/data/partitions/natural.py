@@ -23,8 +23,8 @@ class Natural(Partition):
     ``data.schema.client`` of a table. Clients are numbered in the order of their ids.
 
     Args:
-        clients: The number of clients, chosen at random. Default: all clients.
-        min_size: The smallest number of samples of a client. Smaller clients are left out, with a warning.
+        clients: Number of clients, chosen at random. Default: all clients.
+        min_size: Smallest number of samples of a client. Smaller clients are left out, with a warning.
     """
 
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
@@ -70,8 +70,9 @@ class SingleClient(Partition):
 
     Args:
         clients: Always 1.
-        of: The other partition.
-        only: The client whose samples are used. Default: the samples of all clients are used.
+        of: The other partition, which divides the samples first.
+        only: Number of the one client (from 0) in the other partition whose samples are used. Default: the samples of
+            all clients.
     """
 
     clients: Literal[1] = 1

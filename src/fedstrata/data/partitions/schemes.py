@@ -38,17 +38,14 @@ class Dirichlet(Partition):
     """Label skew by Dirichlet draws: the smaller α, the fewer classes dominate a client.
 
     Args:
-        alpha: The concentration α. With 1e-3, nearly all samples of a class go to one client; 1e6 is nearly IID.
-        balance: ``"class"``: the samples of each class are divided in proportion to a draw from Dir_N(α) over the N
-            clients, so that the clients' sizes vary too (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022). If α is
-            small, this leaves many clients empty. Clients below ``min_size`` then get as few samples as possible from
-            the largest clients. ``"client"``: every client holds the same number of samples (±1), with classes drawn
-            from the client's own mix (class probabilities); see ``prior``. When a class has no samples left, the mixes
-            are renormalised over the other classes. All clients draw at once, so that this affects all equally.
-        prior: The distribution of the mixes for ``balance = "client"``, which defines the meaning of α. ``"shares"``:
-            Dir_C(α·p), where p are the shares of the C classes in the whole set (Hsu et al. 2019), so that the
-            parameters add up to α. ``"flat"``: Dir_C with the parameter α for every class, as in the published code of
-            FedSTaS. With ten classes of equal size, α = 0.001 with ``"flat"`` equals α = 0.01 with ``"shares"``.
+        alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; 1e6 is nearly IID.
+        balance: Object of the Dirichlet draws. ``class``: the clients' shares of each class, so that client sizes vary
+            too (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022). Clients below ``min_size`` get samples from the
+            largest clients. ``client``: the class probabilities of each client (see ``prior``); all clients hold
+            equally many samples (±1). When a class is used up, all clients renormalise over the other classes.
+        prior: Dirichlet parameters for ``balance = "client"``. ``shares``: α times the share of each class in the whole
+            set (Hsu et al. 2019). ``flat``: α for every class, as in the published code of FedSTaS. With ten equal
+            classes, α = 0.001 with ``flat`` equals α = 0.01 with ``shares``.
     """
 
     alpha: Alpha = 0.5
@@ -83,7 +80,7 @@ class Shards(Partition):
     ``per_client``.
 
     Args:
-        per_client: The number of shards of each client.
+        per_client: Number of shards of each client.
     """
 
     per_client: PositiveInt = 2
@@ -110,7 +107,7 @@ class PowerLaw(Partition):
     ``min_size`` get samples from the largest ones. FedProx (Li et al. 2020, section 5) does not state its power law.
 
     Args:
-        exponent: The exponent; 0 gives equal sizes.
+        exponent: Exponent; 0 gives equal sizes.
     """
 
     exponent: Annotated[NonNegativeFloat, Field(le=100)] = 1.0
@@ -131,10 +128,11 @@ class Given(Partition):
     Samples may be left out.
 
     Args:
-        indices: For each client, the indices of its samples in the training set. ``clients`` need not be set.
-        file: The path of a ``.npz`` file, instead of ``indices``, relative to the folder of the spec or to the working
-            directory. The file has two arrays: ``indices``, client after client; and ``offsets``, (N + 1,), with the
-            start of each client in ``indices`` and the end of the last.
+        indices: A list for each client with the indices of its samples in the training set. Its length replaces
+            ``clients``.
+        file: Path of a ``.npz`` file, instead of ``indices``, relative to the folder of the spec or to the working
+            directory. Its arrays: ``indices``, client after client; and ``offsets``, (N + 1,), the start of each client
+            in ``indices`` and the end of the last.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

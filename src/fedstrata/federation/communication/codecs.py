@@ -208,8 +208,8 @@ class QSGD(Codec):
     most (M / s)² / 4, and a code takes ⌈log₂(2 s + 1)⌉ bits.
 
     Args:
-        levels: Number of steps on each side of 0, s.
-        bucket: Number of coordinates in a bucket.
+        levels: Number of quantisation steps on each side of 0, s.
+        bucket: Number of coordinates in a bucket, which share a scale.
     """
 
     levels: int = Field(default=7, ge=1, le=2**15 - 1)
@@ -263,9 +263,9 @@ class WithMemory(Codec):
     new model towards the old one. ``damping`` and ``forget_after`` limit this effect.
 
     Args:
-        damping: Factor by which the error is multiplied for each round of its age.
-        forget_after: Largest age of an error in rounds; an older one is dropped. Default: no limit.
-        start: The first round with compression; changes of earlier rounds are sent without encoding.
+        damping: Factor by which the stored error is multiplied for each round of its age.
+        forget_after: Largest age of a stored error, in rounds; older errors are dropped. Default: no limit.
+        start: First round with compression, from 1; updates of earlier rounds are sent without encoding.
     """
 
     feedback = True
@@ -287,7 +287,7 @@ class TopK(WithMemory):
     The server learns which coordinates a client has changed most.
 
     Args:
-        fraction: Fraction of the coordinates that are sent; at least one coordinate is sent.
+        fraction: Share of the coordinates to send; at least one is sent.
     """
 
     fraction: float = Field(default=0.01, gt=0, le=1)
@@ -332,9 +332,9 @@ class PowerSGD(WithMemory):
     The server decodes only the sums, except if a method needs each client's change.
 
     Args:
-        rank: Rank of the approximation.
-        factors: Data type in which P and Q are sent. With ``int8``, each tensor has one more byte for the power of two
-            by which its values are multiplied. Error feedback includes the error of this rounding.
+        rank: Rank of the approximation of each matrix.
+        factors: Data type of the factors P and Q that are sent. ``int8`` adds one byte per tensor for a scale. Error
+            feedback corrects this rounding too.
     """
 
     linear = True
@@ -530,9 +530,9 @@ class Communication(Setting):
     """The codecs of models and updates.
 
     Args:
-        up: Codec of the changes that clients send.
-        down: Codec of the model that clients receive. With ``none`` the whole model is sent. With any other codec, the
-            encoded changes that a client missed are sent, or the whole model if that is smaller.
+        up: Codec of the updates that clients send.
+        down: Codec of the model that clients receive. ``none`` sends the whole model. Other codecs send the encoded
+            updates that a client missed, or the whole model if that is smaller.
     """
 
     up: AnyCodec = Uncompressed()
