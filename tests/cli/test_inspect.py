@@ -51,7 +51,7 @@ def test_settings_of_a_class_of_ones_own(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "Normalised updates." in shown
     [row] = [line for line in shown.splitlines() if "tau" in line]
-    assert row.split() == ["tau", "whole", "number", "3", "Steps", "that", "count", "at", "most."]
+    assert row.split() == ["tau", "integer", "3", "Steps", "that", "count", "at", "most."]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from fedstrata.cli import main
 from fedstrata.cli.common import WITH_OUT
+from fedstrata.cli.main import parser
 
 BASE = """[training]
 rounds = 1
@@ -180,8 +181,17 @@ def test_an_error_of_somebody_elses_code_is_one_line_too(capsys, monkeypatch):
     assert error.count("\n") == 1
 
 
+def test_without_a_command_the_help_shows_each_command_in_one_group(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 0
+    shown = re.findall(r"^  ([a-z]+) +[a-z]", capsys.readouterr().out.partition("\noptions:")[0], flags=re.MULTILINE)
+    commands = next(action for action in parser()._actions if action.choices)
+    assert sorted(shown) == sorted(commands.choices)
+
+
 def test_usage_errors_have_code_2(capsys):
-    for arguments in ([], ["walk"], ["run", "--nonsense"]):
+    for arguments in (["walk"], ["run", "--nonsense"]):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2

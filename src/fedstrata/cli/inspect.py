@@ -37,7 +37,7 @@ def add_datasets(commands: Commands) -> None:
         fedstrata datasets
         FEDSTRATA_DATA=/data fedstrata datasets
     """
-    help = "list the known data sets, and which of them were found"
+    help = "list the known data sets, and whether each was found"
     add_output(add_command(commands, "datasets", help, examples, work=_datasets), progress=False)
 
 
@@ -63,8 +63,10 @@ def add_settings(commands: Commands) -> None:
     """
     help = "list the sections, names and keys of a spec"
     parser = add_command(commands, "settings", help, examples, imports=True, work=_settings)
-    parser.add_argument("section", nargs="?", help="such as availability or method.objective (default: all)")
-    parser.add_argument("name", nargs="?", help="one kind of it, such as bernoulli, or module:Class of your own")
+    parser.add_argument("section", nargs="?", help="section, such as availability or method.objective (default: all)")
+    parser.add_argument(
+        "name", nargs="?", help="name in the section, such as bernoulli, or module:Class of your own code"
+    )
     help = "folder in which to write all sections as Markdown files, as in docs/reference/spec"
     parser.add_argument("--markdown", type=Path, metavar="DIR", help=help)
     add_output(parser, progress=False)
@@ -125,10 +127,10 @@ def add_partition(commands: Commands) -> None:
         fedstrata partition --set partition.name=dirichlet --set partition.alpha=0.1 --out skew.png
         fedstrata partition spec.toml --json
     """
-    help = "show which client gets which labels: a table and a picture"
+    help = "show how many samples of each label each client gets"
     parser = add_command(commands, "partition", help, examples, work=_partition)
     common.add_spec(parser)
-    parser.add_argument("--out", type=Path, default=Path("partition.png"), help="the picture (default: partition.png)")
+    parser.add_argument("--out", type=Path, default=Path("partition.png"), help="image file (default: partition.png)")
     common.add_trust(parser)
     add_output(parser, progress=False)
 
@@ -164,9 +166,9 @@ def add_strata(commands: Commands) -> None:
     """
     help = "plot the strata (client groups) that a sampler found"
     parser = add_command(commands, "strata", help, examples, work=_strata)
-    common.add_spec(parser, "a TOML file, or the folder of a run; all defaults without one")
-    parser.add_argument("--rounds", type=int, default=1, help="rounds to run before looking, for a spec (default: 1)")
-    parser.add_argument("--out", type=Path, default=Path("strata.png"), help="the picture (default: strata.png)")
+    common.add_spec(parser, "TOML file of the experiment, or folder of a run (default: all defaults)")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds to run first, for a spec (default: 1)")
+    parser.add_argument("--out", type=Path, default=Path("strata.png"), help="image file (default: strata.png)")
     common.add_trust(parser)
     add_output(parser, progress=False)
 
@@ -199,10 +201,10 @@ def add_report(commands: Commands) -> None:
         fedstrata report runs/first
         fedstrata report runs/first runs/second --out both.html
     """
-    help = "write one self-contained HTML page about runs and comparisons"
+    help = "write an HTML report of runs and comparisons"
     parser = add_command(commands, "report", help, examples, work=_report)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
-    parser.add_argument("--out", type=Path, help="the page (default: report.html in the first folder)")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders of runs and comparisons")
+    parser.add_argument("--out", type=Path, help="HTML file (default: report.html in the first folder)")
     add_output(parser, progress=False)
 
 

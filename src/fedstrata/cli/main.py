@@ -22,6 +22,7 @@ from fedstrata.base.loading import only_from
 from fedstrata.base.printable import print_lines
 from fedstrata.base.signals import TERMINATED, Terminated, ending_in_order
 from fedstrata.cli import inspect, masking, predict, results, run, teach
+from fedstrata.cli.common import Commands
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -30,11 +31,25 @@ NOT_IMPORTED = (
     "or use a command that trains"
 )
 
-BEGIN = """to begin with:
-  fedstrata new demo && fedstrata compare demo.toml --out demo    four methods, a table, demo/report.html
-  fedstrata new spec && fedstrata run spec.toml                   an experiment of your own
-  fedstrata explain alpha                                         what a key of a spec means
-  fedstrata COMMAND --help                                        examples of each command
+GROUPS = {
+    "Start": ("new", "explain", "completion"),
+    "Run experiments": ("run", "compare", "sweep"),
+    "Evaluate results": ("table", "report", "predict", "strata", "audit", "reproduce"),
+    "Look up": ("methods", "datasets", "settings", "partition"),
+    "Deploy to real sites": (
+        *("keys", "deploy", "asks", "approve", "check", "submit", "status"),
+        *("verify", "ledger", "renew", "revoke"),
+    ),
+}
+"""The groups of commands in ``fedstrata --help``."""
+
+ABOUT = "Federated learning that holds up when data are non-IID and clients drop out."
+
+BEGIN = """examples:
+  fedstrata new demo && fedstrata compare demo.toml --out demo    compare four methods, and write demo/report.html
+  fedstrata new spec && fedstrata run spec.toml                   run an experiment of your own
+  fedstrata explain alpha                                         explain a key of a spec
+  fedstrata COMMAND --help                                        show options and examples of a command
 """
 
 
@@ -56,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         completers.attach(whole)
         teach.complete(whole)
-    options = whole.parse_args(arguments)
+    options = whole.parse_args((sys.argv[1:] if arguments is None else arguments) or ["--help"])
     if any("\0" in str(value) for value in vars(options).values()):
         whole.error("an argument has a NUL character, which the name of a file cannot have")
     warnings.showwarning = _one_line
@@ -100,16 +115,26 @@ def parser() -> argparse.ArgumentParser:
     """
     whole = argparse.ArgumentParser(
         prog="fedstrata",
-        description="Federated learning that holds up when data are non-IID and clients drop out.",
-        epilog=BEGIN,
+        usage="fedstrata [-h] [--version] COMMAND ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     whole.add_argument("--version", action="version", version=f"fedstrata {__version__}")
-    commands = whole.add_subparsers(required=True, metavar="COMMAND")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND", prog="fedstrata", help=argparse.SUPPRESS)
     for family in (teach, run, results, predict, inspect, masking, *outer.commands()):
         for add in family.COMMANDS:
             add(commands)
+    whole.description = f"{ABOUT}\n\n{_overview(commands)}"
+    whole.epilog = BEGIN
     return whole
+
+
+def _overview(commands: Commands) -> str:
+    """Return a list of all commands in groups."""
+    helps = {action.dest: action.help for action in commands._get_subactions()}
+    groups = ((title, [name for name in names if name in helps]) for title, names in GROUPS.items())
+    return "\n\n".join(
+        f"{title}:\n" + "\n".join(f"  {name:<12}{helps[name]}" for name in names) for title, names in groups if names
+    )
 
 
 def _flat(error: Exception) -> str:

@@ -14,8 +14,10 @@ def add_keys(commands: Commands) -> None:
         fedstrata keys
         fedstrata keys --out /secure/keys
     """
-    parser = add_command(commands, "keys", "make the clients' keys for masked labels", examples, work=_keys)
-    parser.add_argument("--out", type=Path, default=Path("keys"), metavar="DIR", help="the folder (default: keys)")
+    parser = add_command(commands, "keys", "create the keys with which clients mask their labels", examples, work=_keys)
+    parser.add_argument(
+        "--out", type=Path, default=Path("keys"), metavar="DIR", help="folder for the keys (default: keys)"
+    )
     add_output(parser, progress=False)
 
 

@@ -25,9 +25,9 @@ def add_predict(commands: Commands) -> None:
     help = "predict the class of each row of a table with the model of a run"
     more = "Rows have the columns that the model was trained on. Other columns, such as the label, are ignored."
     parser = add_command(commands, "predict", help, examples, more, work=_predict)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run on a table, or of a job's result")
-    parser.add_argument("rows", type=Path, metavar="ROWS", help="a CSV or Parquet file")
-    parser.add_argument("--out", type=Path, help="the CSV file of the predictions (default: print them)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run on a table, or of a job's result")
+    parser.add_argument("rows", type=Path, metavar="ROWS", help="CSV or Parquet file with the rows")
+    parser.add_argument("--out", type=Path, help="CSV file for the predictions (default: standard output)")
     add_trust(parser)
     add_output(parser, progress=False)
 

@@ -29,22 +29,23 @@ def add_table(commands: Commands) -> None:
         fedstrata table runs/first --metric best_accuracy,rounds_to_0.8 --at bytes=5e7
         fedstrata table runs/hospitals --by-client auroc --format latex
     """
-    help = "compare methods with a baseline: intervals, paired differences, tests"
+    help = "print a table that compares methods with a baseline"
     parser = add_command(commands, "table", help, examples, work=_table)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders of comparisons and runs")
-    parser.add_argument("--baseline", metavar="LABEL", help="the label to compare with (default: the first)")
-    metrics = "comma-separated: final_accuracy, best_auroc, rounds_to_0.8, …, or a column of metrics.jsonl"
+    parser.add_argument("--baseline", metavar="LABEL", help="label of the baseline (default: the first label)")
+    metrics = "comma-separated results, such as final_accuracy, rounds_to_0.8 or a column of metrics.jsonl"
     parser.add_argument("--metric", help=metrics)
     budgets = (
-        "the primary metric at equal bytes, samples, seconds or simulated_seconds (default: the most that all reached)"
+        "budget at which to compare the primary metric: bytes, samples, seconds or simulated_seconds (default amount: "
+        "the most that all runs reached)"
     )
     parser.add_argument("--at", action="append", metavar="WHAT[=AMOUNT]", help=budgets)
-    tests = "the test of paired differences (default: t)"
+    tests = "significance test of paired differences (default: t)"
     parser.add_argument("--test", choices=("t", "wilcoxon"), default="t", help=tests)
-    by_client = "a row per client: the results of its own test part (default: accuracy)"
+    by_client = "result for a table with a row per client, on its own test part (default: accuracy)"
     parser.add_argument("--by-client", nargs="?", const="accuracy", metavar="RESULT", help=by_client)
-    parser.add_argument("--format", choices=FORMATS, default="console", help="(default: console)")
-    parser.add_argument("--json", action="store_const", const="json", dest="format", help="short for --format json")
+    parser.add_argument("--format", choices=FORMATS, default="console", help="format of the table (default: console)")
+    parser.add_argument("--json", action="store_const", const="json", dest="format", help="same as --format json")
 
 
 def _table(options: argparse.Namespace) -> None:
@@ -129,23 +130,23 @@ def add_sweep(commands: Commands) -> None:
         fedstrata sweep spec.toml --set evaluation.validation=0.1 --set training.lr=0.01,0.03,0.1 --seeds 0,1
         fedstrata sweep spec.toml --set evaluation.validation=0.1 --search training.lr=log:0.001..0.5 --trials 20
     """
-    help = "try a grid or a search of settings, and find the best on validation samples"
+    help = "find the best settings by grid or search, on validation samples"
     more = (
         "The best setting is the one with the best evaluation.primary on samples that evaluation.validation holds out."
     )
     defaults = {"work": _sweep, "after_interrupt": common.WITH_OUT}
     parser = add_command(commands, "sweep", help, examples, more, imports=True, **defaults)
     parser.add_argument("spec", nargs="?", help=common.SPEC_HELP)
-    overrides = "values to try; a single one overrides the setting"
+    overrides = "values to try for a setting; a single value overrides it"
     common.add_overrides(parser, "SECTION.KEY=VALUE,VALUE", overrides)
-    ranges = "let Optuna search: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32"
+    ranges = "range for Optuna to search: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32"
     parser.add_argument("--search", action="append", default=[], metavar="SECTION.KEY=RANGE", help=ranges)
-    trials = "the trials of a search, including earlier ones (default: 20)"
+    trials = "number of trials of a search, including earlier ones (default: 20)"
     parser.add_argument("--trials", type=int, default=20, help=trials)
-    parser.add_argument("--no-pruning", action="store_true", help="let all trials of a search run to their end")
-    parser.add_argument("--seeds", help="comma-separated seeds of every setting (default: the spec's)")
-    parser.add_argument("--out", type=Path, help="the folder (default: runs/sweep-DATA-TIME)")
-    parser.add_argument("--jobs", type=int, help="runs at the same time (default: one per processor)")
+    parser.add_argument("--no-pruning", action="store_true", help="complete all trials of a search, also poor ones")
+    parser.add_argument("--seeds", help="comma-separated seeds of every setting (default: the seed of the spec)")
+    parser.add_argument("--out", type=Path, help="folder of the sweep (default: runs/sweep-DATA-TIME)")
+    parser.add_argument("--jobs", type=int, help="number of runs at the same time (default: one per processor)")
     add_output(parser)
 
 

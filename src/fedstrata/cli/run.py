@@ -29,11 +29,13 @@ def add_run(commands: Commands) -> None:
     defaults = {"work": _run, "after_interrupt": "go on from the last checkpoint with 'fedstrata run --resume DIR'"}
     parser = common.add_command(commands, "run", "run one experiment", examples, more, imports=True, **defaults)
     common.add_spec(parser)
-    parser.add_argument("--out", type=Path, help="the run folder (default: runs/METHOD-DATA-TIME)")
-    parser.add_argument("--engine", default="local", help="where clients run: local (the default), ray or nvflare")
-    sites = "rehearse a deployment here, with the data files of its sites"
+    parser.add_argument("--out", type=Path, help="run folder (default: runs/METHOD-DATA-TIME)")
+    parser.add_argument(
+        "--engine", default="local", help="engine that runs the clients: local (default), ray or nvflare"
+    )
+    sites = "federation to simulate on this machine, with the data files of its sites"
     parser.add_argument("--sites", type=Path, metavar="TOML", help=sites)
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="resume a run from its last checkpoint")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="folder of a run to resume from its last checkpoint")
     common.add_output(parser)
 
 
@@ -83,19 +85,21 @@ def add_compare(commands: Commands) -> None:
         fedstrata compare spec.toml --methods fedavg,moon --engine ray
         fedstrata compare spec.toml --methods fedavg,sampler:Rotating --set training.rounds=10
     """
-    help = "run several methods with several seeds, and write a table and a report"
-    more = "With --out DIR the same command goes on where it was interrupted."
+    help = "compare methods over several seeds, and write a table and a report"
+    more = "To continue an interrupted comparison, repeat the command with the same --out DIR."
     defaults = {"work": _compare, "after_interrupt": common.WITH_OUT}
     parser = common.add_command(commands, "compare", help, examples, more, imports=True, **defaults)
     common.add_spec(parser)
     labels = "comma-separated methods or labels of [compare.LABEL] (default: all labels)"
     parser.add_argument("--methods", help=labels)
-    parser.add_argument("--seeds", help="comma-separated seeds (default: the spec's)")
-    parser.add_argument("--out", type=Path, help="the folder (default: runs/compare-DATA-TIME)")
-    parser.add_argument("--engine", default="local", help="where clients run: local (the default), ray or nvflare")
-    references = "comma-separated references to compare with: local (each client alone), centralised"
+    parser.add_argument("--seeds", help="comma-separated seeds (default: the seed of the spec)")
+    parser.add_argument("--out", type=Path, help="folder of the comparison (default: runs/compare-DATA-TIME)")
+    parser.add_argument(
+        "--engine", default="local", help="engine that runs the clients: local (default), ray or nvflare"
+    )
+    references = "comma-separated references without federated learning: local (each client alone), centralised"
     parser.add_argument("--references", help=references)
-    parser.add_argument("--jobs", type=int, help="runs at the same time (default: one per processor)")
+    parser.add_argument("--jobs", type=int, help="number of runs at the same time (default: one per processor)")
     common.add_output(parser)
 
 

@@ -14,15 +14,15 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 KINDS = {
     "spec": "an experiment",
-    "demo": "a comparison of four methods under label skew and drop-outs",
+    "demo": "a comparison of four methods under label skew and dropouts",
     "method": "a method",
-    "sampler": "a client sampler: who is invited",
-    "data-sampler": "which of its samples a client uses",
-    "objective": "what a client minimises",
-    "aggregator": "how replies are combined",
-    "availability": "a drop-out model",
-    "partition": "who holds which data",
-    "metric": "how good the model is",
+    "sampler": "a client sampler, which draws the clients of a round",
+    "data-sampler": "a data sampler, which decides which of its samples a client uses",
+    "objective": "an objective, which clients minimise",
+    "aggregator": "an aggregator, which combines the clients' models",
+    "availability": "an availability model, which decides when clients are online",
+    "partition": "a partition, which divides samples among clients",
+    "metric": "a metric of the model's quality",
 }
 """A mapping from each kind of file that ``fedstrata new`` can write to its purpose. The folder ``templates`` contains
 their templates."""
@@ -42,12 +42,14 @@ def add_new(commands: Commands) -> None:
         fedstrata new sampler && fedstrata run --set method.client_sampler=sampler:LongestAway
         fedstrata new availability nights.py && fedstrata run --set availability=nights:Nights
     """
-    help = "write a commented file to begin with, which runs as it is"
+    help = "write a commented file to start from, which runs as it is"
     more = "\n".join(f"  {kind:<14}{purpose}" for kind, purpose in KINDS.items())
     parser = add_command(commands, "new", help, examples, more, work=_new)
-    parser.add_argument("kind", metavar="KIND", help=f"the kind of file: {', '.join(KINDS)}")
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="its path (default: KIND.toml or KIND.py)")
-    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
+    parser.add_argument("kind", metavar="KIND", help=f"kind of the file: {', '.join(KINDS)}")
+    parser.add_argument(
+        "file", nargs="?", type=Path, metavar="FILE", help="path of the file (default: KIND.toml or KIND.py)"
+    )
+    parser.add_argument("--force", action="store_true", help="permission to overwrite an existing file")
     add_output(parser, progress=False)
 
 
@@ -80,9 +82,9 @@ def add_explain(commands: Commands) -> None:
         fedstrata explain dirichlet
         fedstrata explain availability
     """
-    help = "explain a key of a spec: its meaning, default, values and sections"
+    help = "explain a key, section or name of a spec"
     parser = add_command(commands, "explain", help, examples, work=_explain)
-    parser.add_argument("key", metavar="KEY", help="a key, a section, a name, or a key with its section")
+    parser.add_argument("key", metavar="KEY", help="key, section, name, or key with its section")
     add_output(parser, progress=False)
 
 
@@ -183,10 +185,10 @@ def words(table: dict[str, Any]) -> list[str]:
 
 def add_completion(commands: Commands) -> None:
     """Add the command ``fedstrata completion``."""
-    help = "print the completion of commands, settings and names for a shell"
+    help = "print the script with which a shell completes commands, settings and names"
     more = "Put a line into your shell's start-up file:\n\n" + "\n".join(f"  {line}" for line in SHELLS.values())
     parser = add_command(commands, "completion", help, "fedstrata completion bash", more, work=_completion)
-    parser.add_argument("shell", choices=SHELLS, help="the shell")
+    parser.add_argument("shell", choices=SHELLS, help="name of the shell")
 
 
 def _completion(options: argparse.Namespace) -> None:

@@ -20,17 +20,23 @@ def add_reproduce(commands: common.Commands) -> None:
         fedstrata reproduce rebafl/fashion20 --seeds 0
         fedstrata reproduce --quick
     """
-    help = "the tables of the four papers: run what is missing, judge, write"
+    help = "reproduce the tables of the four papers, and judge their claims"
     parser = common.add_command(commands, "reproduce", help, examples, imports=True, work=_reproduce)
     parser.set_defaults(after_interrupt="go on from the last checkpoint with the same command")
-    help = "PAPER or PAPER/TABLE, such as rebafl/fashion20; all unless given"
+    help = "PAPER or PAPER/TABLE, such as rebafl/fashion20 (default: all)"
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=help)
-    parser.add_argument("--quick", action="store_true", help="at small scale, in minutes; says nothing of the papers")
-    parser.add_argument("--seeds", help="comma-separated seeds (default: the tables')")
-    parser.add_argument("--out", type=Path, help="pages and results (default: reproduced, with --quick quick)")
-    parser.add_argument("--runs", type=Path, help="the run folders (default: OUT/runs)")
-    parser.add_argument("--list", action="store_true", help="what tables there are, what they lack, and its hours")
-    parser.add_argument("--show", action="store_true", help="run nothing, write the pages of what is there")
+    parser.add_argument(
+        "--quick", action="store_true", help="small scale, in minutes, which does not test the papers' claims"
+    )
+    parser.add_argument("--seeds", help="comma-separated seeds (default: those of each table)")
+    parser.add_argument(
+        "--out", type=Path, help="folder for pages and results (default: reproduced, or quick with --quick)"
+    )
+    parser.add_argument("--runs", type=Path, help="parent of the run folders (default: OUT/runs)")
+    parser.add_argument(
+        "--list", action="store_true", help="list of the tables, their missing runs and the hours that these take"
+    )
+    parser.add_argument("--show", action="store_true", help="pages of existing results only, without new runs")
     common.add_output(parser)
 
 

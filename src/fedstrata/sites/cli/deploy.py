@@ -20,14 +20,16 @@ def add_deploy(commands: common.Commands) -> None:
         fedstrata deploy spec.toml --sites sites.toml --out kits
         fedstrata deploy spec.toml --sites sites.toml --out trial --try
     """
-    help = "certificates, start-up kits and the job for real sites (NVFlare)"
+    help = "create certificates, start-up kits and the job for real sites (NVFlare)"
     parser = common.add_command(commands, "deploy", help, examples, imports=True, work=_deploy)
-    parser.add_argument("spec", help="a TOML file")
+    parser.add_argument("spec", help="TOML file of the experiment")
     common.add_overrides(parser)
-    parser.add_argument("--sites", type=Path, required=True, metavar="TOML", help="the server and the sites")
-    help = "the folder; one inside it for everybody"
+    parser.add_argument(
+        "--sites", type=Path, required=True, metavar="TOML", help="TOML file with the server and the sites"
+    )
+    help = "folder for the deployment; each party gets a folder in it"
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=help)
-    help = "start all of it on this machine, run the experiment, fetch the result to DIR/result and shut down"
+    help = "trial on this machine: start all parties, run, fetch the result to DIR/result, shut down"
     parser.add_argument("--try", action="store_true", dest="trial", help=help)
     common.add_output(parser, progress=False)
 
@@ -63,11 +65,13 @@ def add_submit(commands: common.Commands) -> None:
         fedstrata submit kits/admin --out result
         fedstrata submit kits/admin --out result --wait 600
     """
-    help = "bring a deployment's job to its server and fetch the result"
+    help = "send a deployment's job to its server, and fetch the result"
     after = "the job goes on; the same command stays with it again"
     parser = common.add_command(commands, "submit", help, examples, work=_submit, after_interrupt=after)
-    parser.add_argument("admin", type=Path, metavar="ADMIN", help="the administrator's folder that deploy wrote")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the run folder goes")
+    parser.add_argument(
+        "admin", type=Path, metavar="ADMIN", help="folder of the administrator, from 'fedstrata deploy'"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the result")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for sites to join (default: 60)")
     common.add_output(parser, progress=False)
 
@@ -98,16 +102,16 @@ def add_status(commands: common.Commands) -> None:
         fedstrata status kits/server --serve
         fedstrata status result --serve 8080
     """
-    help = "how far a deployment's run is: round, accuracy, sites, time left"
+    help = "show the progress of a deployment: round, accuracy, sites, time left"
     parser = common.add_command(commands, "status", help, examples, work=_status)
-    help = "the administrator's or server's folder, a site's for its part, or a run"
+    help = "folder of the administrator, the server or a site, or a run folder"
     parser.add_argument("folder", type=Path, metavar="DIR", help=help)
     how = parser.add_mutually_exclusive_group()
-    help = "look again every two seconds, until the run is over; at a site until Ctrl-C"
+    help = "update every two seconds, until the run ends (at a site: until Ctrl-C)"
     how.add_argument("--watch", action="store_true", help=help)
-    help = "a page with live curves, for this machine alone (default: a free port)"
+    help = "port of a page with live curves, for this machine only (default: a free port)"
     how.add_argument("--serve", type=_port, nargs="?", const=0, metavar="PORT", help=help)
-    parser.add_argument("--json", action="store_true", help="as a table for programs; with --watch a line each")
+    parser.add_argument("--json", action="store_true", help="output as JSON; with --watch, one line per update")
 
 
 def _port(text: str) -> int:
@@ -133,9 +137,9 @@ def _status(options: argparse.Namespace) -> int:
 
 def add_check(commands: common.Commands) -> None:
     """Add the command ``fedstrata check``."""
-    help = "whether a site can take part: settings, data, certificates, server, clock"
+    help = "check that a site can take part: settings, data, certificates, server, clock"
     parser = common.add_command(commands, "check", help, "fedstrata check kits/hospital-a", work=_check)
-    parser.add_argument("kit", type=Path, metavar="DIR", help="the site's folder")
+    parser.add_argument("kit", type=Path, metavar="DIR", help="folder of the site")
     common.add_output(parser, progress=False)
 
 
@@ -150,11 +154,13 @@ def _check(options: argparse.Namespace) -> int:
 def add_renew(commands: common.Commands) -> None:
     """Add the command ``fedstrata renew``."""
     examples = "fedstrata renew kits/authority kits/hospital-a/startup/client.crt --days 365"
-    help = "new certificates for the same keys, in place of old ones"
+    help = "issue new certificates for the same keys, which replace the old ones"
     parser = common.add_command(commands, "renew", help, examples, work=_renew)
-    parser.add_argument("authority", type=Path, metavar="AUTHORITY", help="the folder of the root's private key")
-    parser.add_argument("certificates", type=Path, nargs="+", metavar="CRT", help="what a party has in startup/")
-    parser.add_argument("--days", type=int, default=365, metavar="N", help="how long they are valid (default: 365)")
+    parser.add_argument("authority", type=Path, metavar="AUTHORITY", help="folder with the root's private key")
+    parser.add_argument(
+        "certificates", type=Path, nargs="+", metavar="CRT", help="certificate file from a party's startup/ folder"
+    )
+    parser.add_argument("--days", type=int, default=365, metavar="N", help="days of validity (default: 365)")
     common.add_output(parser, progress=False)
 
 
@@ -169,11 +175,11 @@ def _renew(options: argparse.Namespace) -> int:
 
 def add_revoke(commands: common.Commands) -> None:
     """Add the command ``fedstrata revoke``."""
-    help = "strike a site off the server's list of who may connect"
+    help = "remove a site from the server's list of sites that may connect"
     parser = common.add_command(commands, "revoke", help, "fedstrata revoke kits/server hospital-a", work=_revoke)
-    parser.add_argument("server", type=Path, metavar="SERVER", help="the server's folder")
-    parser.add_argument("site", metavar="SITE", help="the site's name")
-    parser.add_argument("--undo", action="store_true", help="put it on the list again")
+    parser.add_argument("server", type=Path, metavar="SERVER", help="folder of the server")
+    parser.add_argument("site", metavar="SITE", help="name of the site")
+    parser.add_argument("--undo", action="store_true", help="return of the site to the list")
     common.add_output(parser, progress=False)
 
 
@@ -186,10 +192,10 @@ def _revoke(options: argparse.Namespace) -> int:
 
 def add_verify(commands: common.Commands) -> None:
     """Add the command ``fedstrata verify``."""
-    help = "whether a result is as the administrator signed it, and what it was made from"
+    help = "check that a result is as the administrator signed it, and show its origin"
     parser = common.add_command(commands, "verify", help, "fedstrata verify result --kit kits/hospital-a", work=_verify)
-    parser.add_argument("run", type=Path, metavar="RESULT", help="the folder that 'fedstrata submit' wrote")
-    help = "any party's folder, for the federation's root"
+    parser.add_argument("run", type=Path, metavar="RESULT", help="folder of the result, from 'fedstrata submit'")
+    help = "folder of any party, for the federation's root certificate"
     parser.add_argument("--kit", type=Path, required=True, metavar="DIR", help=help)
     common.add_output(parser, progress=False)
 
@@ -209,11 +215,11 @@ def add_asks(commands: common.Commands) -> None:
         fedstrata asks spec.toml
         fedstrata asks spec.toml --policy kits/hospital-a --json
     """
-    help = "what a job asks of each site, in plain English"
+    help = "explain in plain English what a job asks of each site"
     parser = common.add_command(commands, "asks", help, examples, work=_asks)
     common.add_spec(parser)
-    parser.add_argument("--json", action="store_true", help="as a table for programs")
-    help = "say whether a site with this folder would accept it"
+    parser.add_argument("--json", action="store_true", help="output as JSON")
+    help = "folder of a site, to test whether its policy accepts the job"
     parser.add_argument("--policy", type=Path, metavar="KIT", help=help)
     common.add_trust(parser)
 
@@ -248,10 +254,12 @@ def add_approve(commands: common.Commands) -> None:
         fedstrata approve spec.toml --kit kits/hospital-a
         fedstrata approve 0123456789abcdef --kit kits/hospital-a
     """
-    help = "let a site accept a job, by the hash of its spec"
+    help = "approve a job at a site, by the hash of its spec"
     parser = common.add_command(commands, "approve", help, examples, work=_approve)
-    parser.add_argument("job", metavar="HASH|SPEC", help="the hash that 'fedstrata asks' prints, or the spec itself")
-    parser.add_argument("--kit", type=Path, required=True, metavar="DIR", help="the site's folder that deploy wrote")
+    parser.add_argument("job", metavar="HASH|SPEC", help="hash that 'fedstrata asks' prints, or the spec file")
+    parser.add_argument(
+        "--kit", type=Path, required=True, metavar="DIR", help="folder of the site, from 'fedstrata deploy'"
+    )
     common.add_output(parser, progress=False)
 
 

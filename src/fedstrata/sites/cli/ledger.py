@@ -21,15 +21,15 @@ def add_ledger(commands: common.Commands) -> None:
         fedstrata ledger kits/hospital-a --verify --told result
         fedstrata ledger kits/hospital-a --csv
     """
-    help = "what a site answered, from its own ledger, and whether that is whole"
+    help = "show what a site answered, from its own ledger, and check that the ledger is complete"
     parser = common.add_command(commands, "ledger", help, examples, work=_ledger)
-    parser.add_argument("kit", type=Path, metavar="KIT", help="the site's folder")
-    help = "check every checksum and the head; exit code 1 if one is off"
+    parser.add_argument("kit", type=Path, metavar="KIT", help="folder of the site")
+    help = "check of every checksum and of the head; exit code 1 if one is wrong"
     parser.add_argument("--verify", action="store_true", help=help)
-    help = "with --verify: also what the server was told, by a run's folder or its ledgers.jsonl"
+    help = "with --verify: run folder or ledgers.jsonl of the server, to compare with the ledger"
     parser.add_argument("--told", type=Path, metavar="RUN", help=help)
-    parser.add_argument("--site", metavar="NAME", help="the site's name there; that of the folder unless given")
-    parser.add_argument("--csv", action="store_true", help="every entry as a line of CSV")
+    parser.add_argument("--site", metavar="NAME", help="name of the site at the server (default: name of the folder)")
+    parser.add_argument("--csv", action="store_true", help="output of every entry as a line of CSV")
     common.add_output(parser, progress=False)
 
 
