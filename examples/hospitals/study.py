@@ -161,15 +161,19 @@ def figures(predictions: dict[str, Reals]) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The figures as Markdown: after the fewest rounds and after all of them."""
+    """Return the figures as Markdown: after the fewest rounds and, folded, after all of them."""
     lines = []
     for rounds in dict.fromkeys((LOOKS[0], LOOKS[-1])):
+        if lines:
+            lines += ["<details>", f"<summary>The same after {rounds} rounds</summary>", ""]
         heads = [f"{name} ({each['patients']}, {each['well']} well)" for name, each in result["hospitals"].items()]
         lines += [f"| after {rounds} rounds | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
         for label in (*METHODS, *REFERENCES):
             cells = [shown(each, str(rounds), label) for each in result["hospitals"].values()]
             lines.append(f"| {label} | {' | '.join(cells)} |")
         lines.append("")
+        if "<details>" in lines:
+            lines += ["</details>", ""]
     lost = {name: each["undefined resamples"] for name, each in result["hospitals"].items() if "undefined" not in each}
     left_out = ", ".join(f"{count} of {name}" for name, count in lost.items() if count) or "none"
     return "\n".join(
