@@ -1,7 +1,7 @@
 """Measure the bias and the variance of the aggregate of each client sampler on the same client updates.
 
     python benchmarks/sampler_variance.py [--draws 10000] [--results benchmarks/results]
-    python benchmarks/sampler_variance.py --page docs/methods/samplers.md
+    python benchmarks/sampler_variance.py --page [docs/results/samplers.md]
 
 The data are MNIST with 100 clients, divided by Dirichlet(0.01) over clients (600 samples each) and over classes (1 to
 thousands of samples). After 10 rounds of FedAvg, every client trains one epoch. These updates, the compressed gradients
@@ -43,6 +43,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from aggregate_moments import moments, scattered
 
 N, M, STRATA = 100, 10, 10
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "samplers.md"
 Draw = Callable[[np.random.Generator], np.ndarray]
 
 
@@ -218,7 +219,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=10_000)
     parser.add_argument("--results", type=Path, help="write sampler_variance.json, .md and .png there")
-    parser.add_argument("--page", type=Path, help="write what the results say of biases there, and draw nothing")
+    help = f"write the biases that are in the results to this page (default: {PAGE.name}), and draw nothing"
+    parser.add_argument("--page", type=Path, nargs="?", const=PAGE, help=help)
     options = parser.parse_args()
     if options.page:
         rows = json.loads((Path(__file__).parent / "results" / "sampler_variance.json").read_text(encoding="utf-8"))
