@@ -147,7 +147,12 @@ class Rebalanced(PerSample):
         return F.cross_entropy(logits + prior, batch.y, reduction="none") + self.mu * second
 
     def augment(self, features: Tensor, labels: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Return the augmented features P[c_j] + λ (h_j − P[y_j]), (B, d), and their labels c_j, (B,) (Eq. 15)."""
+        """Move each sample's features from the prototype of its class to that of another class (Eq. 15 of the paper).
+
+        Returns:
+            The augmented features P[c_j] + λ (h_j − P[y_j]), shape (B, d), and their new labels c_j, shape (B,). The
+            class describes the symbols.
+        """
         P: Tensor = context.derived["prototypes"]
         positions = torch.arange(len(labels), device=labels.device)
         targets: Tensor = context.derived["cycle"][positions % context.derived["known"]]

@@ -1,4 +1,7 @@
-"""The tables and figures of papers. Each consists of cells: the run of one row (method), column (setting) and seed."""
+"""Definitions of the experiments that repeat the tables of the four papers.
+
+A table has a row for each method and a column for each setting. A cell is one training run: a row, a column and a seed.
+"""
 
 from __future__ import annotations
 

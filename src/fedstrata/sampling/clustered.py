@@ -161,7 +161,7 @@ def by_size(sizes: Ints, m: int) -> Distributions:
     """
     order, total = np.argsort(-sizes, kind="stable"), int(sizes.sum())
     ends = np.cumsum(sizes[order] * m)
-    # Cut a client's mass where one distribution ends and the next begins.
+    # Where the capacity of a distribution ends within a client's mass, divide this mass between two distributions.
     cuts = np.union1d(ends, total * np.arange(1, m + 1))
     return Distributions(order[np.searchsorted(ends, cuts)], np.diff(cuts, prepend=0), m, total)
 

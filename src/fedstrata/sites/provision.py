@@ -190,4 +190,6 @@ def _described(spec: Experiment) -> str:
         return f"a .npz file: `x_train` (samples of shape {shape}) and `y_train` (labels 0 … {last})"
     columns = [f"`{name}` ({column.accepted})" for name, column in (schema.columns or {}).items()]
     label = f"`{schema.label}` (accepted: {', '.join(schema.classes or ())})"
-    return f"a CSV or Parquet file with one row per sample and these columns, in any order: {'; '.join([*columns, label])}"
+    return (
+        f"a CSV or Parquet file with one row per sample and these columns, in any order: {'; '.join([*columns, label])}"
+    )

@@ -1,4 +1,6 @@
-"""The stratified label schedule, and the clients that hold each label (Stratify §III).
+"""The order in which labels are trained in an epoch (the schedule), and the clients that hold each label.
+
+The schedule is the random sequence of labels of Stratify §III: each position trains one sample of its label.
 
 A *placeholder* is a number that stands for a label, so that the server need not know the label.
 """

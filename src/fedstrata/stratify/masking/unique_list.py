@@ -31,12 +31,15 @@ TOGETHER = 8
 
 @record("PackedRegister")
 class PackedRegister:
-    """The server's knowledge about the labels with masking ``ckks``: the unique list, for clients that join later.
+    """The encrypted list of all labels, which the server keeps for clients that join later (masking ``ckks``).
+
+    The list is divided into pages. A page is one ciphertext with a fixed number of entries, its width.
 
     Args:
         keys: The clients' public keys.
-        pages: A mapping from the index of each page of the list to its ciphertext.
-        places: The place of every placeholder on the list: page · width + column, shape (P,).
+        pages: A mapping from the index of each page to its ciphertext.
+        places: For each number that stands for a label (placeholder), the index of its entry in the list, shape (P,):
+            the index of the page times the width, plus the index within the page.
     """
 
     keys: PublicKeys
