@@ -86,7 +86,7 @@ bench-paths: $(DEV)  ## What each path that exists for speed wins over the plain
 bench-before: $(DEV)  ## This tree against an earlier one, in turns: make bench-before COMMIT=HEAD~1. A quiet machine.
 	$(BIN)/python benchmarks/before.py $(or $(COMMIT),HEAD)
 
-bench-masking: $(DEV)  ## Time and bytes of masking labels: docs/privacy/masked-labels.md.
+bench-masking: $(DEV)  ## Time and bytes of masking labels: benchmarks/results/masking.md, docs/privacy/masked-labels.md.
 	$(BIN)/python benchmarks/masking.py
 
 clean:

@@ -1,11 +1,15 @@
 """Measure the time and the bytes of the enrolment with masked labels, for each mode and number of classes and clients.
 
-    python benchmarks/masking.py [--out docs/privacy/masked-labels] [--quick]
+    python benchmarks/masking.py [--quick]
+    python benchmarks/masking.py --show
 
-The results are OUT.md, OUT.json and OUT.png. A cell is a number of clients and classes in Table IV of the Stratify
-paper: each client holds 1 of 2, 5 of 10 or 50 of 100 classes. All modes of a cell run one after another in one thread,
-on the same labels. Fast modes run several times, and the median counts; ``ckks-paper`` in the largest cells takes
-minutes. Times are processor time, so that other work on the machine does not count.
+Writes ``masking.json``, ``masking.md`` and ``masking.png`` to ``benchmarks/results``, and the rows of the largest cell
+between the marks of ``docs/privacy/masked-labels.md``. ``--show`` writes them again from ``masking.json``.
+
+The cells are those of Stratify's Table IV: each client holds 1 of 2, 5 of 10 or 50 of 100 classes. All modes of a cell
+run one after another in one process with one thread, on the same labels; the fast ones several times (the median
+counts). ``ckks-paper`` in the largest cells takes minutes. Times are CPU time of that thread: nothing waits for a disk
+or a network here, and other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from marks import write as write_between
 from torch import nn
 
 from fedstrata.clients.client import ClientContext
@@ -47,6 +52,8 @@ import printed_protocol
 
 enrolment._MODES[printed_protocol.MODE] = printed_protocol.enrol_printed
 
+RESULTS = Path(__file__).parent / "results" / "masking"
+PAGE = Path(__file__).parents[1] / "docs" / "privacy" / "masked-labels.md"
 CELLS = ((2, 1), (10, 5), (100, 50))
 CLIENTS = (5, 10, 20)
 MODES = ("ckks-paper", "ckks", "prf", "none")
@@ -142,7 +149,8 @@ def duration(seconds: float) -> str:
 
 def size(count: float) -> str:
     """Return a number of bytes as text with a unit."""
-    return f"{count / 1e6:.3g} MB" if count >= 1e5 else f"{count / 1e3:.3g} kB"
+    unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB") if count >= 1e5 else (1e3, "kB")
+    return f"{count / unit:.3g} {name}"
 
 
 def line(run: dict[str, Any]) -> str:
@@ -152,16 +160,23 @@ def line(run: dict[str, Any]) -> str:
     return what + f"| {phases} | {duration(run['seconds'])} | {size(run['up'])} | {size(run['down'])} |"
 
 
-def ratios(cells: list[dict[str, Any]]) -> list[str]:
-    """Return how many times as fast as the paper's protocol (``ckks-paper``) the modes are, in the largest cell."""
+def largest(cells: list[dict[str, Any]]) -> list[str]:
+    """Return the rows of the largest cell, as a table that compares them with ``ckks-paper``."""
     last = max((run["classes"], run["clients"]) for run in cells)
-    there = {run["masking"]: run["seconds"] for run in cells if (run["classes"], run["clients"]) == last}
-    printed = there["ckks-paper"]
-    return [
-        f"- With {last[0]} classes and {last[1]} clients, `{masking}` takes {duration(there[masking])} where the "
-        f"protocol as printed takes {duration(printed)}: 1/{printed / there[masking]:,.0f} of it."
-        for masking in ("ckks", "prf")
+    there = {run["masking"]: run for run in cells if (run["classes"], run["clients"]) == last}
+    printed = there["ckks-paper"]["seconds"]
+    labels = there["ckks-paper"]["labels"]
+    lines = [
+        f"{last[0]} classes, {last[1]} clients with {labels} labels each:",
+        "",
+        "| `masking` | CPU time of all parties | speed-up | sent per client | received per client |",
+        "|---|---|---|---|---|",
     ]
+    for masking, name in (("prf", "`prf`"), ("ckks", "`ckks`"), ("ckks-paper", "as published (not in fedstrata)")):
+        run = there[masking]
+        cost = f"{duration(run['seconds'])} | {printed / run['seconds']:,.0f}x"
+        lines.append(f"| {name} | {cost} | {size(run['up'])} | {size(run['down'])} |")
+    return lines
 
 
 PAPER = {
@@ -174,7 +189,7 @@ PAPER = {
 
 def beside_the_paper(cells: list[dict[str, Any]]) -> list[str]:
     """Return a table of the times in Table IV, whose machine is unknown, and of ``ckks-paper`` and ``ckks`` here."""
-    lines = ["| classes | clients | paper | printed protocol here | `ckks` here |", "|---|---|---|---|---|"]
+    lines = ["| classes | clients | paper | published protocol here | `ckks` here |", "|---|---|---|---|---|"]
     there = {(run["classes"], run["clients"], run["masking"]): run for run in cells}
     for (classes, clients), paper in PAPER.items():
         both = [there.get((classes, clients, masking)) for masking in ("ckks-paper", "ckks")]
@@ -199,10 +214,10 @@ def picture(runs: list[dict[str, Any]], path: Path) -> None:
             x = [run[axis] for run in part]
             axes[0, column].loglog(x, [run["seconds"] for run in part], style, label=f"masking = {masking}")
             axes[1, column].loglog(x, [(run["up"] + run["down"]) / 1e6 for run in part], style)
-        axes[0, column].set_title(f"100 {fixed}, {GROWTH_LABELS} labels a client", fontsize=10)
+        axes[0, column].set_title(f"100 {fixed}, {GROWTH_LABELS} labels per client", fontsize=10)
         axes[1, column].set_xlabel(axis)
     axes[0, 0].set_ylabel("seconds, all clients")
-    axes[1, 0].set_ylabel("MB a client, up + down")
+    axes[1, 0].set_ylabel("MB per client, sent + received")
     axes[0, 0].legend(frameon=False)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
@@ -211,69 +226,59 @@ def picture(runs: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("docs/privacy/masked-labels"), help="where, without an ending")
-    parser.add_argument("--quick", action="store_true", help="leave out what takes minutes")
-    parser.add_argument("--show", action="store_true", help="measure nothing, write the page of what was measured")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="path of the results, without an ending")
+    parser.add_argument("--page", type=Path, default=PAGE, help="page that shows the largest cell")
+    parser.add_argument("--quick", action="store_true", help="leave out slow cells, and leave the page as it is")
+    parser.add_argument("--show", action="store_true", help="measure nothing, write the tables of what was measured")
     options = parser.parse_args()
+    file = options.out.with_suffix(".json")
     if options.show:
-        kept = json.loads(options.out.with_suffix(".json").read_text())
-        write(options.out, kept["cells"], kept["growth"])
-        return
-    torch.set_num_threads(1)
-    for masking in MODES[1:]:
-        measure(masking, 2, 2, 1)  # imports, first allocations
-    cells, grown = table_iv(options.quick), growth(options.quick)
-    options.out.with_suffix(".json").write_text(json.dumps({"cells": cells, "growth": grown}, indent=1) + "\n")
-    write(options.out, cells, grown)
+        kept = json.loads(file.read_text())
+    else:
+        torch.set_num_threads(1)
+        for masking in MODES[1:]:
+            measure(masking, 2, 2, 1)  # imports, first allocations
+        cells, grown = table_iv(options.quick), growth(options.quick)
+        kept = {"machine": platform.machine(), "cells": cells, "growth": grown}
+        file.write_text(json.dumps(kept, indent=1) + "\n")
+    write(options.out, kept)
+    if not options.quick:
+        write_between(options.page, "masking", largest(kept["cells"]))
 
 
-def write(out: Path, cells: list[dict[str, Any]], grown: list[dict[str, Any]]) -> None:
-    """Write the page and its picture."""
+def write(out: Path, kept: dict[str, Any]) -> None:
+    """Write all tables and the picture."""
+    cells, grown = kept["cells"], kept["growth"]
     seconds_of_keys = statistics.median(run["keys"] for run in cells if run["masking"] == "ckks")
     head = [
-        "| classes / labels a client | clients | masking | unique list + mapping + counts | in all | up | down |",
+        "| classes / labels | clients | masking | unique list + mapping + counts | total | sent | received |",
         "|---|---|---|---|---|---|---|",
     ]
     text = [
-        "# What masked labels cost",
+        "# Cost of masked labels",
         "",
-        "Stratify balances labels, so the server must know which clients hold the same label. With `method.masking` it",
-        "learns that without learning which label it is: every label gets a placeholder. This happens once, before the",
-        "first round, and again when clients join.",
-        "This page says what that costs. [Privacy](index.md#masked-labels) says what each mode protects.",
+        "These tables show the time and bytes of `method.masking`.",
+        "[Masked labels](../../docs/privacy/masked-labels.md) explains the modes.",
         "",
-        f"![time and bytes against clients and classes]({out.name}.png)",
+        "Masking happens once, before the first round, and again when clients join. It has three phases:",
         "",
-        f"*Left: more clients. Right: more classes. Each client holds {GROWTH_LABELS} labels.*",
-        "",
-        *ratios(cells),
-        "- Rounds are the same in every mode.",
-        "",
-        "| `masking` | how labels are compared |",
-        "|---|---|",
-        "| `none` | they are sent as they are |",
-        "| `prf` | each client sends a keyed hash of each label; all clients share the key |",
-        "| `ckks` | under homomorphic encryption, many labels in one ciphertext |",
-        "| `ckks-paper` | as published, one ciphertext a label; a spec cannot name it, it is here for comparison |",
-        "",
-        "Masking has three phases:",
-        "",
-        "1. **Unique list**: the server makes a list of the labels that exist, each of them once.",
-        "2. **Mapping**: each client learns which placeholder stands for each of its labels.",
+        "1. **Unique list**: the server makes a list of all labels, with each label once.",
+        "2. **Mapping**: each client learns the placeholders of its labels.",
         "3. **Counts**: the server learns how many samples each placeholder has over all clients, as an encrypted sum.",
         "",
-        "## All modes, as in the paper's table",
+        f"`make bench-masking` measured this ({kept['machine']}). *Labels* are those of each client. Times are CPU",
+        "time of one thread for all clients and the server. *Sent* and *received* are the bytes of one client. The",
+        f"keys are made and loaded once, which takes another {duration(seconds_of_keys)}. `ckks-paper` is the protocol",
+        "as published.",
         "",
-        f"`make bench-masking` measured this ({platform.machine()}). Times are CPU time of one thread, for all clients",
-        "and the server together, phase by phase. Up and down are the bytes of one client. Keys are",
-        f"made and loaded once, which takes another {duration(seconds_of_keys)}.",
+        "## All modes, in the cells of Stratify's Table IV",
         "",
         *head,
         *map(line, cells),
         "",
-        "## Beside the paper",
+        "## Comparison with the paper",
         "",
-        "Stratify's Table IV was made on another machine. Compare how times grow, and not the times themselves.",
+        "Table IV was measured on another machine, so compare how the times grow. Each cell has the three phases.",
         "",
         *beside_the_paper(cells),
         "",
@@ -283,6 +288,10 @@ def write(out: Path, cells: list[dict[str, Any]], grown: list[dict[str, Any]]) -
         "",
         *head,
         *map(line, grown),
+        "",
+        f"![Time and bytes against clients and classes]({out.name}.png)",
+        "",
+        "*Left: more clients. Right: more classes.*",
         "",
     ]
     out.with_suffix(".md").write_text("\n".join(text), encoding="utf-8")

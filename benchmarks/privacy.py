@@ -1,7 +1,7 @@
 """Measure how small clients' parts of Stratify's batches are, what attacks recover, and what a minimum size costs.
 
     python benchmarks/privacy.py run
-    python benchmarks/privacy.py table [--page docs/privacy/index.md]
+    python benchmarks/privacy.py table [--page docs/results/privacy-audits.md]
 
 ``run`` skips the cells that are already in ``benchmarks/results``, so it can be stopped at any time. ``table`` writes
 tables between the marks of the page.

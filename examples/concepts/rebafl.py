@@ -73,6 +73,6 @@ figure.show()
 # absence is in :doc:`/results/index`.
 #
 # **What it costs**: clients send the mean features of their classes and how many samples each is the mean of. What that
-# tells the server is in :doc:`/privacy/index`; ``fedstrata audit prototypes`` attacks it.
+# tells the server is in :doc:`/results/privacy-audits`; ``fedstrata audit prototypes`` attacks it.
 #
 # **Use it**: ``fedstrata run spec.toml --set method=rebafl``.

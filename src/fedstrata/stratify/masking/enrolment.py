@@ -7,7 +7,7 @@ placeholders by other, random numbers, called *names*, because the server's numb
 label. Neither this module nor its imports can access a secret key.
 
 Reference:
-    Stratify §IV-A. ``docs/privacy/index.md`` lists what each party learns in each mode.
+    Stratify §IV-A. ``docs/privacy/masked-labels.md`` lists what each party learns in each mode.
 """
 
 from __future__ import annotations
