@@ -158,7 +158,7 @@ def test_figures_in_the_text_of_the_documentation_are_the_computed_ones():
 def test_what_other_pages_have_measured_is_on_them(claim):
     evidence = claim.about["evidence"]
     pages = " ".join(
-        (DOCS / page).read_text(encoding="utf-8") for page in re.findall(r"\]\(\.\./([\w/-]+\.md)", evidence)
+        (DOCS / "results" / page).read_text(encoding="utf-8") for page in re.findall(r"\]\(([\w./-]+\.md)", evidence)
     )
     assert pages
     for figure in re.findall(r"\d+(?:\.\d+)?", re.sub(r"\]\([^)]*\)", "", evidence)):
