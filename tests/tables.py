@@ -37,46 +37,35 @@ METHODS = {
 """A mapping from each test that uses only one method to this method."""
 
 CONFORMANCE = """\
-# Do all engines behave alike?
+# Conformance of engines
 
-An engine is where clients live: in this process, in worker processes, on a Ray cluster, at real sites. Each of them
-must answer the same questions in the same way, and take any model. Two suites of tests check that. This page is what
-came of them, written by `python tests/tables.py`.
+An engine decides where clients live. Each engine must answer the same requests in the same way and take any model;
+two test suites check that.
+`python tests/tables.py` runs them and writes this page.
 
-## The same cases on every engine
-
-A row is a case, a column an engine: ✓ passed, ✗ failed, – cannot happen there.
+## The same cases on each engine
 
 | column | clients live in |
 | --- | --- |
 | local | this process |
 | workers | worker processes of this machine |
 | ray | actors of a Ray cluster |
-| sites | sites of NVFlare, all in one process; messages are bytes as in a deployment |
-| sites, real | sites of NVFlare, each a process of its own |
-| …, through the server | the same, where messages between clients pass through the server |
+| sites | sites of NVFlare in one process; messages are bytes, as in a deployment |
+| sites, real | sites of NVFlare, each in its own process |
+| …, through the server | the same, with messages between clients passing through the server |
 
-The cases are in `tests/engines/test_conformance.py`, those of real sites in `tests/sites/test_conformance_sites.py`.
+✓ passed, ✗ failed, – cannot happen there. Only real sites can hang or die without ending the test, and only their
+messages can be garbled on the way.
+
+:::{dropdown} All cases
 """
-NOT_THERE = """
-Why some cases cannot happen on some engines:
-
-- **A client hangs.** Local, workers and Ray wait for whoever computes: only sites have a deadline in real time. A site
-  in this process is a function call, which cannot be given up.
-  `tests/sites/test_patience.py` tests its limit.
-- **A client dies.** A local client, or a site in this process, would take the test with it.
-  `tests/engines/test_worker_pool.py` kills workers, `tests/engines/test_ray.py` those of Ray.
-- **A message is garbled.** Local, workers and Ray carry messages only between parties that trust each other.
-  `tests/sites/test_sites.py` garbles those of sites in one process.
-- **An answer in several messages.** The test lowers the limit of a message, which it cannot do in another process. Real
-  sites get answers beyond the real limit instead.
-
+NOT_THERE = """:::
 """
 ZOO = """
 ## Any model
 
-Ten models that are not the library's (`tests/support/strangers.py`) go through every method. A row is a method, a
-column a model, a letter a test that passed:
+Ten models that are not part of the library (`tests/support/strangers.py`) are trained with every method. Each letter
+is a test that passed:
 
 | letter | test |
 | --- | --- |
@@ -87,12 +76,11 @@ column a model, a letter a test that passed:
 | R | Ray gives the bytes of the local engine |
 | N | real processes of NVFlare give the bytes of the local engine |
 
-- **(L)**, in brackets: refused before the first round, with an error that says why. The reason is below the table.
-- **L✗**: failed.
-- **No letter**: not run. R and N run for one method of each kind: with client states, with a relay, with Stratify's
-  batches. F needs models without random numbers and without statistics of whole batches, A models without buffers.
-- *Together* and FedTAN compute BatchNorm's statistics over all clients, in the middle of a forward pass.
+A letter in brackets: refused before the first round, with the reason below the table. No letter: not run, because one
+method of each kind is enough for R
+and N, and F and A do not apply to models with random numbers or buffers.
 
+:::{dropdown} All models and methods
 """
 
 
@@ -171,6 +159,6 @@ if __name__ == "__main__":
     seen = Seen()
     quick = "--fast" in sys.argv
     code = pytest.main(["-q", "-m", "not long" if quick else "", *(str(ROOT / file) for file in FILES)], plugins=[seen])
-    text = CONFORMANCE + "\n" + conformance(seen) + NOT_THERE + ZOO + zoo(seen)
+    text = f"{CONFORMANCE}\n{conformance(seen)}{NOT_THERE}{ZOO}\n{zoo(seen)}:::\n"
     (print if quick else (ROOT / "docs" / "project" / "conformance.md").write_text)(text)
     sys.exit(code)
