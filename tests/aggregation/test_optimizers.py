@@ -108,7 +108,7 @@ def test_adaptive_ones_have_a_rate_of_their_own():
     [
         ({"optimizer": "adam", "momentum": 0.9}, "momentum = 0.9: only sgd has momentum, and not adam"),
         ({"betas": (0.5, 0.9)}, r"betas = .*: only adam and yogi have betas, and not sgd"),
-        ({"optimizer": "yogi", "betas": (1.5, 0.9)}, r"betas\.0 = 1.5: input should be less than 1"),
+        ({"optimizer": "yogi", "betas": (1.5, 0.9)}, r"betas\.0 = 1.5: must be less than 1"),
     ],
 )
 def test_what_would_be_ignored_or_diverge_is_refused(wrong, message):

@@ -12,11 +12,11 @@ from fedstrata.cli.main import main
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", "--methods", "fedavg", "--seeds", "0,0"], "--seeds = '0,0': expected different whole numbers"),
+        (["compare", "--methods", "fedavg", "--seeds", "0,0"], "--seeds = '0,0': must be different whole numbers"),
         (["compare", "--set", "compare.fedavg=3"], "compare.fedavg = 3: expected a table of sections"),
         (["compare", "--set", "compare.fedavg.method=3"], "compare.fedavg.method = 3: expected a name or a table"),
-        (["partition", "--out", "p.foo"], "--out = 'p.foo': expected a picture: .png, .pdf or .svg"),
-        (["run", "--set", "training.lr=inf"], "training.lr = inf: input should be a finite number"),
+        (["partition", "--out", "p.foo"], "--out = 'p.foo': is not an image file"),
+        (["run", "--set", "training.lr=inf"], "training.lr = inf: must be a finite number"),
     ],
 )
 def test_plain_mistakes_are_one_line(arguments, message, capsys):

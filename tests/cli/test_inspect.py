@@ -57,14 +57,14 @@ def test_settings_of_a_class_of_ones_own(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["availabilty"], "section = 'availabilty': there are: data, data.schema"),
+        (["availabilty"], "section = 'availabilty': is not a section. Use one of: data, data.schema"),
         (
             ["availability", "persistant"],
-            "name = 'persistant': there are: always, bernoulli, persistent",
+            "name = 'persistant': is not a name in this section. Use one of: always, bernoulli, persistent",
         ),
-        (["training", "os:path"], "name = 'os:path': there are: "),
+        (["training", "os:path"], "name = 'os:path': is not a name in this section. Use one of: "),
         (["method", "os:path"], "name = 'os:path': os:path is not a class derived from Method"),
-        (["method", "nowhere_at_all:Thing"], "name = 'nowhere_at_all:Thing': no module 'nowhere_at_all'"),
+        (["method", "nowhere_at_all:Thing"], "name = 'nowhere_at_all:Thing': there is no module 'nowhere_at_all'"),
     ],
 )
 def test_settings_that_are_not_there(capsys, arguments, message):

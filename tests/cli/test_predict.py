@@ -63,7 +63,7 @@ def test_predictions_of_a_file(run: fs.Predictor, capsys: pytest.CaptureFixture[
         ("kind;age\ny;old\n", "bad.csv, line 2, column 'age' = 'old': not a finite number; accepted: numbers"),
         ("kind;age\nx;3\n\nw;4\n", "bad.csv, line 4, column 'kind' = 'w': no such category; accepted: 'x', 'y'"),
         ("kind;age\n;4\n", "bad.csv, line 2, column 'kind' = '': is missing; accepted: a value, or a rule"),
-        ("kind,age\nx,4\n", "data.schema.columns.age = 'age': bad.csv has no such column; there are: kind,age"),
+        ("kind,age\nx,4\n", "data.schema.columns.age = 'age': bad.csv has no such column. Use one of: kind,age"),
         ("kind;age\n", "bad.csv has no rows"),
     ],
 )
@@ -93,4 +93,4 @@ def test_a_model_of_arrays(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "digits", "rows.csv"]) == 2
     assert "RUN = 'digits': its model takes arrays of shape (1, 8, 8), not rows" in capsys.readouterr().err
     assert main(["predict", "nowhere", "rows.csv"]) == 2
-    assert "run_dir = 'nowhere': no run folder" in capsys.readouterr().err
+    assert "run_dir = 'nowhere': is not a run folder" in capsys.readouterr().err

@@ -81,8 +81,11 @@ def test_data_sets_have_tables_of_their_own(compared, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--baseline", "plan"], "--baseline = 'plan': there are: plain, best; did you mean 'plain'?"),
-        (["--at", "bytes=much"], "--at = 'bytes=much': expected WHAT=AMOUNT with a number"),
+        (
+            ["--baseline", "plan"],
+            "--baseline = 'plan': is not a label of a finished run. Use one of: plain, best; did you mean 'plain'?",
+        ),
+        (["--at", "bytes=much"], "--at = 'bytes=much': is not of the form WHAT=AMOUNT with a number"),
         (["--at", "byte"], "--at = 'byte': expected bytes, samples"),
         (["--metric", "los"], "--metric = 'los': there are: final_accuracy"),
     ],
@@ -99,16 +102,16 @@ def test_a_folder_without_runs(capsys):
 
 def test_a_sweep_is_refused_before_anything_is_written(capsys):
     for arguments, message in [
-        (["training.lr=0.1,0.2"], "evaluation.validation: needed: a sweep picks the best by samples held out"),
-        (["training.lr=0.1"], "--set: a sweep needs a setting with values to try"),
-        (["training.lr=0.1,-1"], "training.lr = -1: input should be greater than 0"),
+        (["training.lr=0.1,0.2"], "evaluation.validation: is required for a sweep, which never uses the test set"),
+        (["training.lr=0.1"], "--set: no setting has several values to try"),
+        (["training.lr=0.1,-1"], "training.lr = -1: must be greater than 0"),
         (["training.lr.x=0.1,1"], "training.lr"),
         (["training.lr=0.1,0.1"], "--set = 'lr=0.1': a value to try is there twice"),
     ]:
         assert main(["sweep", *(part for each in arguments for part in ("--set", each))]) == 2
         assert message in capsys.readouterr().err
     assert main(["sweep", "--set", "training.lr=0.1,0.2", "--seeds", "0,0"]) == 2
-    assert "--seeds = '0,0': expected different whole numbers" in capsys.readouterr().err
+    assert "--seeds = '0,0': must be different whole numbers" in capsys.readouterr().err
     assert list(Path().iterdir()) == []
 
 

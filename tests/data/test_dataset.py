@@ -148,13 +148,13 @@ N = [0, 1, 0]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((X, N[:2], X, N), "y_train: 2 for 3 samples"),
-        ((X, N, np.zeros((3, 5)), N), "x_train is 2, one of x_test 5"),
+        ((X, N[:2], X, N), "y_train: has 2 values for 3 samples"),
+        ((X, N, np.zeros((3, 5)), N), "x_train is 2, but one of x_test 5"),
         ((np.array([[0, np.nan], [np.inf, 0]]), N[:2], X, N), r"x_train: 2 values are not finite.*\(0, 1\)"),
         ((np.array([[1e300, 0]]), [0], X, N), "x_train: 1 values are not finite"),
-        ((np.zeros(3), N, X, N), r"x_train: has shape \(3,\); accepted: \(N, F\)"),
+        ((np.zeros(3), N, X, N), r"x_train: has shape \(3,\). Use one of: \(N, F\)"),
         ((np.zeros((0, 2)), [], X, N), r"x_train: has shape \(0, 2\)"),
-        (([["a"]], [0], X, N), "x_train: of type <U1; inputs are numbers"),
+        (([["a"]], [0], X, N), "x_train: is of type <U1. Inputs must be numbers"),
         (([[1], [1, 2]], N[:2], X, N), "x_train: not an array"),
         ((X, [0, 0.5, 1], X, N), "y_train: holds fractions, NaN or infinity"),
         ((X, [0, np.nan, 1], X, N), "y_train: holds fractions, NaN or infinity"),
@@ -173,7 +173,7 @@ def test_bad_names_and_domains_are_named():
         from_arrays(X, N, X, N, class_names=["a"])
     with pytest.raises(DataError, match="'b' is not among the names given: a"):
         from_arrays(X, ["a", "b", "a"], X, ["a"] * 3, class_names=["a"])
-    with pytest.raises(DataError, match="domain_test both"):
+    with pytest.raises(DataError, match=r"domain_test is given. Give both"):
         from_arrays(X, N, X, N, domain_train=N)
 
 

@@ -75,7 +75,9 @@ def test_more_than_there_are(settings, message):
 
 def test_data_that_do_not_say_whose_they_are():
     digits = Data("digits").load()
-    with pytest.raises(SpecError, match=r"partition.name = 'natural': digits does not say whose its samples are; give"):
+    with pytest.raises(
+        SpecError, match=r"partition.name = 'natural': digits does not identify the client of each sample. Give"
+    ):
         fs.Natural().split(digits, 0)
 
 
@@ -89,11 +91,11 @@ def test_ids_of_test_samples_may_be_of_clients_that_never_train():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ({"clients": ["a"] * 8}, "client_train: 8 for 9 samples in x_train; they must be as many"),
+        ({"clients": ["a"] * 8}, "client_train: has 8 values for 9 samples in x_train. Give one per sample"),
         ({"clients": np.linspace(0, 1, 9)}, "client_train: holds fractions"),
         ({"clients": None, "clients_test": ["a", "b"]}, "client_test: given without client_train"),
         ({"clients": OWNERS, "clients_test": [1, 2]}, "client_train is <U3 and client_test int64; use one kind"),
-        ({"clients": OWNERS, "clients_test": ["a"]}, "client_test: 1 for 2 samples in x_test"),
+        ({"clients": OWNERS, "clients_test": ["a"]}, "client_test: has 1 values for 2 samples in x_test"),
     ],
 )
 def test_ids_that_do_not_fit(ids, message):
@@ -163,7 +165,10 @@ def test_one_client_holds_what_all_hold_or_one_of_them():
     ("settings", "message"),
     [
         ({"of": "natural", "only": 4}, "partition.only = 4: there are clients 0 to 3"),
-        ({"of": {"name": "iid", "clients": 10}}, "partition.of.clients = 10: arrays has 9 training samples; at most 9"),
+        (
+            {"of": {"name": "iid", "clients": 10}},
+            "partition.of.clients = 10: arrays has only 9 training samples. Use at most 9",
+        ),
     ],
 )
 def test_a_client_that_is_not_there(settings, message):
@@ -172,7 +177,7 @@ def test_a_client_that_is_not_there(settings, message):
 
 
 def test_what_a_single_clients_samples_are_of():
-    with pytest.raises(SpecError, match="of: needed, and not given"):
+    with pytest.raises(SpecError, match="of: is required, but not set"):
         fs.SingleClient()
     assert (
         fs.Experiment.from_table({"partition": fs.SingleClient(of=fs.Natural(), only=1).to_spec()}).partition.only == 1

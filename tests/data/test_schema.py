@@ -98,16 +98,16 @@ def test_a_cell_that_cannot_be(columns, meaning, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"label": "sik"}, "data.schema.label = 'sik': t.csv has no such column; there are: age, sex, smoker, site, s"),
+        ({"label": "sik"}, "data.schema.label = 'sik': t.csv has no such column. Use one of: age, sex, smoker, site"),
         ({"client": "clinic"}, "data.schema.client = 'clinic': t.csv has no such column"),
         ({"test": "part"}, "data.schema.test = 'part': t.csv has no such column"),
         ({"ignore": ["nothing"]}, "data.schema.ignore = 'nothing': t.csv has no such column"),
         ({"columns": {"Age": "number"}}, "data.schema.columns.Age = 'Age': t.csv has no such column"),
-        ({"columns": {"sick": "number"}}, "data.schema.columns.sick: is the label, which no model may see"),
-        ({"columns": {"site": "category"}, "client": "site"}, "data.schema.columns.site: is the client, which no"),
+        ({"columns": {"sick": "number"}}, "data.schema.columns.sick: is the label, which a model must not see"),
+        ({"columns": {"site": "category"}, "client": "site"}, "data.schema.columns.site: is the client, which a model"),
         ({"features": []}, "data.schema.features = ['age', 'sex', 'smoker', 'site', 'sick']: no column is left"),
         ({"features": ["Age"]}, "data.schema.features = 'Age': t.csv has no such column"),
-        ({"features": ["sick"]}, "data.schema.features: is the label, which no model may see"),
+        ({"features": ["sick"]}, "data.schema.features: is the label, which a model must not see"),
         ({"ignore": ["age", "sex", "smoker", "site"]}, "data.schema.features = ['age'"),
     ],
 )  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_schema_that_does_not_fit_the_table(settings, message):
     ("settings", "message"),
     [
         ({"columns": {"a": {"rnage": [0, 1]}}}, "columns.a.rnage = [0, 1]: unknown key; accepted here: type, unit, ra"),
-        ({"columns": {"a": "nombre"}}, "columns.a.type = 'nombre': input should be 'number', 'category' or 'boolean'"),
+        ({"columns": {"a": "nombre"}}, "columns.a.type = 'nombre': must be 'number', 'category' or 'boolean'"),
         ({"columns": {"a": {"range": [3, 1]}}}, "columns.a.range = [3.0, 1.0]: belongs to a number, the least first"),
         ({"columns": {"a": {"type": "boolean", "range": [0, 1]}}}, "columns.a.range = [0.0, 1.0]: belongs to a number"),
         ({"columns": {"a": {"type": "number", "categories": ["x"]}}}, "columns.a.categories = ['x']: belong to type"),
@@ -257,7 +257,7 @@ def test_columns_are_chosen_by_features_or_ignore_and_described_by_columns():
     assert chosen.names() == ["c", "b"]
     assert chosen.columns["b"].unit == "mg"
     for settings, message in (
-        ({"features": ["a"], "ignore": ["c"]}, "ignore = ['c']: has no effect beside 'features'; remove"),
+        ({"features": ["a"], "ignore": ["c"]}, "ignore = ['c']: has no effect, because 'features' is set. Remove"),
         ({"features": ["a"], "columns": scaled}, "columns.b: describes a column that 'features' leaves out"),
         ({"ignore": ["b"], "columns": scaled}, "columns.b: describes a column that 'ignore' leaves out"),
     ):

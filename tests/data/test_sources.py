@@ -96,7 +96,7 @@ def test_a_class_that_the_limit_leaves_nothing_of_is_named(folder):
 def test_unknown_names_say_what_there_is(folder):
     write(folder / "mine.npz")
     with pytest.raises(
-        SpecError, match=r"data.name = 'mnits'.*there are: digits, mine .*did you mean 'mnist'"
+        SpecError, match=r"data.name = 'mnits'.*Use one of: digits, mine .*did you mean 'mnist'"
     ) as caught:
         Data("mnits").load()
     assert str(folder) in str(caught.value)
@@ -123,9 +123,9 @@ def test_files_that_are_no_data_set(folder):
         np.save(file, np.zeros(3))
     for name, message in {
         "single": "holds a single array",
-        "half": r"has no y_train, x_test, y_test; it holds: x_train, other",
+        "half": r"lacks the arrays y_train, x_test, y_test. It has: x_train, other",
         "objects": "Object arrays cannot be loaded when allow_pickle=False",
-        "wrong": "data 'wrong': y_train: 3 for 20 samples",
+        "wrong": "data 'wrong': y_train: has 3 values for 20 samples",
         "torn": "is damaged",
         "text": "damaged",
     }.items():
@@ -176,8 +176,8 @@ def claims(shape, descr="<f8"):
         ("x_train", claims((1, 1), "|V2000000000"), "is damaged: EOF: reading array data, expected 2000000000 bytes"),
         ("x_train", claims((-4, -2)) + bytes(64), "is damaged: "),
         ("y_train", npy(np.arange(20) % 4)[:-1], "is damaged: EOF: reading array data, expected 160 bytes"),
-        ("classes", npy(np.array("abcd")), r"classes: of type <U4 and shape \(\); expected a list of names"),
-        ("classes", npy(np.array([["a"], ["b"]])), r"classes: of type <U1 and shape \(2, 1\); expected a list"),
+        ("classes", npy(np.array("abcd")), r"classes: of type <U4 and shape \(\); must be a list of names"),
+        ("classes", npy(np.array([["a"], ["b"]])), r"classes: of type <U1 and shape \(2, 1\); must be a list"),
         ("classes", npy(np.array([b"\xff"])), r"classes: holds the bytes b'\\xff', which are not UTF-8"),
         ("domains", npy(np.array(0)), "domains: of type int64"),
     ],

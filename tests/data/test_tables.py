@@ -130,8 +130,8 @@ def test_what_is_no_data_frame(frame):
         ("", "has no rows below its first line"),
         ("a,y\n", "has no rows below its first line, which names the columns"),
         ("a,a,y\n1,2,0\n", "line 1: the column 'a' occurs twice"),
-        ("a,y\n1,0\n2\n", "line 3: 1 cells; accepted: 2, as in line 1"),
-        ("a,y\n1,0\n2,1,5\n", "line 3: 3 cells; accepted: 2, as in line 1"),
+        ("a,y\n1,0\n2\n", "line 3: the row has 1 cells, but line 1 has 2"),
+        ("a,y\n1,0\n2,1,5\n", "line 3: the row has 3 cells, but line 1 has 2"),
         ('a,y\n1,0\n"2,1\n', "cannot be read: unexpected end of data"),
         (
             "a,y\n1,0\nNaN,1\n",
@@ -172,10 +172,10 @@ def test_parquet_without_its_extra(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "a.csv"}, r"data.schema: a table needs it: \[data.schema\] label = 'COLUMN' at least"),
-        ({"name": "digits", "schema": "y"}, "data.schema = 'digits': says what the columns of a .csv or .parquet file"),
-        ({"name": "a.csv", "schema": "y", "client": "c"}, "data.client = 'c': names a column of a hub data set; here"),
-        ({"name": "a.npz", "client": "c"}, "data.client = 'c': names a column of a hub data set; a .npz file holds cl"),
+        ({"name": "a.csv"}, r"data.schema: is required for a table, but not set. Add \[data.schema\] with"),
+        ({"name": "digits", "schema": "y"}, "data.schema = 'digits': has an effect only for a .csv or .parquet file"),
+        ({"name": "a.csv", "schema": "y", "client": "c"}, "data.client = 'c': has an effect only for a hub data set"),
+        ({"name": "a.npz", "client": "c"}, "data.client = 'c': has an effect only for a hub data set. Store cl"),
     ],
 )  # fmt: skip
 def test_settings_that_go_with_other_data(settings, message):
@@ -224,16 +224,16 @@ def test_whole_numbers_that_a_feature_would_round_are_refused():
 @pytest.mark.parametrize(
     ("rows", "given"),
     [
-        ("1,a\n", "rows: 1 (1 to train on, 0 to test on), with 1 different labels"),
-        ("1,a\n2,b\n", "rows: 2 (1 to train on, 1 to test on), with 2 different labels"),
-        ("1,a\n2,b\n3,c\n", "rows: 3 (2 to train on, 1 to test on), with 3 different labels"),
+        ("1,a\n", "rows: 1 (1 for training, 0 for testing), with 1 different labels"),
+        ("1,a\n2,b\n", "rows: 2 (1 for training, 1 for testing), with 2 different labels"),
+        ("1,a\n2,b\n3,c\n", "rows: 3 (2 for training, 1 for testing), with 3 different labels"),
     ],
 )
 def test_a_table_with_too_few_rows_says_how_many_are_needed(tmp_path, rows, given):
     (tmp_path / "a.csv").write_text(f"x,y\n{rows}", encoding="utf-8")
     with pytest.raises(DataError) as error:
         Data(str(tmp_path / "a.csv"), schema="y").load()
-    expected = f"{given}; needed: at least 1 row to train on and 1 row to test on with the same label"
+    expected = f"{given}. Add rows: at least one for training and one for testing must have the same label."
     assert str(error.value).endswith(expected)
     (tmp_path / "a.csv").write_text("x,y\n1,a\n2,a\n", encoding="utf-8")
     assert len(Data(str(tmp_path / "a.csv"), schema="y").load().y_train) == 1

@@ -183,7 +183,7 @@ def test_load_has_the_parameters_where_there_are_any(tmp_path: Path) -> None:
 
 
 def test_load_refuses_what_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no run folder.*metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"is not a run folder.*metrics\.jsonl"):
         History.load(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n')
     (tmp_path / "summary.json").write_text("[")

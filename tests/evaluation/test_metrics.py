@@ -205,7 +205,9 @@ def test_a_function_that_is_no_metric(module, function, problem):
 
 def test_a_name_that_is_none(module):
     module.number = 3
-    with pytest.raises(SpecError, match=r"name = 'f1': no such metric; there are: accuracy, .*, or 'module:Class'"):
+    with pytest.raises(
+        SpecError, match=r"name = 'f1': there is no such metric. Use one of: accuracy, .*, or 'module:Class'"
+    ):
         METRICS.parse("f1")
     with pytest.raises(SpecError, match="my_metrics:number is no metric"):
         METRICS.parse("my_metrics:number")

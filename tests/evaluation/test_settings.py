@@ -31,7 +31,9 @@ def test_what_a_spec_says_is_read_back():
 
 def test_errors_have_the_whole_key_and_a_function_has_no_key_of_its_own(tmp_path):
     (tmp_path / "spec.toml").write_text("[evaluation]\nmetrics = ['acc']\n")
-    with pytest.raises(SpecError, match=r"^evaluation.metrics.name = 'acc': no such metric; .*spec.toml, line 2\)$"):
+    with pytest.raises(
+        SpecError, match=r"^evaluation.metrics.name = 'acc': there is no such metric. .*spec.toml, line 2\)$"
+    ):
         fs.Experiment.from_toml(tmp_path / "spec.toml")
     (tmp_path / "spec.toml").write_text("[evaluation]\nevery = 2\nfine_tune = 3\n")
     with pytest.raises(SpecError, match=r"^evaluation.fine_tune = 3: .*spec.toml, line 3\)$"):
@@ -54,25 +56,28 @@ def test_what_is_not_asked_for_is_not_in_the_spec():
     [
         (
             {"metrics": ["acuracy"]},
-            r"metrics.name = 'acuracy': no such metric; .* did you mean 'accuracy'|no such metric",
+            r"metrics.name = 'acuracy': there is no such metric. .* did you mean 'accuracy'|no such metric",
         ),
         ({"metrics": []}, "metrics = .*at least 1 item"),
         ({"metrics": ["ece", {"name": "ece", "bins": 3}]}, "'ece' is there twice"),
         ({"metrics": [{"name": "ece", "bins": 0}]}, "bins = 0"),
         ({"metrics": [{"name": "accuracy", "bins": 3}]}, "metrics.bins = 3: unknown key"),
-        ({"targets": {"macro-f1": [0.5]}}, "targets = 'macro-f1': no metric of this run; there are: accuracy, loss"),
-        ({"targets": 90}, r"targets = 90: expected a list of accuracies, which are fractions, such as \[0.9\]"),
-        ({"targets": {"accuracy": [1.5]}}, r"1.5 is no accuracy in \(0, 1\]"),
-        ({"targets": [0.0]}, r"0.0 is no accuracy in \(0, 1\]"),
+        (
+            {"targets": {"macro-f1": [0.5]}},
+            "targets = 'macro-f1': is not a metric of this run. Use one of: accuracy, loss",
+        ),
+        ({"targets": 90}, r"targets = 90: must be a list of accuracies, which are fractions, such as \[0.9\]"),
+        ({"targets": {"accuracy": [1.5]}}, r"1.5 is not an accuracy in \(0, 1\]"),
+        ({"targets": [0.0]}, r"0.0 is not an accuracy in \(0, 1\]"),
         (
             {"metrics": ["auroc"], "primary": "aurok"},
-            r"primary = 'aurok': this metric is not measured \(evaluation.metrics\); "
-            "accepted: accuracy, loss, auroc; did you mean 'auroc'",
+            r"primary = 'aurok': is not a metric of this run. Add it to evaluation.metrics, or use one of: "
+            "accuracy, loss, auroc; did you mean 'auroc'",
         ),
         ({"validation": 0}, "validation = 0.*greater than 0"),
         ({"client_test": 1.0}, "client_test = 1.0.*less than 1"),
         ({"test_clients": -0.1}, "test_clients = -0.1"),
-        ({"fine_tune": 1}, "fine_tune = 1: a personal model is measured on its client's own test part"),
+        ({"fine_tune": 1}, "fine_tune = 1: personal models are evaluated on the clients' own test parts"),
         ({"fine_tune": -1, "client_test": 0.1}, "fine_tune = -1"),
     ],
 )

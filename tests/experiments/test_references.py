@@ -65,8 +65,12 @@ def test_everything_in_one_place_has_the_same_work():
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("centralized", {}, "--references = 'centralized': there are: local, centralised; did you mean 'centralised'?"),
-        ("local", {"rounds": 3}, "measures experiments of the same rounds, clients, local work and batches"),
+        (
+            "centralized",
+            {},
+            "--references = 'centralized': is not a reference. Use one of: local, centralised; did you mean 'cent",
+        ),
+        ("local", {"rounds": 3}, "requires experiments with the same rounds, clients, local work and batches"),
     ],
 )
 def test_what_no_reference_can_be_of(name, changes, message):

@@ -198,7 +198,7 @@ def test_a_model_that_does_not_fit_the_data_is_said_before_anything_is_written(t
 def test_a_run_is_never_written_over(tmp_path):
     fs.run(spec(), out=tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(SpecError, match="holds a run already; give another folder, or resume that run"):
+    with pytest.raises(SpecError, match=r"already holds a run. Give another folder, or resume this run"):
         fs.run(spec(), out=tmp_path / "run")
     with pytest.raises(SpecError, match="seed = 1: this run has 0"):
         fs.run(spec(seed=1), out=tmp_path / "run", resume=True)

@@ -93,8 +93,8 @@ def test_ranges_say_what_specs_can_hold():
     ("space", "changes", "message"),
     [
         ({}, {}, "--search: a search needs a setting and its range"),
-        ({"training.lr": "log:0.1..1"}, {"evaluation": {}}, "evaluation.validation: needed: a sweep picks the best"),
-        ({"training.lr": "uniform:-1..1"}, {}, r"training.lr = -1\.0: input should be greater than 0"),
+        ({"training.lr": "log:0.1..1"}, {"evaluation": {}}, "evaluation.validation: is required for a sweep"),
+        ({"training.lr": "uniform:-1..1"}, {}, r"training.lr = -1\.0: must be greater than 0"),
         ({"training.lrr": "uniform:0..1"}, {}, "training.lrr = 0.0: unknown key"),
         ({"training.clients_per_round": "int:1..5"}, {}, "training.clients_per_round = 5"),
         ({"method.name": "choice:fedavg,fedvag"}, {}, "no such method"),

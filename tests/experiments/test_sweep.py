@@ -156,13 +156,13 @@ def test_a_cell_that_never_took_a_step_is_said_and_is_not_best() -> None:
 
 def test_nothing_is_judged_by_the_test_set() -> None:
     without = {key: value for key, value in TABLES.items() if key != "evaluation"}
-    with pytest.raises(SpecError, match=r"evaluation\.validation: needed: a sweep picks the best"):
+    with pytest.raises(SpecError, match=r"evaluation\.validation: is required for a sweep"):
         cells(without, GRID)
 
 
 def test_a_sweep_needs_values_to_try() -> None:
     for grid in ({}, {"training.lr": []}):
-        with pytest.raises(SpecError, match="a sweep needs a setting with values to try"):
+        with pytest.raises(SpecError, match="no setting has several values to try"):
             cells(TABLES, grid)
 
 

@@ -67,7 +67,7 @@ def test_groups_have_frequencies_of_their_own():
     assert there[:, 100:150].all()
     assert (model.online(np.array([399, 120]), 7, 0) == there[6, [399, 120]]).all()
     model.check(Population(400))
-    with pytest.raises(SpecError, match="add up to 400; the partition has 401 clients"):
+    with pytest.raises(SpecError, match=r"add up to 400. Make the sum equal to partition.clients, which is 401"):
         model.check(Population(401))
 
 
@@ -99,7 +99,7 @@ def test_trace(tmp_path):
         6: [False, False, False],
     }
     model.check(Population(3))
-    with pytest.raises(SpecError, match=r"names client 2; there are clients 0 to 1"):
+    with pytest.raises(SpecError, match=r"contains client 2. Use only clients 0 to 1"):
         model.check(Population(2))
 
 

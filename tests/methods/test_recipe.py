@@ -109,7 +109,7 @@ def test_a_named_method_is_its_four_choices(small):
             "method.aggregator.server.optimizer",
             "adam",
         ),
-        ({"data_sampler": 3}, "method.data_sampler", "a name or a table"),
+        ({"data_sampler": 3}, "method.data_sampler", "Use a name, or a table"),
     ],
 )
 def test_a_wrong_choice_names_its_key(method, key, words):
@@ -159,7 +159,7 @@ def test_limits_are_those_of_the_choice():
     ],
 )
 def test_a_setting_of_a_choice_that_was_replaced_is_refused(method, key, choice):
-    with pytest.raises(SpecError, match=f"the method's own {choice}, which is replaced; set it there") as caught:
+    with pytest.raises(SpecError, match=f"has no effect, because method.{choice} is replaced. Set it there") as caught:
         fs.Experiment.from_table({"method": method})
     assert caught.value.key == f"method.{key}"
 
@@ -240,7 +240,7 @@ class Needed(fs.Recipe):
 
 def test_a_setting_of_a_recipe_may_be_needed():
     assert Needed(mu=0.5).objective == Proximal(mu=0.5)
-    with pytest.raises(SpecError, match="needed, and not given"):
+    with pytest.raises(SpecError, match="is required, but not set"):
         Needed()
     again = METHODS.parse(Needed(mu=0.5, objective="cross-entropy").to_spec())
     assert again == Needed(mu=0.5, objective="cross-entropy")

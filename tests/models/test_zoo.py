@@ -157,7 +157,7 @@ def test_residual_networks_train(spec):
     ("spec", "shape", "message"),
     [
         (CNN(), (54,), r"model.name = 'cnn': takes images.*\(54,\)"),
-        (CNN(channels=(16, 32, 64)), (1, 8, 7), "at least 8x8, and these are 8x7"),
+        (CNN(channels=(16, 32, 64)), (1, 8, 7), "at least 8x8, but these are 8x7"),
         (ResNet9(), (3, 4, 4), "at least 8x8"),
         (ResNet18(), (10,), "takes images"),
         (Tabular(), (1, 8, 8), r"takes vectors.*\(1, 8, 8\)"),
@@ -200,7 +200,7 @@ def test_a_module_class_and_a_spec_class_of_the_users_own():
         ({"name": "cnn", "channels": []}, "channels"),
         (f"{__name__}:__name__", "is a str; accepted"),
         (f"{__name__}:missing", "has no 'missing'"),
-        ({"hidden": [3]}, "which model"),
+        ({"hidden": [3]}, "is required, but not set. Use one of: mlp"),
     ],
 )
 def test_bad_specs(value, message):

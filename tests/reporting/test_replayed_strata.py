@@ -62,7 +62,7 @@ def test_methods_without_strata_say_so(method):
 
 @pytest.mark.slow
 def test_folders_that_are_no_use(tmp_path):
-    with pytest.raises(SpecError, match="no run folder"):
+    with pytest.raises(SpecError, match="is not a run folder"):
         strata_of_folder(tmp_path)
     unkept = spec("fedsts").model_copy(update={"evaluation": fs.Evaluation(checkpoint_every=0)})
     fs.run(unkept, out=tmp_path)

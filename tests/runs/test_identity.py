@@ -135,7 +135,7 @@ def test_data_of_ones_own_stand_in_the_spec_and_are_checked(tmp_path: Path, caps
     assert 'name = "custom"' in text
     assert "60 training and 30 test samples of shape (4,), 3 classes" in text
     assert main(["run", "--resume", str(out), "--quiet"]) == 2
-    assert "arrays of your own: go on in Python" in capsys.readouterr().err
+    assert "arrays passed from Python. Pass them again" in capsys.readouterr().err
     longer = spec(training={"rounds": 3})
     with pytest.raises(SpecError, match="data"):
         fs.run(longer, data=(X + 1, *OWN[1:]), out=out, resume=True)

@@ -209,7 +209,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unit": ({"dose": "901"}, "line 3, column 'dose' = '901': out of range; accepted: numbers from 0 to 900 mg"),
     "missing": ({"age": "?"}, "line 3, column 'age' = '?': is missing; accepted: a value, or a rule"),
     "boolean": ({"smoker": "maybe"}, "line 3, column 'smoker' = 'maybe': neither true nor false; accepted: true, yes"),
-    "column": ({"age": ...}, "data.schema.columns.age = 'age': {path} has no such column; there are: kind, dose, smok"),
+    "column": (
+        {"age": ...},
+        "data.schema.columns.age = 'age': {path} has no such column. Use one of: kind, dose, smok",
+    ),
 }
 
 
@@ -246,7 +249,7 @@ def test_what_is_no_table(trained: Path) -> None:
         predictor.predict({name: [] for name in COLUMNS})
     with pytest.raises(DataError, match=r"of shape \(2, 3\); this model takes .*; or rows of a table: dose, kind, age"):
         predictor.predict(np.zeros((2, 3)))
-    with pytest.raises(SpecError, match="table has no such column; there are: kind"):
+    with pytest.raises(SpecError, match=r"table has no such column. Use one of: kind"):
         predictor.predict(table_of({"kind": ["x"]}, "table"))
 
 

@@ -104,7 +104,7 @@ def test_nothing_changes_before_it_begins(prepared, whole):
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     with fs.RunFolder.open(whole, prepared, resume=True) as folder:
         assert folder.checkpoint.round == 4
-    with pytest.raises(SpecError, match="holds a run already"), fs.RunFolder.open(whole, prepared):
+    with pytest.raises(SpecError, match="already holds a run"), fs.RunFolder.open(whole, prepared):
         raise AssertionError
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
 

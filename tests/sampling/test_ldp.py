@@ -127,5 +127,5 @@ def test_any_privacy_that_is_accepted_has_an_estimate(choice, bound):
         alpha = truth_probability(settings.epsilon, settings.bound)
         assert alpha > 0
         assert math.isfinite(estimated_total([1, 2], bound, alpha))
-    with pytest.raises(SpecError, match=r"epsilon = 5e-324: input should be greater than or equal to 0.000001"):
+    with pytest.raises(SpecError, match=r"epsilon = 5e-324: must be greater than or equal to 0.000001"):
         choice(epsilon=5e-324)

@@ -77,7 +77,7 @@ def test_of_clients_for_whom_the_model_is_as_bad_each_is_taken_sometimes(tiny):
     assert taken == set(range(5))
 
 
-@pytest.mark.parametrize(("candidates", "words"), [(7, "the partition has 6 clients"), (1, "give at least that")])
+@pytest.mark.parametrize(("candidates", "words"), [(7, "the partition has 6 clients"), (1, "Use at least")])
 def test_bad_numbers_of_candidates(tiny, candidates, words):
     with pytest.raises(SpecError, match=words) as caught:
         PowerOfChoice(candidates=candidates).check(tiny(6, clients_per_round=2).config)

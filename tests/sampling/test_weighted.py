@@ -101,6 +101,6 @@ def test_more_clients_than_there_are_is_an_error():
         partition=fs.IID(clients=4),
         training=fs.Training(clients_per_round=5),
     )
-    with pytest.raises(SpecError, match="the partition has 4 clients; give at most that") as caught:
+    with pytest.raises(SpecError, match=r"the partition has 4 clients. Use at most") as caught:
         fs.prepare(spec)
     assert caught.value.key == "training.clients_per_round"

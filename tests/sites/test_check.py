@@ -49,7 +49,7 @@ def problems(kit: Path, **options: bool) -> str:
     ("text", "problem"),
     [
         (GOOD, ""),
-        (GOOD.replace("age", "years"), "'age': .* has no such column; there are: years, ill"),
+        (GOOD.replace("age", "years"), "'age': .* has no such column. Use one of: years, ill"),
         (GOOD + "900,no\n", "line 42, column 'age' = '900'"),
         (GOOD + "30,perhaps\n", "perhaps"),
         ("age,ill\n30,no\n", "1 training samples|training samples"),

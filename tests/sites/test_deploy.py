@@ -125,7 +125,7 @@ def test_a_sites_own_settings(tmp_path: Path) -> None:
     ("line", "problem"),
     [
         ('date = "own.npz"', r"date = 'own.npz': unknown key; accepted here: data, keys.*did you mean 'data'"),
-        ("patience = -1", r"patience = -1: input should be greater than 0"),
+        ("patience = -1", r"patience = -1: must be greater than 0"),
         ('patience = "long"', r"patience = 'long': .*number"),
         ('secure = "perhaps"', r"secure = 'perhaps': .*boolean"),
         ("data = 5", r"data = 5: .*path"),

@@ -866,7 +866,7 @@ def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"age": None}, "data.schema.columns.age = 'age': .*south.csv has no such column; there are: dose, kind,"),
+        ({"age": None}, "data.schema.columns.age = 'age': .*south.csv has no such column. Use one of: dose, kind,"),
         ({"sick": None}, "data.schema.label = 'sick': .*south.csv has no such column"),
         ({"kind": "w"}, "south.csv, line 2, column 'kind' = 'w': no such category; accepted: 'x', 'y', 'z'"),
         ({"sick": "maybe"}, "column 'sick' = 'maybe': no such class; accepted: 'no', 'yes'"),

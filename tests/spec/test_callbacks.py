@@ -254,18 +254,18 @@ def test_a_function_that_raises_is_named_too():
         (
             ["early-stoping"],
             {},
-            "callbacks.name = 'early-stoping': no such callback; there are: early-stopping, keep-best",
+            "callbacks.name = 'early-stoping': there is no such callback. Use one of: early-stopping, keep-best",
         ),
         ([{"name": "early-stopping", "patience": 0}], {}, "callbacks.patience = 0"),
         (
             [{"name": "early-stopping", "metric": "auroc"}],
             {},
-            "callbacks.metric = 'auroc': is not measured .* there are: ",
+            "callbacks.metric = 'auroc': is not a metric of this run. Add it to evaluation.metrics, or use one of: ",
         ),
         (
             ["early-stopping"],
             {"validation": None},
-            "callbacks: early-stopping looks at validation samples and never at",
+            "callbacks: early-stopping needs validation samples, because it never uses",
         ),
         (
             ["fedstrata.evaluation.history:History"],
@@ -280,7 +280,7 @@ def test_what_does_not_fit(callbacks, evaluation, problem):
 
 
 def test_one_from_python_is_checked_before_anything_is_written(tmp_path):
-    with pytest.raises(SpecError, match=r"give evaluation\.validation"):
+    with pytest.raises(SpecError, match=r"Set evaluation\.validation"):
         fs.run(spec(evaluation={"validation": None}), out=tmp_path / "run", callbacks=[fs.EarlyStopping()])
     assert not (tmp_path / "run").exists()
 

@@ -86,5 +86,5 @@ def test_the_command_shows_one_kind(capsys):
     assert "method.objective" in capsys.readouterr().out
     assert main(["settings", "availability", "persistant"]) == 2
     assert "did you mean 'persistent'" in capsys.readouterr().err
-    with pytest.raises(SpecError, match=r"there are: data, data.schema"):
+    with pytest.raises(SpecError, match=r"Use one of: data, data.schema"):
         list(kinds("partitions"))

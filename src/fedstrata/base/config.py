@@ -8,6 +8,7 @@ model: its fields are the settings, and its methods are the behaviour. ``Registr
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ class Registry(Generic[T]):
         """
         if name not in self._paths and ":" not in name:
             accepted = ", ".join(self._paths)
-            problem = f"no such {self.kind}; there are: {accepted}, or 'module:Class' of your own"
+            problem = f"there is no such {self.kind}. Use one of: {accepted}, or 'module:Class' of your own"
             raise SpecError("name", problem + nearest(name, self._paths), name)
         cls = import_object(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
         if not (inspect.isclass(cls) and issubclass(cls, self.base)):
@@ -194,9 +195,9 @@ class Registry(Generic[T]):
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
-            raise SpecError("", f"a {self.kind} is a name or a table with a name", value)
+            raise SpecError("", f"is not a {self.kind}. Use a name, or a table with a name.", value)
         if "name" not in value:
-            raise SpecError("name", f"which {self.kind}? There are: {', '.join(self._paths)}")
+            raise SpecError("name", f"is required, but not set. Use one of: {', '.join(self._paths)}")
         return self.make(str(value["name"]), {key: item for key, item in value.items() if key != "name"})
 
     def make(self, name: str, table: Mapping[str, Any]) -> T:
@@ -276,12 +277,32 @@ def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
         return SpecError(key, problem, first["input"])
     if first["type"] == "missing":
         inner = _model_at(cls, path)
-        keys = "" if inner is _model_at(cls, path[:-1]) else f"; its keys are {', '.join(inner.model_fields)}"
-        return SpecError(key, f"needed, and not given{keys}")
+        keys = "" if inner is _model_at(cls, path[:-1]) else f" Its keys are: {', '.join(inner.model_fields)}."
+        return SpecError(key, f"is required, but not set. Set it.{keys}")
     if first["type"] == "tuple_type":
-        return SpecError(key, "expected a list, such as [1, 2]", first["input"])
-    message = str(cause) if cause is not None else first["msg"][0].lower() + first["msg"][1:]
+        return SpecError(key, "must be a list. Use, for example, [1, 2].", first["input"])
+    message = str(cause) if cause is not None else _reworded(first["msg"])
     return SpecError(key, message, first["input"]) if key else SpecError("", message)
+
+
+WORDS = {
+    "Unable to parse input string as an integer, exceeded maximum size": "is too large",
+    "Input should be": "must be",
+    "a valid dictionary": "a table",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "a valid string": "a text",
+    "a valid ": "a ",
+}
+"""Pydantic's words for what is accepted, and ours."""
+
+
+def _reworded(message: str) -> str:
+    """Return a message of pydantic as a sentence in the words of a spec."""
+    message = re.sub(r", (unable to|got a number with) .*", "", message)
+    for theirs, ours in WORDS.items():
+        message = message.replace(theirs, ours)
+    return f"{message[0].lower()}{message[1:].rstrip('.')}."
 
 
 def _accepted(cls: type[BaseModel], word: str) -> str:

@@ -60,7 +60,11 @@ def import_object(path: str, kind: str) -> Any:
         raise
     except (Exception, SystemExit) as error:  # a user's own module may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise SpecError("name", f"no module {module_name!r} to load the {kind} from", path) from None
+            raise SpecError(
+                "name",
+                f"there is no module {module_name!r} with the {kind}. Check the name and the working directory.",
+                path,
+            ) from None
         problem = f"its module fails when it is imported, with {type(error).__name__}: {error}"
         raise SpecError("name", problem, path) from error
     try:

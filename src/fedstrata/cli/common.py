@@ -145,10 +145,10 @@ def seeds(options: argparse.Namespace) -> list[int] | None:
     try:
         numbers = [int(seed) for seed in options.seeds.split(",")]
     except ValueError:
-        problem = "expected comma-separated whole numbers, such as --seeds 0,1,2"
+        problem = "is not a list of whole numbers. Use, for example, --seeds 0,1,2."
         raise SpecError("--seeds", problem, options.seeds) from None
     if len(set(numbers)) < len(numbers) or min(numbers) < 0:
-        problem = "expected different whole numbers of at least 0, such as --seeds 0,1,2"
+        problem = "must be different whole numbers of at least 0. Use, for example, --seeds 0,1,2."
         raise SpecError("--seeds", problem, options.seeds)
     return numbers
 
@@ -161,7 +161,7 @@ def jobs(options: argparse.Namespace) -> int | None:
     """
     number: int | None = options.jobs
     if number is not None and number < 1:
-        raise SpecError("--jobs", "expected a whole number of at least 1, such as --jobs 4", number)
+        raise SpecError("--jobs", "must be at least 1. Use, for example, --jobs 4.", number)
     return number
 
 

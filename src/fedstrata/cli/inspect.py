@@ -143,7 +143,7 @@ def _partition(options: argparse.Namespace) -> None:
 
     spec = common.experiment(options)
     if options.out.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise SpecError("--out", "expected a picture: .png, .pdf or .svg", str(options.out))
+        raise SpecError("--out", "is not an image file. Use a name that ends in .png, .pdf or .svg.", str(options.out))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     data = spec.data.load(spec.seed)
     assignment = common.located(options, lambda: under("partition", lambda: spec.partition.split(data, spec.seed)))

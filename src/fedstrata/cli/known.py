@@ -53,7 +53,9 @@ def find_section(name: str) -> dict[str, Any]:
     """
     sections: dict[str, dict[str, Any]] = known()["settings"]
     if name not in sections:
-        raise SpecError("section", f"there are: {', '.join(sections)}{nearest(name, sections)}", name)
+        raise SpecError(
+            "section", f"is not a section. Use one of: {', '.join(sections)}{nearest(name, sections)}", name
+        )
     return sections[name]
 
 
@@ -83,7 +85,9 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
         if isinstance(registry := SECTIONS[section], Registry):
             return _described(registry.find(name))
     if name not in kinds:
-        raise SpecError("name", f"there are: {', '.join(kinds)}{nearest(name, kinds)}", name)
+        raise SpecError(
+            "name", f"is not a name in this section. Use one of: {', '.join(kinds)}{nearest(name, kinds)}", name
+        )
     kind: dict[str, Any] = kinds[name]
     return kind
 

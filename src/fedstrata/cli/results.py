@@ -62,7 +62,9 @@ def _table(options: argparse.Namespace) -> None:
     metrics = [name.strip() for name in options.metric.split(",")] if options.metric else []
     at = None if options.at is None else dict(map(_budget, options.at))
     if options.baseline is not None and options.baseline not in finished:
-        problem = f"there are: {', '.join(finished)}{nearest(options.baseline, finished)}"
+        problem = (
+            f"is not a label of a finished run. Use one of: {', '.join(finished)}{nearest(options.baseline, finished)}"
+        )
         raise SpecError("--baseline", problem, options.baseline)
     members = {data: histories(runs) for data, runs in by_data(finished).items()}
     if options.by_client is not None:
@@ -121,7 +123,9 @@ def _budget(text: str) -> tuple[str, float | None]:
     try:
         return kind.strip(), float(amount) if equals else None
     except ValueError:
-        raise SpecError("--at", "expected WHAT=AMOUNT with a number", text) from None
+        raise SpecError(
+            "--at", "is not of the form WHAT=AMOUNT with a number. Use, for example, --at bytes=5e7.", text
+        ) from None
 
 
 def add_sweep(commands: Commands) -> None:

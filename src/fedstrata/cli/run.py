@@ -50,8 +50,10 @@ def _run(options: argparse.Namespace) -> int:
     if resume:
         out = options.resume
         if options.spec is not None or options.out is not None:
-            problem = "goes with the run's own spec: no SPEC or --out; --set for what may change, such as "
-            problem += "training.rounds"
+            problem = (
+                "uses the spec and folder of the run. Remove SPEC and --out; change settings such as training.rounds "
+            )
+            problem += "with --set."
             raise SpecError("--resume", problem, str(out))
         spec = spec_of(out, "--resume", options.overrides)
     else:

@@ -56,16 +56,16 @@ def add_new(commands: Commands) -> None:
 def _new(options: argparse.Namespace) -> None:
     kind: str = options.kind
     if kind not in KINDS:
-        raise SpecError("KIND", f"there are: {', '.join(KINDS)}{nearest(kind, KINDS)}", kind)
+        raise SpecError("KIND", f"is not a kind of file. Use one of: {', '.join(KINDS)}{nearest(kind, KINDS)}", kind)
     [template] = TEMPLATES.glob(f"{kind.replace('-', '_')}.*")
     path: Path = options.file or Path(template.name)
     if path.suffix != template.suffix:
-        raise SpecError("FILE", f"expected a name that ends in {template.suffix}", str(path))
+        raise SpecError("FILE", f"is not a file of this kind. Give a name that ends in {template.suffix}.", str(path))
     if path.suffix == ".py" and not path.stem.isidentifier():
-        raise SpecError("FILE", "expected a name that Python can import, such as my_sampler.py", str(path))
+        raise SpecError("FILE", "is not a name that Python can import. Use, for example, my_sampler.py.", str(path))
     text = template.read_text(encoding="utf-8").replace("{module}", path.stem).replace("{file}", path.as_posix())
     if path.exists() and not options.force:
-        raise SpecError("FILE", "is there already; give another name, or --force to write over it", str(path))
+        raise SpecError("FILE", "already exists. Give another name, or overwrite it with --force.", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     lines = [line.lstrip("# ") for line in text.splitlines()]
@@ -162,7 +162,9 @@ def explanations(word: str) -> list[dict[str, Any]]:
                 result.append(_entry(section, [] if len(names) == len(kinds) else names, meaning))
     if not (entries := entries or as_value):
         hint = nearest(word, words(table))
-        raise SpecError("KEY", f"nothing in a spec is called so{hint}; 'fedstrata settings' lists all", word)
+        raise SpecError(
+            "KEY", f"is not a key, section or name of a spec{hint}. List all with 'fedstrata settings'.", word
+        )
     return entries
 
 

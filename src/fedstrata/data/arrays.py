@@ -60,10 +60,12 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     """
     array = _numpy(values, key)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{key}: of type {array.dtype}; inputs are numbers").publicly(f"{key}: inputs are numbers")
+        raise DataError(f"{key}: is of type {array.dtype}. Inputs must be numbers.").publicly(
+            f"{key}: inputs are numbers"
+        )
     if array.ndim not in (2, 3, 4) or array.size == 0:
         forms = "(N, F), (N, H, W), (N, H, W, C) or (N, C, H, W), none of them 0"
-        error = DataError(f"{key}: has shape {array.shape}; accepted: {forms}")
+        error = DataError(f"{key}: has shape {array.shape}. Use one of: {forms}")
         raise error.publicly(f"{key}: has another shape; accepted: {forms}")
     if array.ndim == 4 and array.shape[3] not in CHANNELS and array.shape[1] in CHANNELS:
         array = array.transpose(0, 2, 3, 1)
@@ -113,12 +115,16 @@ def checked_labels(first: Array, second: Array, train: Tensor, test: Tensor, kin
         if array.ndim == 2 and array.shape[1] == 1:
             array = array[:, 0]
         if array.ndim != 1:
-            raise DataError(f"{key}: has shape {array.shape}; give one number or string a sample (argmax of one-hot)")
+            raise DataError(
+                f"{key}: has shape {array.shape}. Give one number or string per sample (argmax of one-hot)."
+            )
         if len(array) != len(samples):
-            raise DataError(f"{key}: {len(array)} for {len(samples)} samples in x_{split}; they must be as many")
+            raise DataError(
+                f"{key}: has {len(array)} values for {len(samples)} samples in x_{split}. Give one per sample."
+            )
         if array.dtype.kind == "f":
             if not (np.isfinite(array) & (array == np.floor(array))).all():
-                raise DataError(f"{key}: holds fractions, NaN or infinity; accepted: whole numbers or strings")
+                raise DataError(f"{key}: holds fractions, NaN or infinity. Use whole numbers or strings.")
             if (largest := float(np.abs(array).max(initial=0))) > 2**53:
                 problem = "floats tell whole numbers apart up to 2**53 only; give integers or strings"
                 raise DataError(f"{key}: holds {largest:g}; {problem}")

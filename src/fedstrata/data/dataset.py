@@ -179,12 +179,14 @@ def from_arrays(
     train = arrays.checked_inputs(x_train, "x_train")
     test = arrays.checked_inputs(x_test, "x_test", exact=train.dtype == torch.float64)
     if train.shape[1:] != test.shape[1:]:
-        raise DataError(f"one sample of x_train is {_size(train)}, one of x_test {_size(test)}; they must be the same")
+        raise DataError(
+            f"a sample of x_train is {_size(train)}, but one of x_test {_size(test)}. Give both the same shape."
+        )
     y, names = arrays.encode(arrays.checked_labels(y_train, y_test, train, test, "y"), class_names, "y")
     arrays.check_seen(*y, names)
     domains: tuple[tuple[Tensor | None, Tensor | None], tuple[str, ...]] = ((None, None), ())
     if (domain_train is None) != (domain_test is None):
-        raise DataError("give domain_train and domain_test both, or neither")
+        raise DataError("only one of domain_train and domain_test is given. Give both or neither.")
     if domain_train is not None and domain_test is not None:
         pair = arrays.checked_labels(domain_train, domain_test, train, test, "domain")
         domains = arrays.encode(pair, domain_names, "domain")

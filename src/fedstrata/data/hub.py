@@ -92,7 +92,9 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
 def _check_client(client: str, features: Any) -> None:
     if client not in features:
         accepted = ", ".join(features)
-        raise SpecError("data.client", f"no such column; there are: {accepted}{nearest(client, features)}", client)
+        raise SpecError(
+            "data.client", f"there is no such column. Use one of: {accepted}{nearest(client, features)}", client
+        )
 
 
 def input_columns(features: Any) -> list[str]:

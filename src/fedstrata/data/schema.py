@@ -215,7 +215,9 @@ class Schema(Setting):
     @model_validator(mode="after")
     def _agree(self) -> Schema:
         if self.features is not None and self.ignore:
-            raise SpecError("ignore", "has no effect beside 'features'; remove one of the two", list(self.ignore))
+            raise SpecError(
+                "ignore", "has no effect, because 'features' is set. Remove one of the two.", list(self.ignore)
+            )
         for name in self.columns or {}:
             if name in self.ignore or (self.features is not None and name not in self.features):
                 key = "ignore" if self.ignore else "features"
@@ -253,7 +255,7 @@ class Schema(Setting):
         key, column = ("data.schema.features", Column()) if given is None else (f"data.schema.columns.{name}", given)
         table.require(name, key)
         if name in self.roles:
-            raise SpecError(key, f"is the {self.roles[name]}, which no model may see")
+            raise SpecError(key, f"is the {self.roles[name]}, which a model must not see. Remove it from the features.")
         if column.type is not None and (column.type != "category" or column.categories is not None):
             return column
         cells = table.cells(name, (*self.missing, *column.missing))
@@ -319,7 +321,7 @@ class Table:
     def require(self, column: str, key: str) -> None:
         """Raise ``SpecError`` for ``key`` if the table lacks the column."""
         if column not in self.columns:
-            problem = f"{self.source} has no such column; there are: {_listed(self.columns)}"
+            problem = f"{self.source} has no such column. Use one of: {_listed(self.columns)}"
             error = SpecError(key, problem + nearest(column, self.columns), column)
             raise error.publicly(f"{key} = {column!r}: there is no such column")
 

@@ -177,10 +177,10 @@ with warnings.catch_warnings():
 
         def _table(self, seed: int) -> Dataset:
             if self.client is not None:
-                problem = "names a column of a hub data set; here data.schema.client does"
+                problem = "has an effect only for a hub data set. For a table, set data.schema.client."
                 raise SpecError("data.client", problem, self.client)
             if self.schema is None:
-                problem = "a table needs it: [data.schema] label = 'COLUMN' at least, the column to learn"
+                problem = "is required for a table, but not set. Add [data.schema] with at least label = 'COLUMN'."
                 raise SpecError("data.schema", problem)
             table = read_table(Path(self.name), self.schema)
             schema = self.schema.completed(table)
@@ -206,10 +206,14 @@ with warnings.catch_warnings():
         def _read(self, seed: int) -> Arrays:
             hub = self.name.startswith("hub:")
             if self.client is not None and not hub:
-                problem = "names a column of a hub data set; a .npz file holds client_train and client_test"
+                problem = "has an effect only for a hub data set. Store client_train and client_test in the .npz file."
                 raise SpecError("data.client", problem, self.client)
             if self.schema is not None:
-                raise SpecError("data.schema", "says what the columns of a .csv or .parquet file mean", self.name)
+                raise SpecError(
+                    "data.schema",
+                    "has an effect only for a .csv or .parquet file. Remove it, or change data.name.",
+                    self.name,
+                )
             return load_hub(self.name.removeprefix("hub:"), seed, self.client) if hub else _read(self.name)
 
 
@@ -249,9 +253,9 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
         with _reading, path.open("rb") as file:  # NumPy would not close a damaged file
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, NpzFile) or archive.zip is None:
-                raise DataError(f"{path} holds a single array; save it with np.savez(file, {needed[0]}=…, …)")
+                raise DataError(f"{path} holds a single array. Save all arrays with np.savez(file, {needed[0]}=…, …).")
             if missing := [key for key in needed if key not in archive]:
-                error = DataError(f"{path} has no {', '.join(missing)}; it holds: {', '.join(archive)}")
+                error = DataError(f"{path} lacks the arrays {', '.join(missing)}. It has: {', '.join(archive)}.")
                 raise error.publicly(f"there is no {', '.join(missing)}")
             if (size := sum(int(info.file_size) for info in archive.zip.infolist())) > MOST:
                 raise DataError(f"{path} holds {size / 2**30:,.1f} GiB of arrays; accepted: at most {MOST >> 30}")
@@ -264,14 +268,16 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     except DataError:
         raise
     except FileNotFoundError:
-        raise DataError(f"there is no file {path.absolute()}") from None
+        raise DataError(f"there is no file {path.absolute()}. Check the path.") from None
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds of errors for damaged files
         raise DataError(f"{path} is not a .npz file, or is damaged: {str(error) or type(error).__name__}") from None
 
 
 def _read(name: str) -> Arrays:
     if name == "custom":
-        raise DataError("these were arrays of your own: go on in Python, fedstrata.run(spec, data=…, resume=True)")
+        raise DataError(
+            "the data were arrays passed from Python. Pass them again: fedstrata.run(spec, data=…, resume=True)."
+        )
     if name.endswith(".npz"):
         return read_npz(Path(name))
     if name == "digits":
@@ -283,12 +289,14 @@ def _read(name: str) -> Arrays:
                 return read_npz(path)
     looked = " and ".join(str(folder) for folder in folders())
     if name in KNOWN:
-        problem = f"there is no {name}.npz in {looked}; put it there, with arrays {', '.join(NEEDED)}"
-        raise DataError(f"{problem}, or take one from Hugging Face: data.name = 'hub:owner/name'")
+        problem = f"there is no {name}.npz in {looked}. Put it there, with the arrays {', '.join(NEEDED)}"
+        raise DataError(f"{problem}, or use a data set of Hugging Face: data.name = 'hub:owner/name'.")
     available = ", ".join(["digits", *names_there()])
-    accepted = f"there are: {available} (looked in {looked}), or a path ending in .npz, .csv or .parquet, or "
+    accepted = f"Use one of: {available} (found in {looked}), a path that ends in .npz, .csv or .parquet, or "
     accepted += "'hub:owner/name'"
-    raise SpecError("data.name", f"no such data set; {accepted}{nearest(name, [*KNOWN, *names_there()])}", name)
+    raise SpecError(
+        "data.name", f"there is no such data set. {accepted}{nearest(name, [*KNOWN, *names_there()])}", name
+    )
 
 
 def _names(arrays: Arrays, key: str) -> list[str] | None:
@@ -296,7 +304,7 @@ def _names(arrays: Arrays, key: str) -> list[str] | None:
         return None
     names = decoded(np.asarray(arrays[key]), key)
     if names.ndim != 1 or names.dtype.kind not in "Uiub":
-        raise DataError(f"{key}: of type {names.dtype} and shape {names.shape}; expected a list of names")
+        raise DataError(f"{key}: of type {names.dtype} and shape {names.shape}; must be a list of names")
     return [str(name) for name in names]
 
 

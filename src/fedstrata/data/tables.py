@@ -45,7 +45,7 @@ def read_table(path: Path, schema: Schema) -> Table:
             raise DataError(f"{path} is not a file")
         return read_parquet(path) if path.suffix == ".parquet" else read_csv(path, schema.delimiter)
     except FileNotFoundError:
-        raise DataError(f"there is no file {path.absolute()}") from None
+        raise DataError(f"there is no file {path.absolute()}. Check the path.") from None
     except (OSError, RuntimeError, csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
 
@@ -120,8 +120,8 @@ def dataset_of(
     owners = ids(table, schema.client, schema) if schema.client is not None else None
     size, n_test, n_labels = len(table), int(held.sum()), len(np.unique(y))
     if n_test in (0, size) or n_labels == size:
-        rows = f"rows: {size} ({size - n_test} to train on, {n_test} to test on), with {n_labels} different labels"
-        raise DataError(f"{rows}; needed: at least 1 row to train on and 1 row to test on with the same label")
+        rows = f"rows: {size} ({size - n_test} for training, {n_test} for testing), with {n_labels} different labels"
+        raise DataError(f"{rows}. Add rows: at least one for training and one for testing must have the same label.")
     unfitted = Unfitted(normalize, cells[~held], cells[held], schema, given)
     known = unfitted.statistics([np.arange(int((~held).sum()))])
     x_train, x_test, _, _ = unfitted.fitted(known)
@@ -149,7 +149,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Table:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(reader, [])]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            problem = f"the column {twice[0]!r} occurs twice; give each a name of its own"
+            problem = f"the column {twice[0]!r} occurs twice. Give each column its own name."
             raise DataError(f"{path}, line 1: {problem}").publicly(
                 "two columns have the same name; accepted: each once"
             )
@@ -157,7 +157,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Table:
         for row in reader:
             if row:  # empty lines are skipped
                 if len(row) != len(names):
-                    problem = f"{len(row)} cells; accepted: {len(names)}, as in line 1"
+                    problem = f"the row has {len(row)} cells, but line 1 has {len(names)}. Correct one of them."
                     raise DataError(f"{path}, line {before + 1}: {problem}")
                 rows.append(row)
                 lines.append(before + 1)

@@ -129,7 +129,7 @@ class History(Sequence[Record]):
         """
         folder = Path(folder)
         if not (folder / "metrics.jsonl").is_file():
-            raise DataError(f"{folder} is no run folder: it has no metrics.jsonl")
+            raise DataError(f"{folder} is not a run folder: it has no metrics.jsonl. Give the folder of a run.")
         records = read_jsonl(folder / "metrics.jsonl")
         settings, ending = _about(folder)
         history = cls(records, path=folder, **settings)

@@ -75,7 +75,7 @@ class Evaluation(Setting):
     def _a_list(cls, targets: object) -> object:
         if isinstance(targets, int | float):
             shown = targets / 100 if 1 < targets <= 100 else targets if 0 < targets <= 1 else 0.9
-            raise ValueError(f"expected a list of accuracies, which are fractions, such as [{shown:g}]")
+            raise ValueError(f"must be a list of accuracies, which are fractions, such as [{shown:g}]")
         return targets
 
     @field_validator("targets")
@@ -84,21 +84,23 @@ class Evaluation(Setting):
         for target in targets.get("accuracy", []) if isinstance(targets, dict) else targets:
             if not 0 < target <= 1:
                 shown = target / 100 if 1 < target <= 100 else 0.9
-                raise ValueError(f"{target} is no accuracy in (0, 1]; accuracies are fractions, such as [{shown:g}]")
+                raise ValueError(f"{target} is not an accuracy in (0, 1]. Use fractions, such as [{shown:g}].")
         return targets
 
     @model_validator(mode="after")
     def _fits(self) -> Evaluation:
         for name in self.metric_targets:
             if name not in self.measured:
-                problem = f"no metric of this run; there are: {', '.join(self.measured)}{nearest(name, self.measured)}"
+                problem = (
+                    f"is not a metric of this run. Use one of: {', '.join(self.measured)}{nearest(name, self.measured)}"
+                )
                 raise SpecError("targets", problem, name)
         if self.primary not in self.measured:
             accepted = f"{', '.join(self.measured)}{nearest(self.primary, self.measured)}"
-            problem = f"this metric is not measured (evaluation.metrics); accepted: {accepted}"
+            problem = f"is not a metric of this run. Add it to evaluation.metrics, or use one of: {accepted}"
             raise SpecError("primary", problem, self.primary)
         if self.fine_tune is not None and self.client_test is None:
-            problem = "a personal model is measured on its client's own test part: give evaluation.client_test too"
+            problem = "personal models are evaluated on the clients' own test parts. Set evaluation.client_test too."
             raise SpecError("fine_tune", problem, self.fine_tune)
         return self
 

@@ -168,7 +168,9 @@ def plan(
     if seeds is None:
         seeds = sorted({spec.seed for spec in experiments.values()})
         if len(seeds) != 1:
-            raise SpecError("seed", "the same for all that are compared, or give --seeds", seeds)
+            raise SpecError(
+                "seed", "differs between the experiments. Use the same seed for all, or give --seeds.", seeds
+            )
     seeds = checked_seeds(seeds)
     planned = {
         (label, seed): build(Experiment, {**dict(spec), "seed": seed})

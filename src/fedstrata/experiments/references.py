@@ -74,11 +74,17 @@ def reference_runs(
         SpecError: The reference is unknown, or the experiments differ in one of the ``SHARED`` settings.
     """
     if name not in REFERENCES:
-        raise SpecError("--references", f"there are: {', '.join(REFERENCES)}{nearest(name, REFERENCES)}", name)
+        raise SpecError(
+            "--references", f"is not a reference. Use one of: {', '.join(REFERENCES)}{nearest(name, REFERENCES)}", name
+        )
     first = next(iter(experiments.values()))
     for description, setting in SHARED.items():
         if any(setting(spec) != setting(first) for spec in experiments.values()):
-            raise SpecError("--references", f"measures experiments of the same {description}; these differ in it", name)
+            raise SpecError(
+                "--references",
+                f"requires experiments with the same {description}. Make it equal, or remove the reference.",
+                name,
+            )
     sizes = prepare(first, data=data).assignment.sizes
     budget = _budget(first, int(sizes.sum()), len(sizes)) if name == "centralised" else {}
 

@@ -139,7 +139,9 @@ def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[s
         SpecError: The grid is empty, a setting is wrong, or no samples are held out for validation.
     """
     if not grid or not all(grid.values()):
-        raise SpecError("--set", "a sweep needs a setting with values to try, such as training.lr=0.01,0.1")
+        raise SpecError(
+            "--set", "no setting has several values to try. Give one, for example --set training.lr=0.01,0.1."
+        )
     # The name of a key is its last part, such as lr for training.lr; or the whole key if another one ends alike.
     ends = [key.rpartition(".")[2] for key in grid]
     names = {key: end if ends.count(end) == 1 else key for key, end in zip(grid, ends, strict=True)}
@@ -158,7 +160,9 @@ def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[s
 def refuse_unvalidated(spec: Experiment) -> None:
     """Raise ``SpecError`` if no samples are held out for validation."""
     if spec.evaluation.validation is None:
-        problem = "needed: a sweep picks the best by samples held out for it, never by the test set; such as 0.1"
+        problem = (
+            "is required for a sweep, which never uses the test set to select settings. Set it, for example to 0.1."
+        )
         raise SpecError("evaluation.validation", problem)
 
 

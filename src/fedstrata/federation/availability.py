@@ -213,7 +213,10 @@ class Grouped(Availability):
         """Refuse groups whose sizes do not add up to the number of clients."""
         total = sum(group.clients for group in self.groups)
         if total != population.clients:
-            raise SpecError("groups", f"their sizes add up to {total}; the partition has {population.clients} clients")
+            raise SpecError(
+                "groups",
+                f"the sizes add up to {total}. Make the sum equal to partition.clients, which is {population.clients}.",
+            )
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
         """Draw for each client whether it is online, with the probability of its group."""
@@ -240,7 +243,7 @@ class Trace(Availability):
             with Path(self.file).expanduser().open(newline="", encoding="utf-8") as lines:
                 self._parse(csv.DictReader(lines))
         except FileNotFoundError:
-            problem = "no such file; expected a CSV file with the columns client,first,last"
+            problem = "there is no such file. Give a CSV file with the columns client,first,last."
             raise SpecError("file", problem, self.file) from None
         except (OSError, RuntimeError, ValueError, csv.Error) as error:  # RuntimeError: "~" of an unknown user
             raise SpecError("file", f"cannot be read as a trace: {error}", self.file) from None
@@ -264,7 +267,7 @@ class Trace(Availability):
         unknown = [client for client in self._intervals if not 0 <= client < population.clients]
         if unknown:
             last = population.clients - 1
-            raise SpecError("file", f"names client {unknown[0]}; there are clients 0 to {last}", self.file)
+            raise SpecError("file", f"contains client {unknown[0]}. Use only clients 0 to {last}.", self.file)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
         """Return for each client whether the round lies in one of its intervals."""

@@ -116,7 +116,7 @@ class Training(Setting):
     @model_validator(mode="after")
     def _epochs_or_steps(self) -> Training:
         if self.local_steps is not None and self.local_epochs is not None:
-            raise ValueError("local_epochs and local_steps exclude each other; give one")
+            raise ValueError("local_epochs and local_steps exclude each other. Set only one of them.")
         return self
 
     @property

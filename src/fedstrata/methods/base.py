@@ -211,9 +211,7 @@ class Recipe(Method):
             usual = self.model_copy(update={key: defaults[key]})._checked_parts()
             affected = {choice for choice in parts.keys() | usual.keys() if parts.get(choice) != usual.get(choice)}
             if affected and affected <= replaced:
-                problem = (
-                    f"has no effect: it belongs to the method's own {min(affected)}, which is replaced; set it there"
-                )
+                problem = f"has no effect, because method.{min(affected)} is replaced. Set it there."
                 raise SpecError(key, problem, getattr(self, key))
         for choice in parts.keys() - replaced:
             object.__setattr__(self, choice, parts[choice])

@@ -73,7 +73,9 @@ class Tabular(ModelSpec):
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """See ``ModelSpec.build``."""
         if len(shape) != 1:
-            problem = f"takes vectors (features,), and the samples have shape {shape}; 'mlp' flattens any shape"
+            problem = (
+                f"takes vectors (features,), but the samples have shape {shape}. Use 'mlp', which flattens samples."
+            )
             raise SpecError("model.name", problem, self.name)
         return _with_dense([], shape[0], self.hidden, classes)
 
@@ -115,7 +117,7 @@ class CustomModel(ModelSpec):
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """See ``ModelSpec.build``."""
-        problem = "this was a module of your own: go on in Python, fedstrata.run(spec, model=…, resume=True)"
+        problem = "the model was a module passed from Python. Pass it again: fedstrata.run(spec, model=…, resume=True)."
         raise SpecError("model.name", problem, "custom")
 
 
@@ -274,10 +276,10 @@ def check_image(name: str, shape: tuple[int, ...], side: int) -> None:
         SpecError: They are not; the message suggests another model.
     """
     if len(shape) != 3:
-        problem = f"takes images (channels, height, width), and the samples have shape {shape}; try 'mlp'"
+        problem = f"takes images (channels, height, width), but the samples have shape {shape}. Use 'mlp'."
         raise SpecError("model.name", problem, name)
     if min(shape[1:]) < side:
-        problem = f"needs images of at least {side}x{side}, and these are {shape[1]}x{shape[2]}; try 'mlp'"
+        problem = f"requires images of at least {side}x{side}, but these are {shape[1]}x{shape[2]}. Use 'mlp'."
         raise SpecError("model.name", problem, name)
 
 

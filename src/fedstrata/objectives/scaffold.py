@@ -29,9 +29,13 @@ class Scaffold(Objective):
         """Refuse momentum and clipping, with which the formula of c_k⁺ would be wrong."""
         training = config.training
         if training.momentum > 0:
-            raise SpecError("training.momentum", "SCAFFOLD's control variates need plain SGD; use 0", training.momentum)
+            raise SpecError(
+                "training.momentum", "SCAFFOLD's control variates require plain SGD. Use 0.", training.momentum
+            )
         if training.clip is not None:
-            raise SpecError("training.clip", "SCAFFOLD's control variates need unclipped gradients", training.clip)
+            raise SpecError(
+                "training.clip", "SCAFFOLD's control variates require unclipped gradients. Remove it.", training.clip
+            )
 
     @property
     def sends(self) -> str:

@@ -292,10 +292,10 @@ def _require_model(folder: Path) -> None:
     """Raise ``SpecError`` if a file of the final model is missing."""
     if not (folder / WEIGHTS).is_file():
         if not (folder / "spec.toml").is_file():
-            raise SpecError("run_dir", f"no run folder: it has neither {WEIGHTS} nor spec.toml", str(folder))
+            raise SpecError("run_dir", f"is not a run folder: it has neither {WEIGHTS} nor spec.toml", str(folder))
         problem = (
-            f"this run has not ended, and a run leaves its model ({WEIGHTS}) at its end; 'fedstrata run --resume "
-            f"{folder}', or fedstrata.run(…, resume=True), goes on from its last checkpoint"
+            f"the run has not ended, so it has no final model ({WEIGHTS}). Resume it with 'fedstrata run --resume "
+            f"{folder}', or fedstrata.run(…, resume=True)."
         )
         raise SpecError("run_dir", problem, str(folder))
     if not (folder / MODEL).is_file():

@@ -300,7 +300,7 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
     if not any((path / name).exists() for name in (SPEC, METRICS, CHECKPOINT)):
         return []
     if not resume:
-        raise SpecError("out", "holds a run already; give another folder, or resume that run", str(path))
+        raise SpecError("out", "already holds a run. Give another folder, or resume this run.", str(path))
     before = identity_in(path)
     if before is None:
         problem = f"holds a run that does not say what it was (no {RUN} that can be read); give another folder"
@@ -350,7 +350,7 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
         SpecError: It is not a run folder.
     """
     if not (folder / SPEC).is_file():
-        raise SpecError(key, "no run folder: it has no spec.toml", str(folder))
+        raise SpecError(key, "is not a run folder: it has no spec.toml. Give the folder of a run.", str(folder))
     return Experiment.from_toml(folder / SPEC, overrides)
 
 

@@ -124,7 +124,9 @@ class ClientSampler(Setting):
         m = config.training.invited(config.clients)
         if m > config.clients:
             raise SpecError(
-                "training.clients_per_round", f"the partition has {config.clients} clients; give at most that", m
+                "training.clients_per_round",
+                f"the partition has {config.clients} clients. Use at most {config.clients}.",
+                m,
             )
 
     def check_private(self, config: FederationConfig) -> None:

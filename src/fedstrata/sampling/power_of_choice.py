@@ -35,9 +35,11 @@ class PowerOfChoice(ClientSampler):
         super().check(config)
         m, key = config.training.invited(config.clients), "method.client_sampler.candidates"
         if self.candidates is not None and self.candidates > config.clients:
-            raise SpecError(key, f"the partition has {config.clients} clients; give at most that", self.candidates)
+            raise SpecError(
+                key, f"the partition has {config.clients} clients. Use at most {config.clients}.", self.candidates
+            )
         if self.candidates is not None and self.candidates < m:
-            raise SpecError(key, f"a round invites {m} of the candidates; give at least that", self.candidates)
+            raise SpecError(key, f"a round invites {m} of the candidates. Use at least {m}.", self.candidates)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return two requests: for the clients' sizes, once, and for the loss of candidates, in every round."""

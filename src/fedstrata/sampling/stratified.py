@@ -148,10 +148,12 @@ class Stratified(ClientSampler):
             problem = "updates are not compressed and have no centroids: use 'restored', or gradients = 'asked'"
             raise SpecError("method.compared", problem, self.compared)
         if self.strata > config.clients:
-            raise SpecError("method.strata", f"more strata than clients; give at most {config.clients}", self.strata)
+            raise SpecError(
+                "method.strata", f"is larger than the number of clients. Use at most {config.clients}.", self.strata
+            )
         d = sketch_length(config.model.params(), self.coordinates)
         if self.centres > d:
-            raise SpecError("method.centres", f"the gradient has {d} coordinates; give at most that", self.centres)
+            raise SpecError("method.centres", f"the gradient has {d} coordinates. Use at most {d}.", self.centres)
         m = config.training.invited(config.clients)
         if m < self.strata and self.rule(config) in ("neyman-at-least-one", "proportional"):
             warnings.warn(

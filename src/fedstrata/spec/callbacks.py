@@ -83,7 +83,7 @@ class _Best(Callback):
         """Raise ``SpecError`` if the metric is not measured."""
         known = evaluation.measured
         if self.metric is not None and self.metric not in known:
-            problem = f"is not measured (evaluation.metrics); there are: {', '.join(known)}"
+            problem = f"is not a metric of this run. Add it to evaluation.metrics, or use one of: {', '.join(known)}"
             raise SpecError("callbacks.metric", problem + nearest(self.metric, known), self.metric)
 
     def compared(self, simulation: Simulation) -> str:
@@ -125,8 +125,8 @@ class EarlyStopping(_Best):
         """Raise ``SpecError`` if the metric is not measured, or if there are no validation samples."""
         super().check(evaluation)
         if evaluation.validation is None:
-            problem = "early-stopping looks at validation samples and never at the test set: give evaluation.validation"
-            raise SpecError("callbacks", f"{problem}, such as 0.1")
+            problem = "early-stopping needs validation samples, because it never uses the test set."
+            raise SpecError("callbacks", f"{problem} Set evaluation.validation, for example to 0.1.")
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
         """Remember the model if the metric has improved; stop after ``patience`` evaluations without improvement."""

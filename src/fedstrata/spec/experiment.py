@@ -186,7 +186,7 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
     try:
         return parse_toml(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
     except FileNotFoundError:
-        raise SpecError(key, "no such file", str(path)) from None
+        raise SpecError(key, "there is no such file. Give the path of a TOML file.", str(path)) from None
     except (OSError, ValueError) as error:
         raise SpecError(key, f"cannot be read as TOML: {error}", str(path)) from None
 
@@ -222,7 +222,9 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     """
     key, equals, text = override.partition("=")
     if not equals:
-        raise SpecError("--set", "expected section.key=value", override)
+        raise SpecError(
+            "--set", "is not of the form section.key=value. Use, for example, --set training.lr=0.1.", override
+        )
     set_key(table, key.strip(), parse_value(text), override)
 
 
@@ -271,13 +273,17 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
     """
     parts = key.split(".")
     if not all(parts):
-        raise SpecError("--set", "expected section.key=value", given)
+        raise SpecError(
+            "--set", "is not of the form section.key=value. Use, for example, --set training.lr=0.1.", given
+        )
     for part in parts[:-1]:
         inner = table.setdefault(part, {})
         if isinstance(inner, str):
             inner = table[part] = {"name": inner}
         if not isinstance(inner, dict):
-            raise SpecError("--set", f"{part} is a value, not a section", given)
+            raise SpecError(
+                "--set", f"{part} is a value, not a section. Check the key with 'fedstrata explain'.", given
+            )
         table = inner
     table.pop(EXCLUSIVE.get(parts[-1], ""), None)
     table[parts[-1]] = value
@@ -332,15 +338,20 @@ def variants(
         apply_override(tables, override)
     overlays: Mapping[str, Any] = tables.get(COMPARE, {})
     if not isinstance(overlays, Mapping):
-        raise SpecError(COMPARE, "expected tables [compare.LABEL]", overlays)
+        raise SpecError(COMPARE, "is not a table. Write a table [compare.LABEL] for each experiment.", overlays)
     chosen = list(labels) if labels else list(overlays)
     if not chosen:
-        raise SpecError("--methods", f"which? Any of {', '.join(METHODS)}, or tables [compare.LABEL] of the spec")
+        problem = "is not set, and the spec has no tables [compare.LABEL]"
+        raise SpecError("--methods", f"{problem}. Give some of: {', '.join(METHODS)}")
     merged = {label: _merged(tables, overlays, label) for label in chosen}
     for override in (override for override in overrides if override not in of_labels):
         accepting = [sections for sections in merged.values() if _accepts(sections, tables, override)]
         if not accepting:
-            raise SpecError("--set", f"none of these methods has that setting: {', '.join(merged)}", override)
+            raise SpecError(
+                "--set",
+                f"none of the methods has this setting: {', '.join(merged)}. Check the key with 'fedstrata explain'.",
+                override,
+            )
         # The spec's own tables are changed too. For a later override, _accepts compares the section's name in an
         # experiment with the name in these tables, and this override may have set that name.
         for sections in (*accepting, tables):
@@ -375,10 +386,10 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
         raise SpecError(f"{COMPARE}.{label}.method.name", "expected a name", name)
     if ":" not in name and name not in METHODS:
         if label in overlays:
-            problem = f"which method? [compare.{label}] needs a method.name, or the spec one that it inherits"
+            problem = f"is not set. Set method.name in [compare.{label}], or [method] in the spec."
             raise SpecError(f"{COMPARE}.{label}.method.name", problem)
         accepted = [*METHODS, *overlays]
-        problem = f"no such method or label{nearest(label, accepted)}; there are: {', '.join(accepted)}"
+        problem = f"there is no such method or label. Use some of: {', '.join(accepted)}{nearest(label, accepted)}"
         raise SpecError("--methods", problem, label)
     # Settings of the spec's method apply only to the same method.
     common = common if common.get("name", "fedavg") == name else {}

@@ -84,7 +84,9 @@ def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
         SpecError: The section does not exist.
     """
     if section not in SECTIONS:
-        raise SpecError("section", f"there are: {', '.join(SECTIONS)}{nearest(section, SECTIONS)}", section)
+        raise SpecError(
+            "section", f"is not a section. Use one of: {', '.join(SECTIONS)}{nearest(section, SECTIONS)}", section
+        )
     settings = SECTIONS[section]
     if isinstance(settings, Registry):
         yield from ((name, settings.find(name)) for name in settings)

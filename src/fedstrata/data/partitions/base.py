@@ -153,14 +153,17 @@ class Partition(Setting):
         """
         samples, needed = dataset.train_size, self.clients * self.min_size
         if needed > samples:
-            most = f"at most {samples // self.min_size} for min_size = {self.min_size}"
-            raise SpecError("partition.clients", f"{dataset.name} has {samples} training samples; {most}", self.clients)
+            most = f"Use at most {samples // self.min_size} with min_size = {self.min_size}."
+            problem = f"{dataset.name} has only {samples} training samples. {most}"
+            raise SpecError("partition.clients", problem, self.clients)
         domains = None if dataset.domain_train is None else dataset.domain_train.cpu().numpy()
         result = self.assign(dataset.y_train.cpu().numpy(), domains, rng(seed, "partition"))
         assignment = self._checked(result, samples)
         smallest = int(np.argmin(assignment.sizes))
         if assignment.sizes[smallest] < self.min_size:
-            problem = f"client {smallest} gets {assignment.sizes[smallest]} samples; lower it or take fewer clients"
+            problem = (
+                f"client {smallest} gets {assignment.sizes[smallest]} samples. Lower min_size, or use fewer clients."
+            )
             raise SpecError("partition.min_size", problem, self.min_size)
         return assignment
 

@@ -90,7 +90,11 @@ class Groups(Partition):
     def _agree(self) -> Groups:
         total = sum(group.clients for group in self.groups)
         if total != self.clients:
-            raise SpecError("clients", f"the groups have {total} clients; leave it out or make it so", self.clients)
+            raise SpecError(
+                "clients",
+                f"the groups have {total} clients in total. Remove the key, or set it to {total}.",
+                self.clients,
+            )
         return self
 
     @property
@@ -121,13 +125,15 @@ class Domains(Partition):
     @model_validator(mode="after")
     def _one_of_them(self) -> Domains:
         if self.per_client is not None and self.alpha is not None:
-            raise SpecError("alpha", "give per_client or alpha, not both", self.alpha)
+            raise SpecError("alpha", "has no effect together with per_client. Set only one of the two.", self.alpha)
         return self
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
         """See ``Partition.assign``."""
         if domains is None:
-            problem = "needs a data set with domains (such as pacs64 or digits3), or domain_train in your arrays"
+            problem = (
+                "requires domains. Use a data set with domains, such as digits3, or give domain_train with your arrays."
+            )
             raise SpecError("partition.name", problem, self.name)
         if self.alpha is None:
             each = np.full(self.clients, self.per_client or 1)

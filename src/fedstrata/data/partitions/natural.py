@@ -41,8 +41,8 @@ class Natural(Partition):
         """
         if dataset.client_train is None:
             problem = (
-                f"{dataset.name} does not say whose its samples are; give client_train (arrays), data.client (a column "
-                "of a hub data set) or data.schema.client (a column of a table)"
+                f"{dataset.name} does not identify the client of each sample. Give client_train (arrays), data.client "
+                "(a column of a hub data set) or data.schema.client (a column of a table)."
             )
             raise SpecError("partition.name", problem, self.name)
         codes = dataset.client_train.cpu().numpy()

@@ -55,7 +55,7 @@ class Dirichlet(Partition):
     @model_validator(mode="after")
     def _prior_of_mixes(self) -> Dirichlet:
         if self.prior != "shares" and self.balance != "client":
-            problem = "belongs to balance = 'client', where every client has a mix of classes"
+            problem = "has no effect with balance = 'class'. Remove it, or set balance = 'client'."
             raise SpecError("prior", problem, self.prior)
         return self
 
@@ -90,7 +90,7 @@ class Shards(Partition):
         shards = self.clients * self.per_client
         most = len(labels) if self.min_size else max(len(labels), MOST_SHARDS)
         if shards > most:
-            problem = f"{shards} shards of {len(labels)} samples; at most {most // self.clients}"
+            problem = f"gives {shards} shards, but there are {len(labels)} samples. Use at most {most // self.clients}."
             raise SpecError("partition.per_client", problem, self.per_client)
         shuffled = rng.permutation(len(labels))
         ordered = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -156,7 +156,7 @@ class Given(Partition):
             # The spec keeps the indices and not the name of the file, so that equal divisions are equal specs.
             table = {**table, "indices": _indices_in(file), "file": None}
         elif "indices" not in table:
-            raise SpecError("indices", "needed, and not given; or a file with them")
+            raise SpecError("indices", "is required, but not set. Set it, or give a file with the indices.")
         if isinstance(table.get("indices"), np.ndarray):
             table = {**table, "indices": table["indices"].tolist()}
         if "clients" not in table and isinstance(table.get("indices"), (list, tuple)):
