@@ -28,7 +28,6 @@ from rebafl_tables import validation_arrays
 import fedstrata as fs
 from fedstrata.papers.judging import difference_text
 from fedstrata.reporting.statistics import paired_difference
-from fedstrata.spec.callbacks import Watched
 
 HERE = Path(__file__).parent
 PLAN: dict[str, Any] = tomllib.loads((HERE / "study" / "candidates.toml").read_text(encoding="utf-8"))
@@ -56,11 +55,11 @@ class Spent(fs.Callback):
     samples: float | None = None
     bytes: float | None = None
 
-    def on_start(self, simulation: Watched) -> None:
+    def on_start(self, simulation: fs.Simulation) -> None:
         """Start to measure processor time."""
         self.began = time.process_time()
 
-    def on_round(self, simulation: Watched, record: Mapping[str, Any]) -> None:
+    def on_round(self, simulation: fs.Simulation, record: Mapping[str, Any]) -> None:
         """Note the accuracy at the first round in which a budget is reached."""
         told: dict[str, Any] = dict(simulation.memory.get("spent", {"samples": 0.0, "bytes": 0.0, "cpu": 0.0}))
         now = time.process_time()
