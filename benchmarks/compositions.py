@@ -1,4 +1,4 @@
-"""Does a composition beat all four papers? ``docs/results/study.md`` has the plan and, after it, what came of it.
+"""Does a composition beat all four papers? ``docs/results/study.md`` has the answer and the plan.
 
     python benchmarks/compositions.py choose [--runs DIR]
     python benchmarks/compositions.py confirm [--runs DIR]
@@ -40,6 +40,7 @@ BUDGETS = ("samples", "bytes")
 SENT = "GB at equal samples | GB at equal bytes"
 BUDGET_HOURS = 4.0
 MOST_ROUNDS = 2_000
+VERDICTS = {"above": "better", "below": "worse"}
 CLOSE = 0.2
 """The difference in percentage points up to which two candidates count as equal. The one with fewer bytes is chosen."""
 
@@ -191,7 +192,7 @@ def confirming_table() -> Iterator[str]:
             at = " | ".join(f"{statistics.mean(result[f'at_{key}'] for result in of):.1f}" for key in BUDGETS)
             yield f"| {label} | {len(of)} | {at} | {gigabytes(of)} |"
     yield ""
-    yield f"| {best} less | at equal | difference | what may be said |"
+    yield f"| {best} compared with | at equal | difference, points | verdict |"
     yield "|---|---|---|---|"
     orders, seeds = [], []
     for rival in PAPERS:
@@ -203,13 +204,13 @@ def confirming_table() -> Iterator[str]:
             difference = paired_difference(ours, theirs, resolution=0.0, together=8)
             orders.append(difference.order())
             seeds.append(difference.n)
-            yield f"| {rival} | {budget} | {difference_text(difference)} | {orders[-1]} |"
+            yield f"| {rival} | {budget} | {difference_text(difference)} | {VERDICTS.get(orders[-1], 'not significant')} |"
     ahead = orders.count("above")
     answer = "yes" if ahead == len(orders) else "in part" if ahead else "no"
     if min(seeds) < len(CONFIRMING):
         answer = "not known yet"
     yield ""
-    yield f"**The answer: {answer}.** *{best}* is above in {ahead} of {len(orders)}. Core hours spent: {hours():.1f}."
+    yield f"**The answer: {answer}.** *{best}* is better in {ahead} of {len(orders)} comparisons. Core hours spent: {hours():.1f}."
 
 
 def main() -> None:
