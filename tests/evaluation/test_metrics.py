@@ -209,7 +209,7 @@ def test_a_name_that_is_none(module):
         SpecError, match=r"name = 'f1': there is no such metric. Use one of: accuracy, .*, or 'module:Class'"
     ):
         METRICS.parse("f1")
-    with pytest.raises(SpecError, match="my_metrics:number is no metric"):
+    with pytest.raises(SpecError, match="my_metrics:number is not a metric"):
         METRICS.parse("my_metrics:number")
     with pytest.raises(SpecError, match="module 'my_metrics' has no 'nothing'"):
         METRICS.parse("my_metrics:nothing")

@@ -171,8 +171,8 @@ def test_a_question_that_nobody_declared(tiny):
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("nothing", "a NoneType is no message"),
-        ("another", "a SizeReport is no answer to Say, which wants Said"),
+        ("nothing", "a NoneType is not a message"),
+        ("another", "a SizeReport is not an answer to Say, which wants Said"),
         ("text", "Said.number: input should be a valid integer"),
         ("array", "Said.values: input should be an instance of tensor"),
         ("nan", "NaN or infinity"),

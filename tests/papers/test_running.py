@@ -111,7 +111,7 @@ def test_results_are_added_to_those_that_are_there(table, tmp_path):
     assert list(json.loads(results_file(tmp_path, table).read_text())) == ["a", "b"]
     assert known(tmp_path) == {"1": {"spec_sha256": "1"}, "2": {"spec_sha256": "2"}}
     results_file(tmp_path, table).write_text("{")
-    with pytest.raises(DataError, match="is no result file"):
+    with pytest.raises(DataError, match="is not a result file"):
         known(tmp_path)
 
 

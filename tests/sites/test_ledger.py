@@ -147,7 +147,7 @@ def head_gone(ledger: Path) -> str:
 
 def head_spoilt(ledger: Path) -> str:
     (ledger / HEAD).write_text("ten")
-    return "ledger.head is no head of a ledger"
+    return "ledger.head is not the head of a ledger"
 
 
 def written_anew(ledger: Path) -> str:
@@ -326,7 +326,7 @@ def test_an_answer_that_stayed_is_no_answer(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_ledger_is_not_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("a page of something else\n")
-    with pytest.raises(DataError, match="its last line is no entry"):
+    with pytest.raises(DataError, match="its last line is not an entry"):
         Ledger(tmp_path).append(entries(1))
 
 

@@ -327,7 +327,7 @@ class _Metrics(Registry[Metric]):
                 if callable(metric):
                     return FunctionMetric
                 wanted = "a function of labels (N,) and probabilities (N, C), or a class derived from Metric"
-                raise SpecError("name", f"{name} is no metric: expected {wanted}", name)
+                raise SpecError("name", f"{name} is not a metric: expected {wanted}", name)
         return super().find(name)
 
     @override

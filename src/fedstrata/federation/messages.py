@@ -137,7 +137,7 @@ class Request(Message):
         """
         if not isinstance(reply, self.reply_type):
             wanted = f"{type(self).__name__}, which wants {self.reply_type.__name__}"
-            raise ReplyRefusedError(f"a {type(reply).__name__} is no answer to {wanted}")
+            raise ReplyRefusedError(f"a {type(reply).__name__} is not an answer to {wanted}")
         self.check(reply)
 
 

@@ -33,7 +33,7 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
         further: A second check, such as that of the method.
     """
     if not isinstance(reply, records.Message):
-        return f"a {type(reply).__name__} is no message"
+        return f"a {type(reply).__name__} is not a message"
     try:
         # For replies that came as bytes, decoding has checked the types. Clients in this process reply with objects.
         records.require_types(reply)

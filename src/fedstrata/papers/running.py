@@ -40,7 +40,7 @@ def read(path: Path) -> Results:
     try:
         results: Results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
-        raise DataError(f"{path} is no result file: {error}") from None
+        raise DataError(f"{path} is not a result file: {error}") from None
     return results
 
 

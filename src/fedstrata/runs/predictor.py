@@ -355,7 +355,7 @@ def _check(about: Mapping[str, Any]) -> None:
     if type(about["batch_size"]) is not int or about["batch_size"] < 1 or type(about["batch_statistics"]) is not bool:
         raise ValueError("batch_size or batch_statistics is of a wrong kind")
     if not isinstance(about["model"]["name"], str):
-        raise ValueError("model.name is no text")
+        raise ValueError("model.name is not text")
     _features_of(about)
     if normalisation is not None:
         if normalisation["dtype"] not in ("float32", "float64"):

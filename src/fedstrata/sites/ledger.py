@@ -130,7 +130,7 @@ class Ledger:
         last = whole[whole.rfind(b"\n", 0, -1) + 1 : -1]
         digest = checksum_of(last) or ""
         if last and not digest:
-            raise DataError(f"{self.path}: its last line is no entry; 'fedstrata ledger --verify' says more")
+            raise DataError(f"{self.path}: its last line is not an entry; 'fedstrata ledger --verify' says more")
         self._head = Head(whole.count(b"\n"), digest)
         self._log.last, self._log.size = digest, len(whole)
         if torn := len(data) - len(whole):
@@ -226,7 +226,7 @@ def _read_head(folder: Path, checked: Checked) -> Head | None:
         return None
     head = Head.parsed(text)
     if head is None:
-        checked.problems.append(f"{HEAD} is no head of a ledger")
+        checked.problems.append(f"{HEAD} is not the head of a ledger")
     return head
 
 

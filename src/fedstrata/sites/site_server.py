@@ -584,7 +584,7 @@ class SiteRun:
         if client not in self.clients:
             raise WireError(f"client {client} does not live at site {self.site_server.name}")
         if not isinstance(request, Request):
-            raise WireError(f"a {type(request).__name__} is no request")
+            raise WireError(f"a {type(request).__name__} is not a request")
         return request
 
 

@@ -118,7 +118,7 @@ class Keys:
         except WireError as error:
             raise DataError(f"{path} is damaged: {error}") from None
         if not isinstance(parts, dict) or parts.pop("format", None) != _FORMAT:
-            raise DataError(f"{path} is no file of keys")
+            raise DataError(f"{path} is not a key file")
         return cls(parts)
 
 
