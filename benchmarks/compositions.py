@@ -204,13 +204,15 @@ def confirming_table() -> Iterator[str]:
             difference = paired_difference(ours, theirs, resolution=0.0, together=8)
             orders.append(difference.order())
             seeds.append(difference.n)
-            yield f"| {rival} | {budget} | {difference_text(difference)} | {VERDICTS.get(orders[-1], 'not significant')} |"
+            verdict = VERDICTS.get(orders[-1], "not significant")
+            yield f"| {rival} | {budget} | {difference_text(difference)} | {verdict} |"
     ahead = orders.count("above")
     answer = "yes" if ahead == len(orders) else "in part" if ahead else "no"
     if min(seeds) < len(CONFIRMING):
         answer = "not known yet"
     yield ""
-    yield f"**The answer: {answer}.** *{best}* is better in {ahead} of {len(orders)} comparisons. Core hours spent: {hours():.1f}."
+    better = f"*{best}* is better in {ahead} of {len(orders)} comparisons."
+    yield f"**The answer: {answer}.** {better} Core hours spent: {hours():.1f}."
 
 
 def main() -> None:
