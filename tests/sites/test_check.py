@@ -89,7 +89,7 @@ def test_what_is_wrong_with_settings_is_said(fed: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('min_samples = "many"', "min_samples = 'many': .*valid integer.*policy.toml, line 1"),
+        ('min_samples = "many"', "min_samples = 'many': .*whole number.*policy.toml, line 1"),
         ("samples = 5", "samples = 5: unknown key.*min_samples.*"),
         ("min_samples =", "policy = .*policy.toml.*cannot be read as TOML"),
     ],
@@ -252,11 +252,11 @@ def test_the_server_is_there_and_its_clock_is_ours(
         assert main(["check", str(fed / "a")]) == 0
         said = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in said] == ["ok"] * 6 + [state]
-        assert "is there, and of this federation; it takes this party's certificate" in said[5]
+        assert "belongs to this federation and accepts this party's certificate" in said[5]
         if ahead:
             assert "behind the server's" in said[6]
         shutil.copy(fed.parent / "fed" / "b" / "startup" / "client.crt", fed / "a" / "startup")
-        assert "these certificates cannot be used" in problems(fed / "a", data=False)
+        assert "the certificates cannot be used" in problems(fed / "a", data=False)
     finally:
         server.shutdown()
         server.server_close()
@@ -265,11 +265,11 @@ def test_the_server_is_there_and_its_clock_is_ours(
 def test_another_federations_server_is_told_from_ours(made: Path, fed: Path) -> None:
     server = serve(made / "other" / "server")
     try:
-        assert "is not this federation's" in problems(fed / "a", data=False)
+        assert "does not belong to this federation" in problems(fed / "a", data=False)
         for name in ("client.crt", "client.key"):
             shutil.copy(fed / "b" / "startup" / name, made / "other" / "b" / "startup")
         found = problems(made / "other" / "b", data=False)
-        assert "turned this party away" in found
+        assert "refused this party" in found
     finally:
         server.shutdown()
         server.server_close()
@@ -277,7 +277,7 @@ def test_another_federations_server_is_told_from_ours(made: Path, fed: Path) -> 
 
 def test_a_server_that_is_not_there(fed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(fed / "a")]) == 1
-    assert "cannot be reached: Connection refused; is it started" in capsys.readouterr().out
+    assert "cannot be reached: Connection refused. Start it" in capsys.readouterr().out
     assert main(["check", str(fed)]) == 1
     capsys.readouterr()
     assert main(["check", str(fed / "a"), "--json"]) == 1

@@ -29,6 +29,9 @@ SPEC = Path("local") / "spec.toml"
 CLOCKS = 60.0
 """A warning is given if this machine's clock and the server's differ by more than these seconds."""
 
+REFUSED = "Ask the administrator whether its certificate is valid and not revoked."
+"""The advice to a party that the server refuses."""
+
 SECONDS = 10.0
 """Seconds within which the server must answer."""
 
@@ -86,14 +89,16 @@ def _outcome(work: Callable[[], str], otherwise: str = "problem") -> list[Findin
 def _settings(kit: Path) -> str:
     settings = SiteSettings.read(kit)
     if settings.keys is not None and not settings.keys.is_dir():
-        raise FedstrataError(f"keys = {str(settings.keys)!r}: no such folder")
+        raise FedstrataError(
+            f"keys = {str(settings.keys)!r}: there is no such folder. Create it, or change local/fedstrata.toml."
+        )
     return "settings: local/fedstrata.toml can be read"
 
 
 def _policy(kit: Path) -> str:
     """Check that the policy can be read. Otherwise, an error in it would be noticed only when a job begins."""
     if not (kit / POLICY).exists():
-        return f"policy: there is no {POLICY}: the defaults hold, by which no job is approved"
+        return f"policy: there is no {POLICY}, so the defaults apply: no job is approved"
     Policy.read(kit)
     return f"policy: {POLICY} can be read"
 
@@ -109,7 +114,7 @@ def _job(kit: Path) -> str:
             asked = declared(text, settings, clients=clients, own_data=True)
             Policy.read(kit).check(asked)
     except RuleError as error:
-        raise FedstrataError(f"job of {SPEC}: {error}; this site's policy is {POLICY}") from None
+        raise FedstrataError(f"job of {SPEC}: {error}. The policy of this site is {POLICY}.") from None
     except (SpecError, ValueError) as error:
         raise FedstrataError(f"{SPEC}: {error}") from None
     return f"job: {asked.job} of {SPEC} is accepted"
@@ -143,21 +148,25 @@ def _server(kit: Path) -> list[Finding]:
         context.load_cert_chain(path, key)
         connection = socket.create_connection((host, int(port)), timeout=SECONDS)
     except ssl.SSLError as error:
-        return [Finding("problem", f"{where}: these certificates cannot be used: {error.reason or error}")]
+        return [Finding("problem", f"{where}: the certificates cannot be used: {error.reason or error}. Renew them.")]
     except OSError as error:
-        problem = f"{where} cannot be reached: {error.strerror or error}; is it started, and its port open?"
+        problem = f"{where} cannot be reached: {error.strerror or error}. Start it, and open its port."
         return [Finding("problem", problem)]
     try:
         with closing(context.wrap_socket(connection, server_hostname=host)) as secured:
             secured.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             answer = secured.recv(4096).decode("latin-1")
     except ssl.SSLCertVerificationError as error:
-        return [Finding("problem", f"{where} is not this federation's: {error.verify_message}")]
+        return [
+            Finding(
+                "problem", f"{where} does not belong to this federation: {error.verify_message}. Check the address."
+            )
+        ]
     except OSError as error:
-        return [Finding("problem", f"{where} turned this party away: {getattr(error, 'reason', '') or error}")]
+        return [Finding("problem", f"{where} refused this party: {getattr(error, 'reason', '') or error}. {REFUSED}")]
     if not answer:
-        return [Finding("problem", f"{where} turned this party away")]
-    findings = [Finding("ok", f"{where} is there, and of this federation; it takes this party's certificate")]
+        return [Finding("problem", f"{where} refused this party. {REFUSED}")]
+    findings = [Finding("ok", f"{where} is reachable, belongs to this federation and accepts this party's certificate")]
     dates = [row.partition(":")[2].strip() for row in answer.splitlines() if row.lower().startswith("date:")]
     if dates:
         apart = (datetime.now(UTC) - parsedate_to_datetime(dates[0])).total_seconds()

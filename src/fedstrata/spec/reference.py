@@ -169,7 +169,7 @@ def _paragraphs(section: str) -> Iterator[str]:
         owners |= dict.fromkeys(new, name)
 
 
-def _of_choices(cls: type[Setting]) -> dict[str, tuple[str, str]]:
+def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
     """Return the settings of a recipe that are described elsewhere: with the choice to which each belongs.
 
     Returns:
