@@ -78,7 +78,7 @@ def test_what_a_client_says_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
     )
     assert main(["run", "s.toml", "--out", "lr[0.1]/[b]", "--quiet"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert " × failed; the first: client" in said
+    assert " × failed. The first reason: client" in said
     assert "cannot open [/data/x]" in said
     assert "written to lr[0.1]/[b]" in said
 
@@ -105,7 +105,7 @@ def test_a_run_that_never_took_a_step_says_so_and_exits_with_3(capsys):
     message = "the model never took a step: in 2 rounds no reply could be used (8 failed or refused)"
     assert warned == f"fedstrata: warning: {message}\n"
     assert "warning" in said
-    assert "8 × refused; the first: " in said
+    assert "8 × refused. The first reason: " in said
     assert json.loads(Path("wild/summary.json").read_text())["warning"] == message
     assert main(["run", "--resume", "wild", "--quiet"]) == 3  # it is over, and it still is what it is
 
@@ -131,7 +131,7 @@ def test_a_comparison_and_a_sweep_finish_the_others_and_exit_with_3(capsys):
     assert main(["compare", "s.toml", "--out", "cmp", "--jobs", "1", "--quiet"]) == 3
     said, warned = capsys.readouterr()
     assert "wild †" in said
-    assert "† No reply could be used in 1 run of wild, at all or from some round on." in " ".join(said.split())
+    assert "† In 1 run of wild, no reply could be used, at all or from some round to the end." in " ".join(said.split())
     assert warned.startswith("fedstrata: warning: wild, seed 0: the model never took a step")
     assert "wild †" in Path("cmp/table.md").read_text()
     assert Path("cmp/tame/seed-0/model.safetensors").exists()

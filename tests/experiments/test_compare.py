@@ -170,7 +170,7 @@ def test_labels_are_the_folders(unreported, tmp_path):
         (["fedavg", "scaffold"], {"training": {"momentum": 0.9}}, "training.momentum", "SCAFFOLD"),
         (["fedavg"], {"training": {"clients_per_round": 7}}, "training.clients_per_round", "6 clients"),
         (["fedavg"], {"data": "digitz"}, "data", "digits"),
-        ([], {"compare": {}}, "--methods", "which"),
+        ([], {"compare": {}}, "--methods", "is not set"),
         (["fedavg", "a/b"], {"compare": {"a/b": {"method": "fedavg"}}}, "--methods", "folder"),
     ],
 )
@@ -439,7 +439,7 @@ def test_one_that_never_took_a_step_is_marked_and_the_others_end(tmp_path, trace
     assert "| wild † |" in text
     assert "| away † |" in text
     assert "| fedavg |" in text
-    sentence = "† No reply could be used in 1 run of wild, 1 run of away, at all or from some round on."
+    sentence = "† In 1 run of wild, 1 run of away, no reply could be used, at all or from some round to the end."
     assert sentence in text
     page = (tmp_path / "out" / "report.html").read_text()
     assert sentence in page

@@ -70,7 +70,7 @@ def test_every_output_has_the_auroc_of_the_kept_model(
     text = (out / "table.md").read_text()
     assert main(["table", str(out), "--format", "latex"]) == 0
     latex = capsys.readouterr().out
-    said = "of the model kept (round of the best validation auroc)"
+    said = "of the saved model (round of the best validation auroc)"
     assert all(said in each for each in (text, page, latex))
     for row, method in zip(table, data["methods"], strict=True):
         values = by_hand[row["label"]]
@@ -84,7 +84,7 @@ def test_every_output_has_the_auroc_of_the_kept_model(
         for seed, value in zip(SEEDS, values, strict=True):
             summary = json.loads((out / row["label"] / f"seed-{seed}" / "summary.json").read_text())
             assert summary["final_auroc"] == summary["best_auroc"] == pytest.approx(value, abs=1e-6)
-            assert f"auroc</dt><dd>{value:.4f} after {summary['rounds']} rounds, of the model kept" in page
+            assert f"auroc</dt><dd>{value:.4f} after {summary['rounds']} rounds, of the saved model" in page
     assert (out / "auroc.png").exists()
 
 

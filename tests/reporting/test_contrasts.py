@@ -115,7 +115,7 @@ def test_the_primary_metric_is_compared() -> None:
     text = to_markdown(found)
     assert "| final auroc | base | 0.6500 ± 0.0707 |" in text
     assert "| auroc at equal bytes (1e-05 MB) | other | 0.8000 ± 0.1414 |" in text
-    assert "Auroc at equal amounts is that of the last evaluation within them" in text
+    assert "Auroc at an equal budget is that of the last evaluation within it" in text
     named = contrast(runs, ["best_auroc", "final_accuracy"])
     assert [row.value.mean for row in named.rows] == pytest.approx([0.65, 0.8, 0.98, 0.98])
     with pytest.raises(SpecError, match="metric = 'best_aurok'"):
@@ -159,12 +159,12 @@ def test_any_column_can_be_compared() -> None:
 
 def test_few_seeds_are_said() -> None:
     one = caption(contrast(runs_of(a=[0.5], b=[0.6])))
-    assert one == "One seed: no intervals and no tests."
+    assert one == "With one seed, there are no intervals and no tests."
     assert to_markdown(contrast(runs_of(a=[0.5], b=[0.6]))).splitlines()[0] == "|  |  | mean ± sd | minus a |"
     two = caption(contrast(runs_of(a=[0.5, 0.6], b=[0.6, 0.8])))
     assert "over 2 seeds" in two
     assert "Student" not in two
-    assert "Fewer than three seeds have no interval" in two
+    assert "With fewer than three seeds there is no interval" in two
     assert "interval |" not in to_markdown(contrast(runs_of(a=[0.5, 0.6], b=[0.6, 0.8])))
     three = caption(contrast(THREE))
     assert "fewer than six seeds are too narrow" in three
@@ -189,7 +189,7 @@ def test_few_seeds_are_said() -> None:
 def test_differences_that_are_alike_have_no_p() -> None:
     found = contrast(runs_of(a=[0.5, 0.6, 0.7], b=[0.6, 0.7, 0.8]))
     assert "[+10.00, +10.00]" in to_markdown(found)
-    assert "No p where" in caption(found)
+    assert "There is no p-value if" in caption(found)
     assert "Holm" not in caption(found)
 
 

@@ -177,7 +177,7 @@ def test_a_run_without_rounds_or_extras(tmp_path: Path) -> None:
     (folder / "partition.png").write_text("no picture")
     page = Page(write_report([folder], tmp_path / "new" / "page.html").read_text())
     assert page.data[0]["metrics"] == []
-    assert "None was recorded." in page.text
+    assert "No events were recorded." in page.text
     assert "img" not in page.tags
 
 
@@ -201,7 +201,7 @@ def test_each_data_set_has_tables_of_its_own(make_run: Maker, tmp_path: Path) ->
     assert [[method["name"] for method in each["methods"]] for each in page.data] == [["a", "b"], ["c"]]
     assert page.text.index("On digits") < page.text.index("On mnist")
     other.unlink()
-    assert "On data that no spec names" in write_report(folders, tmp_path / "again.html").read_text()
+    assert "On unknown data" in write_report(folders, tmp_path / "again.html").read_text()
 
 
 def test_one_data_set_needs_no_heading(compare: Path, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_partition_is_shown_once(compare: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(html, "PICTURES", 100)
     page = Page(write_report([compare], tmp_path / "report.html").read_text())
     assert len([source for source in page.sources if source.startswith("data:")]) == 1
-    assert "Not shown, to keep this page small: seed 2 (all methods)" in page.text
+    assert "Not shown, to limit the size of this page: seed 2 (all methods)" in page.text
 
 
 def test_methods_come_in_the_order_of_their_comparison(compare: Path, tmp_path: Path) -> None:

@@ -218,8 +218,8 @@ def test_what_cost_nothing_is_named_beside_the_front(window: Browser, write_meas
     metrics = folders[0] / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace("70000", "0").replace("90000", "0"))
     window.open(write_report(folders, tmp_path / "page.html"), 1400)
-    told = "Pareto front (nothing else shown is both cheaper and better): fedavg. "
-    told += "Not drawn, since nothing of the kind was spent: alone."
+    told = "Pareto front (no other method shown is both cheaper and better): fedavg. "
+    told += "Not drawn, because this cost is zero: alone."
     assert window.value("document.querySelector('.front').textContent") == told
     assert window.problems == []
 

@@ -26,9 +26,9 @@ def test_panel_tells_how_good_who_and_where(tmp_path: Path) -> None:
     for part in (
         "[moon], seed 5",
         "75.00 % after 2 rounds",
-        "75.00 % in round 1, picked on the test set",
+        "75.00 % in round 1, selected on the test set",
         "50 % in round 1",
-        "70.0 % of those invited, 2 dropped out, 1 late",
+        "70.0 % of the invited clients, 2 dropped out, 1 late",
         "600 samples in 0.5 s",
         "2.0 MB by clients, 0.0 MB to clients",
         str(tmp_path),
@@ -54,7 +54,7 @@ def test_what_went_wrong_is_counted_by_kind(tmp_path: Path) -> None:
         {"round": 3, "kind": "failed", "reason": "client 4: no disk"},
     ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    told = f"2 × failed, 1 × refused; the first: client 3: on fire (all in {tmp_path / 'events.jsonl'})"
+    told = f"2 × failed, 1 × refused. The first reason: client 3: on fire (all are in {tmp_path / 'events.jsonl'})"
     assert failures(history) == told
 
 
@@ -66,11 +66,11 @@ def test_panel_begins_with_the_primary_metric() -> None:
     ]
     first, best, other, *_ = summary_lines(History(records, primary="auroc"))
     assert first == ("auroc", "0.5000 after 3 rounds")
-    assert best == ("best", "0.6250 in round 2, by the validation samples")
+    assert best == ("best", "0.6250 in round 2, selected on validation samples")
     assert other == ("measured", "accuracy 75.00 %")
     history = History(records, primary="auroc")
     history.model_round = 2
-    assert summary_lines(history)[0] == ("auroc", "0.6250 after 3 rounds, of the model kept (that of round 2)")
+    assert summary_lines(history)[0] == ("auroc", "0.6250 after 3 rounds, of the saved model (round 2)")
 
 
 def test_panel_tells_other_metrics_and_why_a_run_was_stopped() -> None:
@@ -80,5 +80,5 @@ def test_panel_tells_other_metrics_and_why_a_run_was_stopped() -> None:
     history.stopped = "that is enough"
     console.print(summary_panel(history))
     text = written(console)
-    for part in ("75.00 % in round 3, by the validation samples", "auroc 0.8750, ece –", "that is enough"):
+    for part in ("75.00 % in round 3, selected on validation samples", "auroc 0.8750, ece –", "that is enough"):
         assert part in text

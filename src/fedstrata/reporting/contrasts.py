@@ -329,7 +329,7 @@ def _sentences(table: Contrasts) -> Iterator[str]:
         return
     differences = [row.difference for row in table.rows if row.difference is not None]
     if seeds[-1] == 1:
-        yield "One seed: no intervals and no tests."
+        yield "With one seed, there are no intervals and no tests."
     else:
         interval = ", with the 95 % interval of the mean by Student's t" if seeds[-1] >= MIN_SEEDS else ""
         yield f"Mean ± sample standard deviation over {_span(seeds)} seeds{interval}."
@@ -340,19 +340,19 @@ def _sentences(table: Contrasts) -> Iterator[str]:
     if tests:
         name = {"t": "paired t-test", "wilcoxon": "Wilcoxon signed-rank test"}[table.test]
         over = "the table's one comparison" if tests == 1 else f"the table's {tests} comparisons"
-        yield f"p: two-sided {name}, corrected by Holm over {over}."
+        yield f"p-values: two-sided {name}, with Holm's correction for {over}."
     if table.budgets:
         metric = next(iter(table.budgets)).rpartition(_AT)[0].capitalize()
-        yield f"{metric} at equal amounts is that of the last evaluation within them; a run may have none so early."
+        yield f"{metric} at an equal budget is that of the last evaluation within it, if there is one."
     pairs = sorted({each.n for each in differences} or {row.value.n for row in table.rows})
     if seeds[-1] > 1 and pairs[0] < MIN_SEEDS:
-        yield "Fewer than three seeds have no interval, and fewer than two no test."
+        yield "With fewer than three seeds there is no interval, and with fewer than two no test."
     if any(3 <= n < FEWEST["wilcoxon"] for n in pairs) and differences:
-        yield "Bootstrap intervals of fewer than six seeds are too narrow: of three they hold in about 75 % of cases."
+        yield "Bootstrap intervals of fewer than six seeds are too narrow: of three, about 75 % are right."
     if table.test == "wilcoxon" and any(n < FEWEST["wilcoxon"] for n in pairs) and differences:
-        yield "Wilcoxon's test needs six pairs that differ: below them its p cannot reach 0.05, and none is given."
+        yield "Wilcoxon's test needs six pairs that differ: with fewer, p cannot be below 0.05 and is not shown."
     if any(each.p is None and each.n >= FEWEST[table.test] for each in differences):
-        yield "No p where (nearly) all pairs differ alike or not at all."
+        yield "There is no p-value if (nearly) all pairs have the same difference."
     yield from tables.of_kept({row.label: row.kept for row in table.rows})
     yield from tables.of_stuck({row.label: row.stuck for row in table.rows})
 

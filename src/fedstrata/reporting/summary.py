@@ -35,11 +35,11 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     metric = history.primary
     final, best = (_shown(metric, summary[f"{when}_{metric}"]) for when in ("final", "best"))
-    kept = "" if history.saved is None else ", of the model kept"
-    kept += f" (that of round {history.model_round})" if history.model_round is not None else ""
+    kept = "" if history.saved is None else ", of the saved model"
+    kept += f" (round {history.model_round})" if history.model_round is not None else ""
     lines = [(metric, f"{final} after {rounds}{kept}")]
     if summary["best_round"] is not None:
-        by = "by the validation samples" if summary["best_on"] == "validation" else "picked on the test set"
+        by = "selected on validation samples" if summary["best_on"] == "validation" else "selected on the test set"
         lines.append(("best", f"{best} in round {summary['best_round']}, {by}"))
     lines += [("measured", ", ".join(metrics))] if (metrics := _metrics(history)) else []
     if history.warning:
@@ -53,7 +53,7 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
         share = history.total("clients_returned") / invited
         names = (("dropped", "dropped out"), ("late", "late"), ("failed", "failed"))
         absent = [f", {n:,.0f} {name}" for fate, name in names if (n := history.total(f"clients_{fate}"))]
-        lines.append(("returned", f"{percent(share, 1)} of those invited{''.join(absent)}"))
+        lines.append(("returned", f"{percent(share, 1)} of the invited clients{''.join(absent)}"))
     lines.append(("trained", f"{summary['samples']:,} samples in {summary['seconds']:,.1f} s"))
     up, down = (summary[key] * 1e-6 for key in ("bytes_up", "bytes_down"))
     lines.append(("sent", f"{up:,.1f} MB by clients, {down:,.1f} MB to clients"))
@@ -86,7 +86,7 @@ def failures(history: History) -> str | None:
     if not failed:
         return None
     counts = ", ".join(f"{count} × {kind}" for kind, count in Counter(event["kind"] for event in failed).items())
-    return f"{counts}; the first: {failed[0].get('reason', '')} (all in {path})"
+    return f"{counts}. The first reason: {failed[0].get('reason', '')} (all are in {path})"
 
 
 def percent(fraction: float | None, digits: int = 2) -> str:

@@ -278,13 +278,13 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
         models: The result of ``kept`` for each label.
 
     >>> of_kept({"a": "round of the best validation auroc", "b": None})
-    ['Final values of a are of the model kept (round of the best validation auroc).']
+    ['Final values of a are those of the saved model (round of the best validation auroc).']
     """
     labels = [label for label, model in models.items() if model is not None]
     which = {model for model in models.values() if model is not None}
     whose = "" if len(labels) == len(models) else f" of {', '.join(labels)}"
     why = f" ({which.pop()})" if len(which) == 1 and which != {""} else ""
-    return [f"Final values{whose} are of the model kept{why}."] if labels else []
+    return [f"Final values{whose} are those of the saved model{why}."] if labels else []
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
@@ -294,10 +294,14 @@ def of_stuck(stuck: Mapping[str, int]) -> list[str]:
         stuck: A mapping from each label to its number of runs whose clients' replies could not be used.
 
     >>> of_stuck({"fedavg": 0, "wild": 2})
-    ['† No reply could be used in 2 runs of wild, at all or from some round on.']
+    ['† In 2 runs of wild, no reply could be used, at all or from some round to the end.']
     """
     counts = [f"{count} run{'' if count == 1 else 's'} of {label}" for label, count in stuck.items() if count]
-    return [f"{STUCK} No reply could be used in {', '.join(counts)}, at all or from some round on."] if counts else []
+    return (
+        [f"{STUCK} In {', '.join(counts)}, no reply could be used, at all or from some round to the end."]
+        if counts
+        else []
+    )
 
 
 def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:

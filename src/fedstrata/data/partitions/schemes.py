@@ -166,7 +166,9 @@ class Given(Partition):
     @model_validator(mode="after")
     def _agree(self) -> Given:
         if len(self.indices) != self.clients:
-            problem = f"there are indices for {len(self.indices)} clients; leave it out or make it so"
+            problem = (
+                f"there are indices for {len(self.indices)} clients. Remove the key, or set it to {len(self.indices)}."
+            )
             raise SpecError("clients", problem, self.clients)
         return self
 

@@ -24,14 +24,14 @@ function show(status) {
   const nothing = status == null || away != null || waiting != null;
   const site = !nothing && status.sites == null; // a site knows its own part alone
   const age = status?.at == null ? 0 : status.now - status.at;
-  find("title").textContent = status == null ? "No run is at work" : away != null ? "The server cannot be reached"
-    : waiting != null ? "A run waits"
+  find("title").textContent = status == null ? "No run is active" : away != null ? "The server cannot be reached"
+    : waiting != null ? "A run is waiting"
     : site ? "This site's part"
     : `Round ${status.round} of ${status.rounds}`;
   document.title = `${find("title").textContent} – fedstrata`;
   find("state").textContent = nothing ? away ?? waiting ?? "" : status.over ? `over: ${status.over}`
-    : age > STALE ? `last heard of ${duration(age)} ago`
-    : site ? (status.working ? "works" : "waits for the next question") : "running";
+    : age > STALE ? `last contact ${duration(age)} ago`
+    : site ? (status.working ? "working" : "waiting for the next request") : "running";
   find("report").hidden = !status?.report;
   find("done").hidden = nothing || site;
   find("facts-head").hidden = nothing && !charts.size; // curves that were there stay
@@ -93,7 +93,7 @@ async function look() {
     missed = 0;
   } catch {
     missed++; // who serves this page was ended
-    if (missed > 1) find("state").textContent = "nothing is heard of the command that serves this page";
+    if (missed > 1) find("state").textContent = "the command that serves this page does not respond";
   }
   document.documentElement.dataset.drawn = "yes";
   setTimeout(look, EVERY);

@@ -120,8 +120,8 @@ class Block {
           const sum = row.reduce((a, b) => a + b, 0);
           return row.map(count => sum ? 100 * count / sum : null);
         });
-        return {rows: classes.names, rowName: "class ", columns: classes.names, columnName: "taken for ",
-          values: shares, low: 0, high: 100, silent: 0, note: "Rows are true classes, columns what they were taken for."};
+        return {rows: classes.names, rowName: "class ", columns: classes.names, columnName: "predicted as ",
+          values: shares, low: 0, high: 100, silent: 0, note: "Rows are true classes; columns are predicted classes."};
       });
     }
     if (clients.length) {
@@ -133,8 +133,8 @@ class Block {
         const first = `${names.length > 1 ? "mean " : ""}${clients[0].column}${names.length > 1 ? " over the methods" : ""}`;
         return {rows: names, rowName: "", columns: map.clients.map(String), columnName: "client ", values, methods: true,
           ...(map.percent ? percent(values) : {low: 0, high: Math.max(...every, 0)}),
-          note: `Clients from the lowest to the highest ${first}` +
-            (map.of > map.clients.length ? `; ${map.clients.length} of ${map.of}, evenly chosen.` : ".")};
+          note: `Clients are sorted by ${first}, from the lowest to the highest` +
+            (map.of > map.clients.length ? `; ${map.clients.length} of ${map.of} clients are shown, evenly spaced.` : ".")};
       }, "full");
     }
     function percent(values) { // from the ten below the lowest, so that differences are seen
@@ -203,7 +203,7 @@ class Chart {
         group.append(make("option", {value: each.key, selected: each.key === metric}, each.name));
       if (group.children.length) select.append(group);
     }
-    select.setAttribute("aria-label", "What is drawn");
+    select.setAttribute("aria-label", "Quantity to draw");
     select.addEventListener("change", () => { this.metric = select.value; this.draw(); });
     this.plot = make("div", {class: "plot", role: "img"});
     this.figure = make("figure", {class: "chart"}, make("div", {class: "chart-head"}, select), this.plot);
@@ -301,9 +301,9 @@ class Pareto {
     const costs = block.data.axes.filter(axis => axis.key !== "round");
     this.cost = costs.some(axis => axis.key === "bytes") ? "bytes" : costs[0].key;
     const select = choice(costs.map(axis => [axis.key, axis.name]), this.cost);
-    select.setAttribute("aria-label", "What it cost");
+    select.setAttribute("aria-label", "Cost");
     select.addEventListener("change", () => { this.cost = select.value; this.draw(); });
-    this.plot = make("div", {class: "plot", role: "img", "aria-label": `${block.data.primary.final}, over what it cost`});
+    this.plot = make("div", {class: "plot", role: "img", "aria-label": `${block.data.primary.final}, against cost`});
     this.note = make("figcaption", {class: "front", "aria-live": "polite"});
     this.figure = make("figure", {class: "chart"},
       make("div", {class: "chart-head"}, `${block.data.primary.final}, over `, select), this.plot, this.note);
@@ -321,8 +321,8 @@ class Pareto {
     const list = indices => indices.map(index => methods[index].name).join(", ");
     const free = [...methods.keys()].filter(index => block.shown(index) && !methods[index].ends[this.cost]);
     this.note.textContent = (points.length
-      ? `Pareto front (nothing else shown is both cheaper and better): ${list(front.map(({index}) => index))}.`
-      : "No method is shown.") + (free.length ? ` Not drawn, since nothing of the kind was spent: ${list(free)}.` : "");
+      ? `Pareto front (no other method shown is both cheaper and better): ${list(front.map(({index}) => index))}.`
+      : "No method is shown.") + (free.length ? ` Not drawn, because this cost is zero: ${list(free)}.` : "");
     const data = [points.map(point => point.x), ...points.map((_, i) => points.map((each, j) => i === j ? each.y : null)),
       points.map(point => front.includes(point) ? point.y : null)];
     this.points = points;
@@ -495,7 +495,7 @@ for (const button of document.querySelectorAll(".copy")) {
       await navigator.clipboard.writeText(pre.textContent);
       button.textContent = "copied";
     } catch {
-      button.textContent = "selected: copy it by key";
+      button.textContent = "selected: press Ctrl+C to copy";
     }
   });
 }
