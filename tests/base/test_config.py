@@ -63,7 +63,7 @@ def test_a_class_of_ones_own_is_called_by_its_path():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("circel", r"name = 'circel': there is no such shape. Use one of: circle, lost.*did you mean 'circle'"),
+        ("circel", r"name = 'circel': is not a known shape. Use one of: circle, lost.*did you mean 'circle'"),
         ({"size": 2}, r"name: is required, but not set. Use one of: circle, lost"),
         (3, r"3: is not a shape. Use a name, or a table"),
         ({"name": "circle", "size": 0}, r"size = 0: must be greater than 0"),
@@ -73,7 +73,7 @@ def test_a_class_of_ones_own_is_called_by_its_path():
         (f"{__name__}:Other", r"is not a class derived from Shape"),
         (f"{__name__}:plain", r"is not a class derived from Shape"),
         (f"{__name__}:Nothing", r"has no 'Nothing'"),
-        ("nowhere_at_all:Thing", r"there is no module 'nowhere_at_all' with the shape"),
+        ("nowhere_at_all:Thing", r"the module 'nowhere_at_all' was not found"),
     ],
 )
 def test_what_is_wrong_is_named(value, message):
@@ -105,7 +105,7 @@ def test_a_field_takes_a_name_a_table_and_an_object():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"shape": "circel"}, r"^shape\.name = 'circel': there is no such shape. .*did you mean 'circle'"),
+        ({"shape": "circel"}, r"^shape\.name = 'circel': is not a known shape. .*did you mean 'circle'"),
         ({"shape": {"size": 2}}, r"^shape\.name: is required, but not set"),
         ({"shape": 3}, r"^shape = 3: is not a shape. Use a name, or a table"),
         ({"frame": {"siz": 2}}, r"^frame\.siz = 2: unknown key; .*; did you mean 'size'\?$"),

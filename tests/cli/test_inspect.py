@@ -64,7 +64,10 @@ def test_settings_of_a_class_of_ones_own(capsys, monkeypatch):
         ),
         (["training", "os:path"], "name = 'os:path': is not a name in this section. Use one of: "),
         (["method", "os:path"], "name = 'os:path': os:path is not a class derived from Method"),
-        (["method", "nowhere_at_all:Thing"], "name = 'nowhere_at_all:Thing': there is no module 'nowhere_at_all'"),
+        (
+            ["method", "nowhere_at_all:Thing"],
+            "name = 'nowhere_at_all:Thing': the module 'nowhere_at_all' was not found",
+        ),
     ],
 )
 def test_settings_that_are_not_there(capsys, arguments, message):

@@ -40,7 +40,7 @@ def test_a_table_of_what_is_over_beside_the_first_label(compared, capsys):
     assert "minus plain" in shown
     assert shown.index("final accuracy, %") < shown.index("accuracy at equal bytes (1 MB), %")
     assert "+25.00" in shown  # 0.2 and 0.3
-    assert "With fewer than three seeds there is no interval" in " ".join(shown.split())
+    assert "Intervals need at least three seeds" in " ".join(shown.split())
 
 
 def test_formats_and_choices(compared, capsys):

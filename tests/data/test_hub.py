@@ -133,6 +133,7 @@ def test_a_column_says_whose_a_sample_is_and_is_no_input():
     assert table["x_train"].tolist() == [[1.0], [2.0]]
     assert table["client_train"].tolist() == [7, 9]
     with pytest.raises(
-        SpecError, match=r"data.client = 'writr': there is no such column. Use one of: pixels, writer, label; did you"
+        SpecError,
+        match=r"data.client = 'writr': is not a column of the data set. Use one of: pixels, writer, label; did you",
     ):
         from_hub(datasets.DatasetDict(train=split(columns)), client="writr")

@@ -100,9 +100,9 @@ def test_unknown_names_say_what_there_is(folder):
     ) as caught:
         Data("mnits").load()
     assert str(folder) in str(caught.value)
-    with pytest.raises(SpecError, match="no such data set"):
+    with pytest.raises(SpecError, match="not a known data set"):
         Data("x" * 5000).load()
-    with pytest.raises(SpecError, match="no such data set"):
+    with pytest.raises(SpecError, match="not a known data set"):
         Data("../data/mine").load()
     with pytest.raises(DataError, match=r"no cifar10\.npz in") as missing:
         Data("cifar10").load()

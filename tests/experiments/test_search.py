@@ -97,7 +97,7 @@ def test_ranges_say_what_specs_can_hold():
         ({"training.lr": "uniform:-1..1"}, {}, r"training.lr = -1\.0: must be greater than 0"),
         ({"training.lrr": "uniform:0..1"}, {}, "training.lrr = 0.0: unknown key"),
         ({"training.clients_per_round": "int:1..5"}, {}, "training.clients_per_round = 5"),
-        ({"method.name": "choice:fedavg,fedvag"}, {}, "no such method"),
+        ({"method.name": "choice:fedavg,fedvag"}, {}, "not a known method"),
     ],
 )
 def test_everything_is_checked_before_anything_is_written(space, changes, message, tmp_path):

@@ -307,7 +307,7 @@ def test_a_codec_whose_payload_is_not_what_it_said_fails_where_it_encodes(form: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "gzip"}, "there is no such codec. Use one of: none, bf16, qsgd, top-k, powersgd"),
+        ({"name": "gzip"}, "is not a known codec. Use one of: none, bf16, qsgd, top-k, powersgd"),
         ({"name": "qsgd", "levels": 0}, "levels = 0"),
         ({"name": "top-k", "fraction": 0}, "fraction = 0"),
         ({"name": "powersgd", "rank": 0}, "rank = 0"),

@@ -456,7 +456,7 @@ def test_prototypes_have_no_place_in_a_memory() -> None:
         ({"method": "sfl"}, "communication = 'sfl': encodes changes of a model"),
         ({"method": {"name": "stratify", "mode": "single"}}, "communication = 'stratify'"),
         ({"communication": {"down": {"name": "top-k", "damping": 0.5}}}, r"communication.down.damping = 0.5: is about"),
-        ({"communication": {"up": "zip"}}, "communication.up.name = 'zip': there is no such codec"),
+        ({"communication": {"up": "zip"}}, "communication.up.name = 'zip': is not a known codec"),
         ({"communication": {"sideways": "qsgd"}}, "communication.sideways"),
     ],
     ids=str,

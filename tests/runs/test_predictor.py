@@ -164,7 +164,9 @@ def test_a_factory_that_the_spec_names_is_called_again(tmp_path: Path, monkeypat
     del about["checksum"]  # it says that the file is as the run wrote it
     about["model"]["name"] = "no_such_module:net"
     write_json(tmp_path / "run" / "model.json", about)
-    with pytest.raises(SpecError, match=r"no module 'no_such_module'.*give the module itself: fedstrata\.load"):
+    with pytest.raises(
+        SpecError, match=r"the module 'no_such_module' was not found.*give the module itself: fedstrata\.load"
+    ):
         fs.load(tmp_path / "run")
     again = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
     assert accuracy(fs.load(tmp_path / "run", again), IMAGES["x_test"], IMAGES["y_test"]) == history.final_accuracy

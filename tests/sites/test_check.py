@@ -82,7 +82,7 @@ def test_what_is_wrong_with_settings_is_said(fed: Path) -> None:
     assert "date = 'own.csv': unknown key" in problems(fed / "a", server=False, data=False)
     (fed / "a" / "local" / "fedstrata.toml").write_text('data = "gone.csv"\nkeys = "none"\n')
     found = problems(fed / "a", server=False)
-    assert "no such folder" in found
+    assert "the folder does not exist" in found
     assert "gone.csv" in found
 
 

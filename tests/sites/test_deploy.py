@@ -95,7 +95,7 @@ def test_what_is_wrong_with_the_sites_is_said_and_where(tmp_path: Path, text: st
 
 
 def test_a_missing_file_of_sites_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="no such file"):
+    with pytest.raises(SpecError, match="the file does not exist"):
         Sites.read(tmp_path / "none.toml")
 
 

@@ -49,11 +49,11 @@ def test_a_site_says_what_its_own_part_is(tmp_path: Path, capsys: pytest.Capture
     assert len(lines()) == 1, "it is not written at every question"
     site._written = 0.0
     site.write()
-    assert lines()[0] == "this site waiting for the next request; 1 questions; 2.0 MB in, 0.5 kB out"
+    assert lines()[0] == "this site waits for the next question; 1 questions; 2.0 MB in, 0.5 kB out"
     assert lines()[1] == "  refused: its data file: column 'age'"
     table = json.loads((tmp_path / STATUS).read_text())
     (tmp_path / STATUS).write_text(json.dumps({**table, "at": time.time() - 90}))
-    assert "last contact 1 min 30 s ago" in lines()[0]
+    assert "last heard of 1 min 30 s ago" in lines()[0]
 
 
 def test_a_folder_of_nobody_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,7 +254,7 @@ def test_a_function_that_raises_is_named_too():
         (
             ["early-stoping"],
             {},
-            "callbacks.name = 'early-stoping': there is no such callback. Use one of: early-stopping, keep-best",
+            "callbacks.name = 'early-stoping': is not a known callback. Use one of: early-stopping, keep-best",
         ),
         ([{"name": "early-stopping", "patience": 0}], {}, "callbacks.patience = 0"),
         (

@@ -170,7 +170,7 @@ def test_an_error_names_file_and_line(tmp_path):
 
 
 def test_files_that_are_none(tmp_path):
-    with pytest.raises(SpecError, match=r"missing\.toml': there is no such file"):
+    with pytest.raises(SpecError, match=r"missing\.toml': the file does not exist"):
         Experiment.from_toml(tmp_path / "missing.toml")
     with pytest.raises(SpecError, match=r"cannot be read as TOML: .*line 1"):
         Experiment.from_toml(write(tmp_path, "[method\n"))
@@ -204,7 +204,7 @@ def test_variants_lay_their_sections_over_the_spec():
         (
             ["fedavgg"],
             {},
-            "--methods = 'fedavgg': there is no such method or label. Use some of: .*; did you mean 'fedavg'",
+            "--methods = 'fedavgg': is not a known method or label. Use some of: .*; did you mean 'fedavg'",
         ),
         ([], {}, "--methods: is not set"),
         (["a"], {"a": {"method": "fedavg", "training": {"lr": -1}}}, r"compare\.a\.training\.lr = -1"),

@@ -177,7 +177,7 @@ class Registry(Generic[T]):
         """
         if name not in self._paths and ":" not in name:
             accepted = ", ".join(self._paths)
-            problem = f"there is no such {self.kind}. Use one of: {accepted}, or 'module:Class' of your own"
+            problem = f"is not a known {self.kind}. Use one of: {accepted}, or 'module:Class' of your own"
             raise SpecError("name", problem + nearest(name, self._paths), name)
         cls = import_object(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
         if not (inspect.isclass(cls) and issubclass(cls, self.base)):

@@ -62,7 +62,7 @@ def import_object(path: str, kind: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise SpecError(
                 "name",
-                f"there is no module {module_name!r} with the {kind}. Check the name and the working directory.",
+                f"the module {module_name!r} was not found. Check the name and the working directory.",
                 path,
             ) from None
         problem = f"its module fails when it is imported, with {type(error).__name__}: {error}"

@@ -93,7 +93,7 @@ def _check_client(client: str, features: Any) -> None:
     if client not in features:
         accepted = ", ".join(features)
         raise SpecError(
-            "data.client", f"there is no such column. Use one of: {accepted}{nearest(client, features)}", client
+            "data.client", f"is not a column of the data set. Use one of: {accepted}{nearest(client, features)}", client
         )
 
 

@@ -294,9 +294,7 @@ def _read(name: str) -> Arrays:
     available = ", ".join(["digits", *names_there()])
     accepted = f"Use one of: {available} (found in {looked}), a path that ends in .npz, .csv or .parquet, or "
     accepted += "'hub:owner/name'"
-    raise SpecError(
-        "data.name", f"there is no such data set. {accepted}{nearest(name, [*KNOWN, *names_there()])}", name
-    )
+    raise SpecError("data.name", f"is not a known data set. {accepted}{nearest(name, [*KNOWN, *names_there()])}", name)
 
 
 def _names(arrays: Arrays, key: str) -> list[str] | None:

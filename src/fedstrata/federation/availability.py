@@ -243,7 +243,7 @@ class Trace(Availability):
             with Path(self.file).expanduser().open(newline="", encoding="utf-8") as lines:
                 self._parse(csv.DictReader(lines))
         except FileNotFoundError:
-            problem = "there is no such file. Give a CSV file with the columns client,first,last."
+            problem = "the file does not exist. Give a CSV file with the columns client,first,last."
             raise SpecError("file", problem, self.file) from None
         except (OSError, RuntimeError, ValueError, csv.Error) as error:  # RuntimeError: "~" of an unknown user
             raise SpecError("file", f"cannot be read as a trace: {error}", self.file) from None

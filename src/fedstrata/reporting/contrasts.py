@@ -346,13 +346,13 @@ def _sentences(table: Contrasts) -> Iterator[str]:
         yield f"{metric} at an equal budget is that of the last evaluation within it, if there is one."
     pairs = sorted({each.n for each in differences} or {row.value.n for row in table.rows})
     if seeds[-1] > 1 and pairs[0] < MIN_SEEDS:
-        yield "With fewer than three seeds there is no interval, and with fewer than two no test."
+        yield "Intervals need at least three seeds, and tests at least two."
     if any(3 <= n < FEWEST["wilcoxon"] for n in pairs) and differences:
         yield "Bootstrap intervals of fewer than six seeds are too narrow: of three, about 75 % are right."
     if table.test == "wilcoxon" and any(n < FEWEST["wilcoxon"] for n in pairs) and differences:
         yield "Wilcoxon's test needs six pairs that differ: with fewer, p cannot be below 0.05 and is not shown."
     if any(each.p is None and each.n >= FEWEST[table.test] for each in differences):
-        yield "There is no p-value if (nearly) all pairs have the same difference."
+        yield "p-values are missing if (nearly) all pairs have the same difference."
     yield from tables.of_kept({row.label: row.kept for row in table.rows})
     yield from tables.of_stuck({row.label: row.stuck for row in table.rows})
 

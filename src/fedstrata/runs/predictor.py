@@ -385,7 +385,7 @@ def _build(about: Mapping[str, Any], model: object, folder: Path) -> Model:
         if ":" not in name:
             raise
         advice = "; give the module itself: fedstrata.load(…, model=…)"
-        raise SpecError(error.key, error.problem + advice, error.value) from None
+        raise SpecError(error.key, error.problem.rstrip(".") + advice, error.value) from None
 
 
 def _try_out(model: Model, about: Mapping[str, Any]) -> Model:

@@ -90,7 +90,7 @@ def _settings(kit: Path) -> str:
     settings = SiteSettings.read(kit)
     if settings.keys is not None and not settings.keys.is_dir():
         raise FedstrataError(
-            f"keys = {str(settings.keys)!r}: there is no such folder. Create it, or change local/fedstrata.toml."
+            f"keys = {str(settings.keys)!r}: the folder does not exist. Create it, or change local/fedstrata.toml."
         )
     return "settings: local/fedstrata.toml can be read"
 

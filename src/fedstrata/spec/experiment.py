@@ -186,7 +186,7 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
     try:
         return parse_toml(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
     except FileNotFoundError:
-        raise SpecError(key, "there is no such file. Give the path of a TOML file.", str(path)) from None
+        raise SpecError(key, "the file does not exist. Give the path of a TOML file.", str(path)) from None
     except (OSError, ValueError) as error:
         raise SpecError(key, f"cannot be read as TOML: {error}", str(path)) from None
 
@@ -389,7 +389,7 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
             problem = f"is not set. Set method.name in [compare.{label}], or [method] in the spec."
             raise SpecError(f"{COMPARE}.{label}.method.name", problem)
         accepted = [*METHODS, *overlays]
-        problem = f"there is no such method or label. Use some of: {', '.join(accepted)}{nearest(label, accepted)}"
+        problem = f"is not a known method or label. Use some of: {', '.join(accepted)}{nearest(label, accepted)}"
         raise SpecError("--methods", problem, label)
     # Settings of the spec's method apply only to the same method.
     common = common if common.get("name", "fedavg") == name else {}
