@@ -57,6 +57,30 @@ def test_predictions_of_a_file(run: fs.Predictor, capsys: pytest.CaptureFixture[
     assert Path("again.csv").read_text() == text
 
 
+def test_columns_are_kept_beside_the_predictions(run: fs.Predictor, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "run", "new.csv", "--keep", "note,age"]) == 0
+    header, *rows = csv.reader(capsys.readouterr().out.splitlines())
+    assert header == ["note", "age", "predicted", "p_=no", "p_yes"]
+    assert [row[:2] for row in rows] == [["first", "64"], ["second", ""]]
+    assert main(["predict", "run", "new.csv", "--keep", "note", "--json"]) == 0
+    assert [row["note"] for row in json.loads(capsys.readouterr().out)] == ["first", "second"]
+    assert main(["predict", "run", "new.csv", "--keep", "nota"]) == 2
+    assert "--keep = 'nota': new.csv has no such column" in capsys.readouterr().err
+
+
+def test_the_path_of_a_file_is_read_in_python_too(run: fs.Predictor) -> None:
+    expected = run.predict_proba(read_csv(Path("new.csv"), ";"))
+    assert (run.predict_proba("new.csv") == expected).all()
+    assert (run.predict_proba(Path("new.csv")) == expected).all()
+
+
+def test_a_folder_of_several_runs_names_them(run: fs.Predictor, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("all/fedavg").mkdir(parents=True)
+    Path("run").rename("all/fedavg/seed-0")
+    assert main(["predict", "all", "new.csv"]) == 2
+    assert "Use one of its runs: fedavg/seed-0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -130,3 +130,14 @@ def test_rows_of_a_comparison_that_goes_on(tmp_path, capsys):
 def test_a_label_cannot_be_called_like_a_reference(tmp_path):
     with pytest.raises(SpecError, match="--methods = 'local': a label names a folder of its own"):
         fs.compare({"local": spec()}, out=tmp_path / "out", references=["local"])
+
+
+@pytest.mark.slow
+def test_a_client_alone_has_its_own_results_in_the_table_of_clients(tmp_path):
+    experiment = spec().model_copy(update={"evaluation": fs.Evaluation(client_test=0.3)})
+    fs.compare({"fedavg": experiment.replace(method="fedavg")}, out=tmp_path, references=["local", "centralised"])
+    together, alone = (fs.History.load(tmp_path / label / "seed-0").clients for label in ("fedavg", "local"))
+    assert [row["client"] for row in alone] == [row["client"] for row in together]
+    own = [fs.History.load(tmp_path / "local" / "seed-0" / f"client-{row['client']}") for row in alone]
+    assert [row["accuracy"] for row in alone] == [history.clients[0]["accuracy"] for history in own]
+    assert not fs.History.load(tmp_path / "centralised" / "seed-0").clients

@@ -60,7 +60,9 @@ def test_clients_that_are_others_in_each_seed_are_refused():
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(SpecError, match=r"no results of single clients\. Set evaluation\.client_test"):
+    with pytest.raises(
+        SpecError, match=r"no results of single clients\. Give test samples client ids, or set evaluation\.client_test"
+    ):
         by_client({"a": [History([])]})
     with pytest.raises(SpecError, match=r"--by-client = 'aurok': no such result; there are: auroc"):
         by_client(RUNS, "aurok")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import SpecError
+from fedstrata.base.printable import csv_cell
 from fedstrata.cli.common import add_command, add_output, add_trust, print_json
 
 if TYPE_CHECKING:
@@ -19,14 +20,17 @@ if TYPE_CHECKING:
 def add_predict(commands: Commands) -> None:
     """Add the command ``fedstrata predict``."""
     examples = """
-        fedstrata predict runs/visits new-visits.csv
-        fedstrata predict runs/visits new-visits.csv --out predictions.csv
+        fedstrata predict runs/visits/fedavg/seed-0 new-visits.csv
+        fedstrata predict runs/visits/fedavg/seed-0 new-visits.csv --keep visit --out predictions.csv
     """
     help = "predict the class of each row of a table with the model of a run"
     more = "Rows have the columns that the model was trained on. Other columns, such as the label, are ignored."
     parser = add_command(commands, "predict", help, examples, more, work=_predict)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run on a table, or of a job's result")
     parser.add_argument("rows", type=Path, metavar="ROWS", help="CSV or Parquet file with the rows")
+    parser.add_argument(
+        "--keep", default="", metavar="COLUMN,…", help="columns to copy beside the predictions, such as an id"
+    )
     parser.add_argument("--out", type=Path, help="CSV file for the predictions (default: standard output)")
     add_trust(parser)
     add_output(parser, progress=False)
@@ -42,18 +46,23 @@ def _predict(options: argparse.Namespace) -> int:
         problem = f"its model takes arrays of shape {predictor.shape}, not rows of a table; in Python use "
         raise SpecError("RUN", f"{problem}fedstrata.load(RUN).predict(arrays)", str(options.run))
     rows = read_table(options.rows, predictor.schema)
+    names = list(filter(None, options.keep.split(",")))
+    for column in names:
+        rows.require(column, "--keep")
+    kept = [{column: rows.columns[column][row] for column in names} for row in range(len(rows))]
     predicted, probabilities = predictor.predict(rows).tolist(), predictor.predict_proba(rows)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["predicted", *(f"p_{label}" for label in predictor.classes)])
-    writer.writerows([label, *of_row] for label, of_row in zip(predicted, probabilities, strict=True))
+    writer.writerow([*map(csv_cell, names), "predicted", *(f"p_{label}" for label in predictor.classes)])
+    for own, label, of_row in zip(kept, predicted, probabilities, strict=True):
+        writer.writerow([*(csv_cell(cell or "") for cell in own.values()), label, *of_row])
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.out, text.getvalue().encode())
     if options.json:
         named = [dict(zip(predictor.classes, of_row, strict=True)) for of_row in probabilities.tolist()]
-        each = zip(predicted, named, strict=True)
-        print_json([{"predicted": label, "probabilities": probability} for label, probability in each])
+        each = zip(kept, predicted, named, strict=True)
+        print_json([{**own, "predicted": label, "probabilities": likely} for own, label, likely in each])
     elif options.out is None:
         sys.stdout.write(text.getvalue())
     else:

@@ -19,7 +19,7 @@ from fedstrata.base.errors import SpecError, nearest
 from fedstrata.base.jsonl import MetricsLog, replace_file, write_json
 from fedstrata.data.partitions.natural import SingleClient
 from fedstrata.evaluation.evaluator import over_clients
-from fedstrata.evaluation.history import History, Record
+from fedstrata.evaluation.history import History, Record, write_evaluations
 from fedstrata.evaluation.metrics import nan_for_none
 from fedstrata.federation.availability import Always
 from fedstrata.methods.fedavg import FedAvg
@@ -139,6 +139,14 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
     combined.kept = _combined(kept, lower) if kept else {}
     if untrained := [history for history in histories if history.warning]:
         combined.warning = f"{len(untrained)} of its {len(histories)} runs: {untrained[0].warning}"
+    # A client that trains alone has number 0 in its own run. Its folder names its number in the federation.
+    combined.clients = [
+        {**row, "client": int(folder.name.removeprefix("client-"))}
+        for folder, history in zip(folders, histories, strict=True)
+        for row in history.clients
+        if name == "local"
+    ]
+    write_evaluations(combined, out)
     new = out / "metrics.new"
     new.unlink(missing_ok=True)
     MetricsLog(new).append(*records)

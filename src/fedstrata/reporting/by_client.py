@@ -41,7 +41,9 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
     results = {label: [history.clients for history in members] for label, members in runs.items()}
     rows = [row for members in results.values() for table in members for row in table]
     if not rows:
-        problem = "these runs have no results of single clients. Set evaluation.client_test, such as 0.2, and run them"
+        problem = (
+            "these runs have no results of single clients. Give test samples client ids, or set evaluation.client_test"
+        )
         raise SpecError("--by-client", problem)
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in NOT_RESULTS]
     if column not in columns:

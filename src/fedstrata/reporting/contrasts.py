@@ -400,6 +400,7 @@ def to_latex(table: Contrasts) -> str:
 def latex_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a LaTeX table in the style of booktabs. All texts must be escaped already."""
     lines = [
+        r"% Needs \usepackage{booktabs} in the preamble.",
         r"\begin{table}",
         r"\centering",
         rf"\caption{{{caption}}}",

@@ -25,7 +25,7 @@ from fedstrata.data.arrays import checked_inputs
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.fitting import Features
 from fedstrata.data.schema import Schema, Table, parsed
-from fedstrata.data.tables import table_of
+from fedstrata.data.tables import read_table, table_of
 from fedstrata.evaluation.history import MODEL, WEIGHTS, read_weights
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.memory_format import lay_out
@@ -178,11 +178,11 @@ class Predictor:
         """Return the most likely class of each sample.
 
         Args:
-            x: For a model of a table, its rows: a data frame of pandas or polars, or a mapping of column names to
-                lists. Other columns, such as the label, are ignored. For a model of arrays, samples before
-                normalisation, in a shape that ``from_arrays`` takes: (N, F), (N, H, W), (N, H, W, C) or (N, C, H, W). A
-                single sample has N = 1. A model of a table also takes such an array (N, F) of the features that
-                ``schema.names()`` lists, with imputed values and before normalisation.
+            x: For a model of a table, its rows: a data frame of pandas or polars, a mapping of column names to lists,
+                or the path of a CSV or Parquet file. Other columns, such as the label, are ignored. For a model of
+                arrays, samples before normalisation, in a shape that ``from_arrays`` takes: (N, F), (N, H, W), (N, H,
+                W, C) or (N, C, H, W). A single sample has N = 1. A model of a table also takes such an array (N, F) of
+                the features that ``schema.names()`` lists, with imputed values and before normalisation.
 
         Returns:
             The labels, shape (N,): integers if all class names are integers, otherwise the names as strings. A data set
@@ -241,6 +241,8 @@ class Predictor:
 
     def _samples(self, x: Any) -> Dataset:
         """Return a data set that contains the samples and has the normalisation of the run's data set."""
+        if self._features is not None and isinstance(x, (str, Path)):
+            x = read_table(Path(x), self._features.schema)
         if self._features is not None and (isinstance(x, (Table, Mapping)) or hasattr(x, "columns")):
             table = x if isinstance(x, Table) else table_of(x, "x")
             x = self._features.of(torch.from_numpy(parsed(table, self._features.schema)))
@@ -292,7 +294,10 @@ def _require_model(folder: Path) -> None:
     """Raise ``SpecError`` if a file of the final model is missing."""
     if not (folder / WEIGHTS).is_file():
         if not (folder / "spec.toml").is_file():
-            raise SpecError("run_dir", f"is not a run folder: it has neither {WEIGHTS} nor spec.toml", str(folder))
+            runs = sorted({path.parent.relative_to(folder).as_posix() for path in folder.glob(f"**/{WEIGHTS}")})
+            hint = f". Use one of its runs: {', '.join(runs[:6])}{' …' * (len(runs) > 6)}" if runs else ""
+            problem = f"is not a run folder: it has neither {WEIGHTS} nor spec.toml{hint}"
+            raise SpecError("run_dir", problem, str(folder))
         problem = (
             f"the run has not ended, so it has no final model ({WEIGHTS}). Resume it with 'fedstrata run --resume "
             f"{folder}', or fedstrata.run(…, resume=True)."
