@@ -211,7 +211,7 @@ def test_the_command(run, few, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "audit = 'nowhere': is not a run folder: it has no spec.toml"),
+        (["nowhere"], "audit = 'nowhere': is not a run folder: it has no spec.toml. Give the folder of a run."),
         (["RUN", "--steps", "0"], "steps = 0: expected a whole number of at least 1"),
         (["RUN", "--clients", "0"], "clients = 0: expected a whole number of at least 1"),
     ],

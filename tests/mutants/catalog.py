@@ -727,7 +727,11 @@ MUTANTS = [
     statistics(
         "comparisons that were not run do not count", "holm([1.0 if p is None else p for p in tested])", "holm(tested)"
     ),
-    statistics("two seeds are enough", "each.p if each.n >= MIN_SEEDS else None", "each.p"),
+    statistics(
+        "two seeds are enough",
+        "t_interval(mean, sd, len(known)) if len(known) >= MIN_SEEDS",
+        "t_interval(mean, sd, len(known)) if len(known) > 1",
+    ),
     statistics(
         "an interval upside down", "(-self.interval[1], -self.interval[0])", "(-self.interval[0], -self.interval[1])"
     ),

@@ -167,5 +167,5 @@ def test_a_browser_shows_a_sites_own_part_a_server_that_is_away_and_a_run_that_w
         monkeypatch.setattr(source, "table", lambda: {"waiting": "its job is RUNNING"})
         look()
         page.wait("document.getElementById('state').textContent === 'its job is RUNNING'")
-        assert page.value("document.getElementById('title').textContent") == "A run waits"
+        assert page.value("document.getElementById('title').textContent") == "A run is waiting"
         assert page.problems == []

@@ -54,15 +54,15 @@ def _predict(options: argparse.Namespace) -> int:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*map(csv_cell, names), "predicted", *(f"p_{label}" for label in predictor.classes)])
-    for own, label, of_row in zip(kept, predicted, probabilities, strict=True):
-        writer.writerow([*(csv_cell(cell or "") for cell in own.values()), label, *of_row])
+    for cells, label, of_row in zip(kept, predicted, probabilities, strict=True):
+        writer.writerow([*(csv_cell(cell or "") for cell in cells.values()), label, *of_row])
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.out, text.getvalue().encode())
     if options.json:
         named = [dict(zip(predictor.classes, of_row, strict=True)) for of_row in probabilities.tolist()]
         each = zip(kept, predicted, named, strict=True)
-        print_json([{**own, "predicted": label, "probabilities": likely} for own, label, likely in each])
+        print_json([{**cells, "predicted": label, "probabilities": likely} for cells, label, likely in each])
     elif options.out is None:
         sys.stdout.write(text.getvalue())
     else:
