@@ -84,7 +84,7 @@ def _show(options: argparse.Namespace, kind: Any, audit: Any, suffixes: tuple[st
 
     Args:
         options: The parsed options.
-        kind: The module that can write and print the results.
+        kind: The module with the functions that write and print the results.
         audit: The results.
         suffixes: The suffixes of the files that ``kind`` writes.
     """

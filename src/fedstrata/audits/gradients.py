@@ -1,8 +1,8 @@
 """Attacks on the gradients that clients send in the method Stratify.
 
-In Stratify, a batch contains samples of several clients. Each client sends the gradient of the loss, summed over its
-samples in the batch, which are called a part of the batch. The attacker is an honest but curious server, which knows
-this gradient, the number of samples and the model. There are three attacks, and results for each size of a part:
+In Stratify, a batch contains samples of several clients. A client's samples in a batch are called a *part* of the
+batch. The client sends the gradient of the loss, summed over its part. The attacker is an honest but curious server,
+which knows this gradient, the number of samples and the model. There are three attacks:
 
 - **labels** are recovered from the gradient of the last layer's bias, Σ (p − y), where p are predicted probabilities
   and y one-hot labels: each sample adds −1 to the entry of its class (Zhao et al. 2020 use this for one sample);
@@ -10,6 +10,8 @@ this gradient, the number of samples and the model. There are three attacks, and
   sample, its row is a multiple of this sample, and the gradient of its bias is the factor;
 - **inversion** finds images whose gradient has the same direction as the part's gradient, with the recovered labels
   (Geiping et al. 2020: cosine distance and total variation, minimised with Adam).
+
+There are results for each size of a part, which is its number of samples.
 """
 
 from __future__ import annotations
@@ -53,20 +55,20 @@ from fedstrata.stratify.messages import Gradient, GradientReply, GradientSteps
 
 NAME = "gradients"
 SIZES = (1, 2, 4, 8)
-"""The sizes (numbers of samples) of the parts that are attacked."""
+"""Only gradients that a client computed from so many samples of a batch are attacked."""
 PARTS = 12
-"""The largest number of parts of each size that are attacked."""
+"""The largest number of gradients that are attacked for each of these numbers of samples."""
 EXACT = 1e-4
 """A sample counts as recovered exactly if the mean squared error of its values in [0, 1] is smaller (40 dB PSNR)."""
 STRANGERS = 99
-"""The largest number of test images of the same class with which a reconstruction is compared, besides its sample."""
+"""The largest number of other test images of the sample's class with which a reconstruction is compared."""
 PRIOR = 1e-3
 """The weight of the total variation in the loss of an inversion."""
 
 
 @dataclass(frozen=True, eq=False)
 class SentPart:
-    """The gradient of a part of a batch that a client sent, and its samples, which the attacker does not know.
+    """A gradient that a client sent for its samples in a batch, and these samples, which the attacker does not know.
 
     Args:
         client: The id of the client.
@@ -84,13 +86,15 @@ class SentPart:
 
 
 class Tap(LocalEngine):
-    """A local engine that counts the parts of batches by their size, and keeps some of them.
+    """A local engine that counts the gradients that clients send for their parts of batches, and keeps some of them.
+
+    A part is a client's samples in a batch.
 
     Args:
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
-        sizes: The sizes of the parts to keep.
-        parts: The largest number of parts to keep of each size; they are drawn uniformly from all parts of this size.
+        sizes: The numbers of samples in the parts whose gradients are kept.
+        parts: The largest number of gradients to keep for each number of samples; they are drawn uniformly.
         seed: The seed of the draws.
     """
 
@@ -98,7 +102,7 @@ class Tap(LocalEngine):
         super().__init__(context, store)
         self.parts = parts
         self.counts: Counter[int] = Counter()
-        """A mapping from each size to the number of parts of this size that were sent."""
+        """A mapping from each number of samples to the number of gradients that were sent for so many samples."""
         self.kept: dict[int, list[SentPart]] = {size: [] for size in sizes}
         self._generator = rng(seed, "audit-parts")
 
@@ -122,7 +126,8 @@ class Tap(LocalEngine):
             self.counts[len(places)] += 1
             if (kept := self.kept.get(len(places))) is None:
                 continue
-            # Reservoir sampling: the nth part of a size replaces one of the kept parts with probability parts / n.
+            # Reservoir sampling: the nth gradient for this number of samples replaces one of the kept gradients with
+            # probability parts / n.
             place = len(kept) if len(kept) < self.parts else int(self._generator.integers(self.counts[len(places)]))
             if place >= self.parts:
                 continue
@@ -134,12 +139,12 @@ class Tap(LocalEngine):
 
 @dataclass(frozen=True)
 class Finding:
-    """The results of the attacks on the parts of one size, as means over the parts.
+    """The mean results of the attacks on all gradients that clients sent for a certain number of samples in a batch.
 
     Args:
-        size: The number of samples in a part.
-        sent: The number of parts of this size that were sent in the replayed rounds.
-        attacked: The number of parts that were attacked.
+        size: The number of samples.
+        sent: The number of such gradients that were sent in the rounds that the audit ran again.
+        attacked: The number of gradients that were attacked.
         labels: The fraction of labels that were recovered.
         labels_chance: The same fraction for labels that are drawn at random from all training samples.
         rows: The fraction of samples that a row of the first layer's gradient reveals exactly; None if that layer is
@@ -172,10 +177,11 @@ class GradientAudit:
         data: The name of the run's data set.
         rounds: The first and the last replayed round.
         min_samples: ``privacy.min_samples`` of the run's spec.
-        counts: A mapping from each size to the number of parts of this size that were sent in these rounds.
+        counts: A mapping from each number of samples that a client had in a batch to the number of gradients that were
+            sent for so many samples in these rounds.
         steps: The number of optimisation steps of an inversion.
         seed: The seed of all draws.
-        findings: The results for each size.
+        findings: The results for each number of samples.
     """
 
     method: str
@@ -198,19 +204,21 @@ def audit_gradients(
     prepared: Prepared | None = None,
     watch: Watch | None = None,
 ) -> GradientAudit:
-    """Attack the parts of batches that clients sent in the last rounds of a run.
+    """Attack the gradients that clients sent for their parts of batches in the last rounds of a run.
+
+    A part is a client's samples in a batch.
 
     Args:
         run: The run folder. The rounds since its second-to-last checkpoint are run again ("replayed").
-        sizes: The sizes (numbers of samples) of the parts that are attacked.
-        parts: The largest number of parts of each size that are attacked.
+        sizes: The numbers of samples in the parts whose gradients are attacked.
+        parts: The largest number of gradients to attack for each of these numbers of samples.
         steps: The number of optimisation steps of each inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         prepared: The run's experiment; needed only if the run used your own data or model.
         watch: A function that is called with the progress.
 
     Raises:
-        SpecError: ``run`` is not a run folder, the method does not send parts, or the samples are not images.
+        SpecError: ``run`` is not a run folder, the method does not send such gradients, or the samples are not images.
         CheckpointError: The run does not have a checkpoint.
     """
     folder = Path(run)
@@ -234,20 +242,20 @@ def attack(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> GradientAudit:
-    """Run rounds, and attack the gradients of parts that clients send in them.
+    """Run rounds, and attack the gradients that clients send in them for their parts of batches (their samples).
 
     Args:
         prepared: The experiment.
         before: The checkpoint from which to start; None for the beginning of the run.
         until: The last round to run.
         sizes: See ``audit_gradients``, also for the following arguments.
-        parts: The largest number of parts of each size.
+        parts: The largest number of gradients to attack for each number of samples.
         steps: The number of optimisation steps.
         seed: The seed of all draws.
         watch: A function that is called with the progress.
 
     Raises:
-        SpecError: Clients do not send uncompressed gradients of parts, or the samples are not images.
+        SpecError: Clients do not send uncompressed gradients for batches, or the samples are not images.
     """
     watch = watch or (lambda done, total, text: None)
     pixels = Pixels.of(prepared.data)
@@ -281,7 +289,7 @@ def _require_parts(prepared: Prepared) -> None:
 
 
 class Attacker:
-    """The attacks on parts of batches.
+    """The attacks on gradients that clients send for their samples in a batch.
 
     Args:
         prepared: The experiment. The attacker knows its test set.
@@ -302,12 +310,12 @@ class Attacker:
         self.prior = counts / counts.sum()
 
     def attack(self, size: int, sent: int, parts: Sequence[SentPart]) -> Finding:
-        """Attack parts of one size.
+        """Attack gradients that were each computed from the same number of samples, and return the mean results.
 
         Args:
-            size: The number of samples in a part.
-            sent: The number of parts of this size that were sent.
-            parts: The parts to attack.
+            size: The number of samples.
+            sent: The number of such gradients that clients sent.
+            parts: The gradients to attack.
         """
         if not parts:
             return Finding(size, sent, 0)
@@ -397,13 +405,15 @@ class Layers:
 
 
 def labels_from(bias: Tensor, samples: int) -> Tensor:
-    """Recover the labels of a part, shape (samples,), from the gradient Σ (p − y) of the last layer's bias.
+    """Recover the labels of a client's samples in a batch from the gradient Σ (p − y) of the last layer's bias.
+
+    The result has the shape (samples,).
 
     In each step, the class with the most negative entry becomes a label, and 1 is added to its entry.
 
     Args:
         bias: The gradient of the summed loss with respect to the bias, shape (C,).
-        samples: The number of samples in the part.
+        samples: The number of the samples.
 
     >>> labels_from(torch.tensor([0.3, -1.6, 0.2, -0.9]), 3).tolist()
     [1, 3, 1]
@@ -481,7 +491,7 @@ HEADINGS = ("samples in a part", "sent", "attacked", "labels right", "by chance"
 
 
 def cells(finding: Finding) -> list[str]:
-    """Return the texts of the cells in the table's row about parts of one size."""
+    """Return the texts in the table's row about one number of samples."""
     cells = [str(finding.size), f"{finding.sent:,}", str(finding.attacked)]
     for key in ("labels", "labels_chance", "rows", "error", "error_mean", "recognised"):
         value = getattr(finding, key)

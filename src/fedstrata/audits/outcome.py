@@ -1,4 +1,4 @@
-"""The report of an audit of prototypes: a table for the terminal and in Markdown, JSON, and a picture of the images."""
+"""The report of an audit of prototypes (class means of features): a table, JSON, and a picture of the images."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NAME = "prototypes"
 ROWS = 8
 """The largest number of prototypes on the contact sheet, a picture that shows reconstructions side by side."""
 AGAINST = ("mean", "nearest", "stranger", "average")
-"""Those attributes of a ``Finding`` that give the similarity of a reconstruction to other images."""
+"""The attributes of a ``Finding`` that say how similar a reconstruction is to other images."""
 HEADINGS = ("feature of", "attack", "PSNR mean", "nearest", "stranger", "average", "SSIM mean", "nearest", "stranger",
             "average", "feature error")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one attack on all targets of one kind.
+    """The results of one attack on all feature vectors of one kind (its targets).
 
     Args:
         feature: The kind of the targets, such as prototypes or single images.
@@ -51,8 +51,8 @@ class Row:
 def rows(audit: Audit) -> list[Row]:
     """Return the rows of the table.
 
-    Each kind of target has a row for the baseline and a row for each attack. The first kinds are the controls, sorted
-    by size; the last kind is the prototypes.
+    Each kind of target has a row for the baseline and a row for each attack. The first kinds are the controls (features
+    of one or several images, for comparison), sorted by their number of images; the last kind is the prototypes.
     """
     kinds = sorted({_kind(finding) for finding in audit.findings})
     pairs = product(kinds, (BASELINE, *(name for name, _ in ATTACKS)))
@@ -61,7 +61,11 @@ def rows(audit: Audit) -> list[Row]:
 
 
 def _kind(finding: Finding) -> tuple[bool, int]:
-    """Return the kind of a finding's target: whether it is a prototype, and the size of a control (else 0)."""
+    """Return the kind of the attacked feature, by which rows are sorted.
+
+    It is a pair: True for a prototype that a client sent; and, for other features (controls), the number of images
+    whose mean feature it is.
+    """
     return finding.target.sent, 0 if finding.target.sent else finding.target.size
 
 

@@ -211,7 +211,7 @@ def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) 
 
 
 def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int) -> list[Target]:
-    """Return a client's prototypes and their controls as targets.
+    """Return the features to attack: a client's prototypes, and the controls, with which they are compared.
 
     Args:
         prepared: The experiment.

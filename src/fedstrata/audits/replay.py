@@ -115,7 +115,7 @@ def _require_prototypes(prepared: Prepared) -> None:
 
 
 def _stored_tables(last: Checkpoint, before: Checkpoint | None, clients: int, seed: int) -> dict[int, Table]:
-    """Return prototypes from the last checkpoint, of clients whose state has changed since the checkpoint before it.
+    """Return prototypes from the last checkpoint, for clients whose state changed since the checkpoint before it.
 
     Args:
         last: The last checkpoint.

@@ -37,7 +37,7 @@ class Score:
         confusion: The number of test samples of each class (row) that were predicted as each class (column), (C, C).
         more: Further columns of the round's record; see ``docs/guides/evaluation.md``.
         table: A table of the results of each client: a mapping from each column to a list with one entry per client.
-            Empty if clients have no test parts of their own.
+            Empty if clients have no test samples of their own.
     """
 
     loss: float | None
@@ -156,8 +156,8 @@ class Evaluator:
         """Predict all training samples that were held out, in one pass.
 
         Returns:
-            A mapping from what samples were held out for (``validation``, ``clients`` or ``test_clients``) to their
-            predictions.
+            A mapping with up to three keys: ``validation`` (the validation samples), ``clients`` (each client's own
+            test part) and ``test_clients`` (the clients that never train). The values are the predictions.
         """
         held = self.held
         wanted = {
@@ -224,7 +224,10 @@ class Evaluator:
         return total, values if by_all else None, sizes
 
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
-        """Return the summary over all clients; its key ``unheard`` is the summary over only the unheard clients."""
+        """Return the summary of metrics over all clients, with a second one for the clients in ``unheard`` alone.
+
+        The second summary has the key ``unheard``.
+        """
         silent = sorted(unheard)
         their_values = np.full_like(values, math.nan)
         their_values[silent] = values[silent]

@@ -108,13 +108,13 @@ class History(Sequence[Record]):
         self.model_round: int | None = None
         """The round of the model that the run saved; None if it is the model of the last round."""
         self.kept: Record = {}
-        """The evaluation of the saved model, if no record of a round contains it; otherwise empty."""
+        """The metrics of the saved model, if no record of a round contains them; otherwise empty."""
         self.warning = ""
         """A reason why the results do not describe the method, such as unusable replies; empty if they describe it."""
         self.confusion: dict[str, Confusion] = {}
         """The confusion matrices of the last evaluation (key ``last``) and of the best one (key ``best``)."""
         self.clients: list[Record] = []
-        """One row per client; empty if clients have no test parts of their own."""
+        """One row of results per client; empty if clients have no test samples of their own."""
         self.path = None if path is None else Path(path)
         self._params: Mapping[str, Tensor] | None = None
         self._weights: Path | None = None

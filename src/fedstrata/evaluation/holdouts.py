@@ -1,4 +1,4 @@
-"""Samples that are held out of training: validation samples, a test part of each client, and whole test clients.
+"""Samples that are held out of training: for validation, for a test at each client, and all samples of test clients.
 
 Within a client, the samples to hold out are spread over its labels. The choice depends only on the seed, the client
 and the sample, so that an additional client does not change which samples of the other clients are held out.
@@ -38,9 +38,9 @@ class HeldOut:
         validation: The indices of the training samples for validation; None if there are none.
         own_validation: The validation samples of each client; None if they are held out before the partition, or not at
             all.
-        own_test: The samples of each client's own test part; None if clients have no test parts.
-        own_test_split: The split of the data set that ``own_test`` refers to: ``"train"`` if the test parts were held
-            out of training samples, ``"test"`` if a real site or the data set provides them.
+        own_test: The test samples of each client; None if clients do not have their own test samples.
+        own_test_split: The split of the data set that ``own_test`` refers to: ``"train"`` if the samples were held out
+            of training samples, ``"test"`` if a real site or the data set provides them.
         test_clients: All samples of each client that never trains; None if all clients train.
         numbers: The clients' ids in the partition: first those of the clients that train (which get new ids from 0),
             then those of the clients that never train. None if all clients train.
@@ -113,14 +113,14 @@ def hold_out(
         seed: The experiment's seed.
         validation: The validation samples, if they were held out before the partition. If None, they are held out from
             each client.
-        brought: Test samples of each client that a real site or the data set provides; no test part is then held out.
-        everybody: Whether ``assignment`` has the samples of all clients; False at a real site.
+        brought: Test samples of each client that a real site or the data set provides; then no others are held out.
+        everybody: Whether ``assignment`` contains the samples of all clients; a real site knows only its own clients'.
 
     Returns:
         The samples of each client to train on, and the samples that are held out.
 
     Raises:
-        SpecError: A part would be empty, or ``test_clients`` is set at a real site.
+        SpecError: No sample would be left for training or for a test, or ``test_clients`` is set at a real site.
     """
     test_clients, numbers, own_test, own_validation = None, None, brought, None
     if settings.test_clients is not None:
@@ -214,7 +214,7 @@ def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: 
 def _cut_own(
     share: float, data: Dataset, assignment: Assignment, seed: int, everybody: bool
 ) -> tuple[Assignment, Assignment]:
-    """Hold out each client's own test part, at least one sample; return the samples to keep and those held out.
+    """Hold out a share of each client's samples (at least one) for its own test; return the kept and the held-out ones.
 
     Raises:
         SpecError: A client has fewer than two samples.
@@ -243,7 +243,7 @@ def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
 
 
 def only_clients(assignment: Assignment, chosen: Ints) -> Assignment:
-    """Return the assignment of the ``chosen`` clients, which get new ids from 0 in the same order."""
+    """Return the samples of the ``chosen`` clients only; these clients get new ids from 0 in the same order."""
     wanted = np.zeros(len(assignment), dtype=bool)
     wanted[chosen] = True
     ends = np.cumsum(assignment.sizes[chosen])

@@ -17,7 +17,7 @@ from fedstrata.federation.settings import Privacy, Training
 
 @dataclass(frozen=True)
 class Terms:
-    """The part of a ``FederationConfig`` that is known from the spec alone, before data are loaded.
+    """The fields of a ``FederationConfig`` that are known from the spec alone, before data are loaded.
 
     Args:
         training: The settings of local training.
@@ -84,17 +84,17 @@ class Allowed:
         request: The class of the request; subclasses are not included.
         where: A mapping from names of the request's fields to the accepted value, or to a ``Bound`` for several values.
             Other fields may have any value.
-        times: How often the request may come. None for no fixed count: the rule about the sequence of requests, or the
-            client's data, then limit it.
+        times: How often the request may come. None for no fixed count: it is then limited by the order of requests (see
+            ``Order``) or by the client's data.
         per: Whether ``times`` counts the requests of one phase of one round, or of the whole run.
         rounds: The rounds in which the request may come: a range, or a function that returns True for them. Default:
             every round.
         limit: The largest number of samples from which a reply is computed. Default: all samples of the client.
-        rule: A copy of the rule of the class that is adapted to the spec. Default: the rule of the class.
-        inside: The entry of the inner request, if this request is an envelope around another request.
+        rule: The ``RequestRule`` of the request, adapted to the spec. Default: the one of the request's class.
+        inside: The list's entry for the inner request, if this request is an envelope around another request.
 
     Raises:
-        TypeError: The class of the request has no rule.
+        TypeError: The class of the request has no ``RequestRule``.
     """
 
     request: type[Request]
@@ -133,7 +133,7 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return this entry's sample limit if it is so small that no client may answer; otherwise None.
 
-        That is so if it is below ``privacy.min_samples``, and clients do not merge small parts of batches.
+        That is so if it is below ``privacy.min_samples``, and clients do not add too few samples to a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None

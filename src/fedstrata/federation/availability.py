@@ -219,7 +219,7 @@ class Grouped(Availability):
             )
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Draw for each client whether it is online, with the probability of its group."""
+        """Draw for each client whether it is online, with the probability ``p`` of its ``AvailabilityGroup``."""
         ends = np.cumsum([group.clients for group in self.groups])
         p = np.array([group.p for group in self.groups])[np.searchsorted(ends, clients, side="right")]
         return uniforms(seed, "online", round, clients) < p
@@ -250,7 +250,7 @@ class Trace(Availability):
         return self
 
     def _parse(self, reader: csv.DictReader[str]) -> None:
-        """Read the intervals. Errors do not quote the file, because they may be sent to another party."""
+        """Read the intervals. Errors do not quote the file, because they may be sent to another organisation."""
         if not {"client", "first", "last"} <= set(reader.fieldnames or ()):
             raise ValueError("line 1: expected the columns client,first,last")
         for number, row in enumerate(reader, start=2):

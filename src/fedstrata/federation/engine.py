@@ -57,7 +57,8 @@ class Failure:
     Args:
         reason: The reason in words.
         error: The client's exception, if it raised one.
-        bystander: Whether the answer is missing only because another client of the group failed.
+        bystander: Whether the answer is missing only because another client, with which this one adds up tensors,
+            failed.
         refused: Whether the answer was refused: the server cannot use it, or the client withheld it.
     """
 
@@ -90,8 +91,8 @@ class RelaySession(Protocol):
 class Engine(ABC):
     """An engine runs the clients: in this process, in other processes or at sites.
 
-    - ``ask`` lets clients answer requests, each alone or all *together* as a group that can add up tensors
-      (``all_reduce_sum``). ``ask_sum`` returns the sum of all answers if the engine can compute it in one pass.
+    - ``ask`` lets clients answer requests, each alone or all *together*, so that they can add up tensors with each
+      other (``all_reduce_sum``). ``ask_sum`` returns the sum of all answers if the engine can compute it in one pass.
     - ``relay`` sends a model from client to client.
     - ``commit`` makes the new states of clients permanent, after their answers were accepted.
     - ``save`` and ``restore`` are for clients that keep their states themselves (``keeps_states``): they let clients
@@ -108,7 +109,8 @@ class Engine(ABC):
 
         Args:
             requests: The request of each client.
-            together: Whether all clients run at the same time, as a group that can add up tensors.
+            together: Whether all clients run at the same time and can add up tensors with each other
+                (``all_reduce_sum``).
         """
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
@@ -153,7 +155,7 @@ class Engine(ABC):
 
 
 class HopByHop:
-    """A ``RelaySession`` in which the model comes back to the server after every hop.
+    """A ``RelaySession`` in which the model comes back to the server after the work of each client.
 
     Args:
         engine: The engine of the clients.

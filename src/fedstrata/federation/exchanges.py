@@ -121,10 +121,12 @@ class Exchanges:
         self.log, self._online = RoundLog(round, self._method), {}
 
     def reach_hop(self, client: ClientId, task: Request, model: int, work: Callable[[Any, int], float]) -> bool:
-        """Return True if a hop of a relay reaches its client, and log it. This is fast for clients of earlier hops.
+        """Return True if a task reaches the next client of a relay, in which a model travels from client to client.
+
+        The result is logged. It is found faster for a client that was already reached in this round.
 
         Args:
-            client: The client of the hop.
+            client: The client.
             task: Its task.
             model: Size of the travelling model in bytes.
             work: See ``Federation.relay``.
@@ -162,7 +164,7 @@ class Exchanges:
         if self.clock is not None and self.log.round > 0:
             clients = self.clock.start({client: work.get(client, 0.0) for client in clients}, sizes, log)
             if model is not None:
-                self.clock.pass_time(log)  # no reply travels back: the model goes on to the next client
+                self.clock.pass_time(log)  # no reply goes back to the server: the model goes on to the next client
         return requests.among(clients, work)
 
     def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
@@ -188,7 +190,7 @@ class Exchanges:
         Args:
             asked: The requests that were sent.
             outcomes: The reply or the failure of each client.
-            together: Whether the clients answered as a group.
+            together: Whether the clients added up tensors with each other, so that each reply depends on all of them.
             check: A check of the replies in addition to ``Request.check``; None for no further check.
         """
         log, replies, most = self.log, Replies(), self._config.most_samples
@@ -215,13 +217,13 @@ class Exchanges:
             raised = sum(failure.error is not None for failure in failures.values())
             self.raise_if_hopeless(set(asked), raised, kinds, list(failures.items()))
         if together and len(replies) < len(outcomes):
-            # Every reply depends on sums over the group, to which a client contributed whose reply does not count.
+            # Every reply depends on sums over all these clients, and the reply of one of them does not count.
             void = Failure("the group's sums are void: another of its clients did not count", bystander=True)
             failures |= dict.fromkeys(replies, void)
             replies.clear()
         if failures:
-            # A bystander is a client that only waited for another client, which failed. Bystanders are not logged,
-            # except if all failures are bystanders: then the group itself broke.
+            # A bystander is a client that only waited for another client, which failed. Bystanders are logged only if
+            # all failures are bystanders, because then nothing else tells why the exchange failed.
             broken = not refused and all(failure.bystander for failure in failures.values())
             for client, failure in failures.items():
                 if broken or not failure.bystander:
@@ -242,7 +244,7 @@ class Exchanges:
         """Raise ``ClientsFailedError`` if the program seems to be at fault.
 
         It seems so if all clients that were asked raised an exception, and no client has ever answered a request of
-        these kinds. At least two clients must have been asked, if there are two.
+        these classes. If the federation has at least two clients, at least two must have been asked.
 
         Args:
             asked: The clients that were asked.

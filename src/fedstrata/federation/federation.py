@@ -2,8 +2,8 @@
 
 A method uses a ``Federation``: ``ask`` sends requests and collects the replies, ``relay`` sends the model from client
 to client. The federation decides which clients can be reached, counts bytes, refuses unusable replies, and records why
-a client is absent. An ``Engine`` runs the clients. While clients answer a request as a group, they can add up tensors
-(``all_reduce_sum``).
+a client is absent. An ``Engine`` runs the clients. While several clients answer a request, they can add up tensors with
+each other (``all_reduce_sum``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class Leg:
-    """One exchange of requests and replies. Each ``ask`` has one leg, or several if the codec needs several exchanges.
+    """One exchange of requests and replies. A call of ``Federation.ask`` makes one or, with some codecs, several.
 
     Args:
         requests: The requests as they are sent.
@@ -62,10 +62,10 @@ class Leg:
 
 
 Legs = Callable[["Federation", Requests, Check | None], Generator[Leg, Replies, Replies]]
-"""A generator function that divides an ``ask`` into exchanges (legs).
+"""A generator function that divides a call of ``Federation.ask`` into exchanges (``Leg`` objects).
 
-Its arguments are the federation, the method's requests and the method's check of a reply. It yields each leg, receives
-the replies to it, and finally returns the replies for the method.
+Its arguments are the federation, the method's requests and the method's check of a reply. It yields each exchange,
+receives the replies to it, and finally returns the replies for the method.
 """
 
 
@@ -147,8 +147,8 @@ class Federation:
             clients: The clients to ask.
             request: One request for all clients, or a mapping from each client to its request.
             quorum: Smallest number of replies with which the round can go on.
-            together: Whether clients run at the same time as a group that can add up tensors (``all_reduce_sum``). If
-                one of them fails, the sums are void and no reply counts.
+            together: Whether clients run at the same time and can add up tensors with each other (``all_reduce_sum``).
+                If one of them fails, the sums are void and no reply counts.
             work: Number of sample-gradients (gradients of one sample) that an answer takes: a function of the client's
                 number of samples, or a mapping from clients. It determines simulated time and the order of work.
                 Default: zero.

@@ -24,7 +24,7 @@ This is a function of the client's number of samples, or a mapping from each cli
 Params = dict[str, Tensor]
 """A mapping from names to tensors, such as a model's parameters."""
 Extra = dict[str, dict[str, Tensor]]
-"""The message that an objective sends in addition to the model: named groups of named tensors."""
+"""The tensors that a training objective sends in addition to the model: named groups of named tensors."""
 
 
 Phase = Literal["enrolment", "round", "evaluation"]
@@ -37,7 +37,7 @@ Fact = Literal["labels", "sizes"]
 
 
 class Order:
-    """A rule about the sequence of requests: it decides from earlier requests whether a client may answer the next one.
+    """A check of the sequence of requests: it decides from earlier requests whether a client may answer the next one.
 
     Each client has one instance per phase, which all request classes that name this order share.
     """
@@ -60,16 +60,16 @@ class RequestRule:
     Args:
         description: The contents of the reply, as the rest of a sentence that begins with "It sends".
         phase: The phase in which the request comes.
-        order: The rule about the sequence of requests. Default: any sequence.
+        order: The class that checks the sequence of requests. Default: any sequence is allowed.
         after: A request of the enrolment that a client must have answered before this one. It is ignored in jobs that
             do not send it.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
-        together: Whether clients may answer as a group, for which the server adds up tensors. If a group breaks, the
-            same request may come again.
+        together: Whether clients may answer together and let the server add up their tensors meanwhile. If one of them
+            fails, the same request may come again.
         forms: A function that returns the variants of a request which count as repetitions of it; the first one is the
             request as it is. Default: only this one.
-        merges: Whether a client merges parts of batches with fewer samples than ``privacy.min_samples`` if
-            ``privacy.below`` is "hold-back".
+        merges: Whether a client with fewer than ``privacy.min_samples`` samples in a batch uses them in a later batch,
+            if ``privacy.below`` is "hold-back".
         discloses: The facts about the client that the server can read in the reply.
         epsilon: The ε of local differential privacy that each reply spends; None for replies without such noise.
     """
@@ -118,7 +118,7 @@ class Request(Message):
     """The type of reply that this request expects."""
 
     rule: ClassVar[RequestRule]
-    """The rule that a site checks requests of this class against. Only jobs that run at real sites need it."""
+    """The properties of these requests, which a site checks. Only jobs that run at real sites need them."""
 
     def check(self, reply: Any) -> None:
         """Refuse a reply of the right type whose values are wrong.
@@ -234,7 +234,8 @@ class ModelRequest(Request):
         """Return tensors with the names, shapes and dtypes of the reply's update; empty if the reply has no update.
 
         Args:
-            message: Tensors with the names, shapes and dtypes of the objective's message.
+            message: Tensors with the names, shapes and dtypes of those that the training objective sends in addition to
+                the model.
         """
         return {}
 
@@ -263,7 +264,7 @@ class FitReply(Reply):
     trained: bool = True
 
     def split_update(self, sent: Weights) -> tuple[Params, FitReply]:
-        """Return the floating-point tensors of the model's change and of the message, and the reply without them."""
+        """Return the floating-point tensors of the model's change and of ``message``, and the reply without them."""
         after = self.weights.params
         moved = {name: after[name] - before for name, before in sent.params.items() if before.is_floating_point()}
         others = {name: tensor for name, tensor in after.items() if name not in moved}

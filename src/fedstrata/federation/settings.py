@@ -41,12 +41,12 @@ class Privacy(Setting):
     than the spec.
 
     Args:
-        min_samples: Smallest number of samples that may contribute to a client's update, its part of a batch of
-            Stratify, its prototype or count of a class, or its mean of a column. A value with which no client could
-            ever answer is refused.
-        below: Treatment of a client's part of a batch of Stratify with too few samples. ``hold-back``: the client
-            merges it into its next part (the last into the one before), so that no sample is lost. ``refuse``: the
-            client does not answer for the rest of the epoch.
+        min_samples: Smallest number of samples that may contribute to a client's update, to its gradient for a batch of
+            Stratify, to its prototype or count of a class, or to its mean of a column. A value with which no client
+            could ever answer is refused.
+        below: The behaviour of a client that has too few samples in a batch that Stratify draws from several clients.
+            ``hold-back``: it uses these samples together with those of its next batch (in the last batch of an epoch:
+            of its batch before), so that no sample is lost. ``refuse``: it does not answer for the rest of the epoch.
     """
 
     min_samples: PositiveInt = 1
@@ -54,7 +54,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether small parts of batches are merged."""
+        """Whether a client with too few samples in a batch uses them in another batch (``below`` is "hold-back")."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 

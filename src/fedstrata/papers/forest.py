@@ -22,8 +22,9 @@ ROW = 0.17
 def forest(judgements: Sequence[Judgement]) -> str:
     """Draw the differences of accuracy of all claims, with a panel for each paper.
 
-    A thick line is the interval of one comparison. A thin line is its interval that holds together with those of all
-    comparisons of the claim. The colour follows the interval that decides on the claim.
+    A thick line is the 95 % interval of one comparison. A thin line is a wider interval: the thin intervals of all
+    comparisons of a claim hold at the same time with 95 % confidence. The colour follows the interval that decides on
+    the claim.
 
     Args:
         judgements: The judgements of all papers.

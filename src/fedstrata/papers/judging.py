@@ -23,7 +23,8 @@ from fedstrata.reporting.statistics import MIN_SEEDS, UNBOUNDED, Difference, Ord
 from fedstrata.spec.experiment import parse_toml
 
 UNITS: Mapping[str, tuple[float, Range]] = {"points": (0.01, (-100.0, 100.0)), "rounds": (1.0, UNBOUNDED)}
-"""A mapping from each unit of differences to the precision of the figures, and to the range of possible differences."""
+"""A mapping from each unit of differences to the unit to which the compared numbers are rounded, and to the smallest
+and largest possible difference."""
 
 Verdict = Literal["confirmed", "partly", "contradicted", "inconclusive", "not tested", "not testable here"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -38,7 +39,8 @@ class Comparison(NamedTuple):
         column: The column.
         than: The row or column with which it is compared.
         alone: The difference with its own 95 % interval.
-        together: The difference with an interval that holds at 95 % together with those of the claim's others.
+        together: The same difference with a wider interval: the intervals of all comparisons of the claim hold at the
+            same time with 95 % confidence.
     """
 
     column: str
@@ -71,7 +73,7 @@ def signed(value: float) -> str:
 
 
 def cells_of(table: Table, known: Results, *, quick: bool = False) -> Cells:
-    """Return the results of those cells of a table that were run."""
+    """Return the results of a table's cells that were run; a cell is a row, a column and a seed."""
     cells = (cell for cell in table.cells(quick=quick) if cell.hash in known)
     return {(cell.row, cell.column, cell.seed): known[cell.hash] for cell in cells}
 
@@ -91,9 +93,9 @@ def compared(
     """Compute the difference of two rows over the seeds that both have, with Student's t interval.
 
     Args:
-        values: A mapping from each seed to the figure of a row.
-        baseline: The figures of the other row.
-        together: The number of intervals that hold at 95 % together.
+        values: A mapping from each seed to the result of a row.
+        baseline: The same mapping for the other row.
+        together: The number of intervals that must hold at the same time with 95 % confidence.
         unit: The unit of the difference, a key of ``UNITS``.
     """
     precision, bounds = UNITS[unit]
@@ -129,8 +131,8 @@ class Judgement:
     Args:
         claim: The claim.
         verdict: Whether our results support the claim.
-        evidence: The figures on which the verdict is based, as text.
-        command: The command that computes the figures.
+        evidence: The numbers on which the verdict is based, as text.
+        command: The command that computes these numbers.
         measure: The quantity in ``evidence``, as text; empty if the evidence says it.
         decisive: The claim's comparisons that have enough seeds, each with the difference whose interval decides.
     """
@@ -185,7 +187,7 @@ def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
 Place = tuple[str, str]
 """A row and a column of a table."""
 Figures = Callable[[Any, Any], tuple[float, float]]
-"""A function that takes a result of a row and of another row, and returns the two figures to compare."""
+"""A function that takes a result of a row and of another row, and returns the two numbers to compare."""
 
 
 class _Case:
@@ -206,7 +208,7 @@ class _Case:
         """Return the places that the claim compares: the row and each other row, in each column that has both.
 
         Raises:
-            SpecError: The row is nowhere beside one of the others.
+            SpecError: No column has both the row and one of the other rows.
         """
         places = [
             ((self.row, column), (other, column))
@@ -227,13 +229,13 @@ class _Case:
         wanted: Order = "above",
         unit: str = "points",
     ) -> Judgement:
-        """Judge whether the differences between places all have the order ``wanted``.
+        """Judge whether the differences between rows of the table all have the order ``wanted``.
 
         Args:
             measure: A description of the difference.
-            places: The places that the claim compares: its family.
+            places: The pairs that the claim compares, each place a row and a column.
             key: The key of the result that ``figures`` takes.
-            figures: A function that computes the figures from the results.
+            figures: A function that computes the two numbers to compare from the two results.
             wanted: The order that the claim states.
             unit: The unit of the difference, a key of ``UNITS``.
         """
@@ -368,5 +370,6 @@ TABLE_KINDS: Mapping[str, Callable[[_Case], Judgement]] = {
 """A mapping from each kind of claim about a table to the function that judges it."""
 
 KINDS = (*TABLE_KINDS, "reading", "page", "untestable")
-"""The kinds of claims. A ``reading`` is judged by a figure that follows from the rules of a paper, a ``page`` by
-results on another page of the documentation, and an ``untestable`` claim cannot be judged here."""
+"""The kinds of claims. A ``reading`` is judged by a number that is computed from a paper's formulas or algorithms
+without training, a ``page`` by results on another page of the documentation, and an ``untestable`` claim cannot be
+judged here."""

@@ -1,4 +1,4 @@
-"""Variants of methods, such as those in published code, to test if they explain why our figures differ from a paper's.
+"""Variants of methods, such as those in published code, to test if they explain why our results differ from a paper's.
 
 A spec names a variant by its path: ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``.
 """
@@ -56,11 +56,11 @@ class Lost(Recipe):
 
 
 class LostSCAFFOLD(Lost, SCAFFOLD):
-    """SCAFFOLD in which a client's c_k also changes if its reply is lost. The server's c then misses this change."""
+    """SCAFFOLD in which a client's c_k changes even if its reply is lost, although the server's c then does not."""
 
 
 class LostFedDyn(Lost, FedDyn):
-    """FedDyn in which a client's λ_k also changes if its reply is lost. The server's h then misses this change."""
+    """FedDyn in which a client's λ_k changes even if its reply is lost, although the server's h then does not."""
 
 
 class PublishedScaffold(Scaffold):

@@ -1,4 +1,4 @@
-"""Markdown pages about the papers' tables: published figures, our results, and the verdicts on claims."""
+"""Markdown pages about the papers' tables: published numbers, our results, and the verdicts on claims."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILES = INDEX, CLAIMS, CLAIMS_CSV, TABLES_CSV, FOREST = (
     "forest.svg",
 )
 BEGIN, END = "<!-- written by `fedstrata reproduce` from here -->", "<!-- to here -->"
-"""The generated part of ``INDEX`` is between these lines. Other lines of the file are kept."""
+"""The lines of ``INDEX`` between these two are generated. Other lines of the file are kept."""
 QUICK = "\n**At small scale, to test the software: these figures say nothing about the papers.**\n"
 
 ABOUT_FOREST = f"""\
@@ -83,7 +83,7 @@ def contents(out: Path, *, quick: bool = False) -> dict[str, str]:
 
 
 def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Return a mapping from the name of each missing file, and of each cell without a figure, to the problem as text.
+    """Return a mapping from each missing file, and from each run without a result, to a text about the problem.
 
     Args:
         wanted: The tables that were run.
@@ -107,7 +107,7 @@ def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[
 
 
 def first_page(judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
-    """Return the generated part of the first page: a summary of each paper, and the verdicts on headline claims."""
+    """Return the generated lines of the first page: a summary of each paper, and the verdicts on headline claims."""
     runs = progress(tables().values(), results, quick=quick)
     cells, done, hours = (sum(row[key] for row in runs) for key in ("cells", "done", "hours"))
     lines = [QUICK] * quick + [f"{_counts(each.verdict for each in judgements)}.", ""]
@@ -138,7 +138,7 @@ def _counts(verdicts: Iterable[str]) -> str:
 
 
 def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> str:
-    """Return the page with all claims, folded, and with the rules by which they are judged."""
+    """Return the page with all claims, which a reader unfolds, and with an explanation of how they are judged."""
     about = f"Every quantitative claim of the four papers, with its verdict ([CSV]({CLAIMS_CSV}))."
     how = files(__package__).joinpath("how.md").read_text(encoding="utf-8")
     how = how.format(MIN_SEEDS=MIN_SEEDS, FEW_MORE=FEW_MORE)
@@ -152,7 +152,10 @@ def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> s
 
 
 def _folded(summary: str, lines: Sequence[str]) -> list[str]:
-    """Return lines that a reader unfolds; blank lines let Markdown inside HTML be read as Markdown."""
+    """Return an HTML element of which a reader sees ``summary`` and can unfold ``lines``.
+
+    Blank lines around ``lines`` let a Markdown renderer read them as Markdown inside HTML.
+    """
     return [f"<details><summary>{summary}</summary>", "", *lines, "", "</details>"]
 
 
@@ -160,7 +163,7 @@ HEADS = ["paper", "claim", "where", "verdict", "figures", "command"]
 
 
 def _row(judgement: Judgement) -> list[str]:
-    """Return what ``HEADS`` name of a judgement."""
+    """Return the texts of a table row about a judgement, one for each heading in ``HEADS``."""
     claim = judgement.claim
     figures = f"{judgement.measure}: " * bool(judgement.measure) + judgement.evidence
     return [claim.paper, claim.statement, claim.where, judgement.verdict, figures, judgement.command]
@@ -191,9 +194,9 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
     """Return how much of each table has been run.
 
     Returns:
-        A dict for each table: ``table`` is its name, ``cells`` the number of its cells, ``done`` the number of finished
-        cells, ``hours`` the expected hours of the missing cells on one core, and ``unknown`` the number of missing
-        cells whose duration is unknown.
+        A dict for each table: ``table`` is its name, ``cells`` the number of its cells (runs of one row, column and
+        seed), ``done`` the number of finished cells, ``hours`` the expected hours of the missing cells on one core, and
+        ``unknown`` the number of missing cells whose duration is unknown.
     """
     rows = []
     for table in wanted:
@@ -208,7 +211,7 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> str:
-    """Return a Markdown table with a row for each table: its progress, and the time that its missing cells take."""
+    """Return a Markdown table with a row for each table: its progress, and the time that its missing runs take."""
     lines = ["| table | cells | done | left, on one core |", "|---|---:|---:|---:|"]
     for row in progress(wanted, results, quick=quick):
         missing = row["cells"] - row["done"]
@@ -221,8 +224,8 @@ def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
     """Return a mapping from rows and columns to the expected seconds per round on one core; unknown ones are left out.
 
-    The estimate is taken from the first of these sources that is known: finished cells of the row and column; finished
-    cells of the row; the table's own estimate; finished cells of other rows. Times from other columns are scaled by the
+    The estimate is taken from the first of these sources that is known: finished runs of the row and column; finished
+    runs of the row; the table's own estimate; finished runs of other rows. Times from other columns are scaled by the
     number of epochs times the number of clients.
     """
     measured: dict[tuple[str, str], list[float]] = {}
@@ -327,7 +330,7 @@ def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _published(table: Table, row: str, column: str) -> tuple[str, str]:
-    """Return the paper's figure for a row and column, and its difference from the baseline's, as texts."""
+    """Return the number in the paper for a row and column, and its difference from that of the baseline, as texts."""
     figure, baseline = (table.published.get(each, {}).get(column) for each in (row, table.baseline))
     if figure is None:
         return "", ""
@@ -335,7 +338,10 @@ def _published(table: Table, row: str, column: str) -> tuple[str, str]:
 
 
 def _is_outside(published: float | None, estimate: Estimate) -> bool:
-    """Return True if the figure of one run lies outside the 95 % prediction interval, mean ± t · sd · √(1 + 1/n)."""
+    """Return True if a paper's number lies outside the 95 % prediction interval for one more run of ours.
+
+    The interval is mean ± t · sd · √(1 + 1/n), over our n runs.
+    """
     if published is None or estimate.mean is None or estimate.sd is None or estimate.n < MIN_SEEDS:
         return False
     low, high = t_interval(estimate.mean, estimate.sd * (estimate.n + 1) ** 0.5, estimate.n)

@@ -1,6 +1,6 @@
-"""Readings: figures that follow from the rules of a paper alone, such as biases, weights and privacy.
+"""Readings: numbers that follow from a paper's formulas or algorithms alone, such as biases, weights and privacy.
 
-They are computed in seconds, without the runs of a table.
+They are computed in seconds, without training a model.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DRAWS = 200_000
 FEW_MORE = 1.05
 """The largest ratio of a method's bytes or operations to the baseline's that still counts as "few more"."""
 EXACT, DRAWN = 0.01, 0.05
-"""A figure counts as right up to this relative error: ``EXACT`` if it is computed exactly, and ``DRAWN`` if it is an
+"""A number counts as right up to this relative error: ``EXACT`` if it is computed exactly, and ``DRAWN`` if it is an
 average of random draws."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A figure that follows from a rule of a paper.
+    """A result that follows from a paper's formulas or algorithms, without training a model.
 
     Args:
         name: The name of the reading, by which claims refer to it.
@@ -54,7 +54,7 @@ class Reading:
 
 
 def verdict(right: Sequence[bool]) -> Supported:
-    """Return one verdict for several cases, of which each says whether a rule does what the paper says.
+    """Return one verdict for several cases; each is True if a formula or algorithm does what its paper claims there.
 
     >>> verdict([True, True]), verdict([True, False]), verdict([False])
     ('confirmed', 'partly', 'contradicted')
@@ -95,7 +95,7 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
 
     Args:
         sizes: N_h, the number of clients in each stratum.
-        deviations: S_h, the spread of the clients in each stratum; see ``fedstrata.sampling.allocation.spread``.
+        deviations: S_h, how much the clients in each stratum differ; see ``fedstrata.sampling.allocation.spread``.
         places: m, the number of draws.
 
     >>> neyman_bias([10, 10], [1.0, 1.0], 4)
@@ -136,9 +136,9 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
 
 
 def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) -> NDArray[np.float64]:
-    """Return estimates ñ of a total number of samples from randomised responses, shape (draws,).
+    """Simulate how a server estimates the total number of samples from randomised reports; return the estimates ñ.
 
-    The estimates are not yet clipped to at least 1.
+    The estimates, shape (draws,), are not yet clipped to at least 1.
 
     Args:
         sizes: n_k, the number of samples of each participant, shape (m,).
@@ -203,7 +203,7 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
 
     Args:
         counts: The number of samples at each client.
-        cap: The cap of the label's frequency f_l, which is the number of its samples that an epoch uses.
+        cap: The largest number of samples with this label that an epoch uses (the limit of the frequency f_l).
         batch: The number of positions in a batch.
         seed: The seed of the draws.
 
@@ -275,14 +275,14 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
 
 
 Made = tuple[str, Mapping[str, float], Sequence[bool]]
-"""The result of a reading in words, its numbers, and for each case whether the rule does what the paper says."""
+"""The result of a reading in words; its numbers; and for each case, whether the paper's statement holds."""
 
 _MAKERS: list[Callable[[], Reading]] = []
 """The functions that compute the readings, in the order in which the page shows them."""
 
 
 def _reading(name: str, description: str) -> Callable[[Callable[[], Made]], Callable[[], Reading]]:
-    """Return a decorator that registers a reading; the decorated function computes its figures."""
+    """Return a decorator that registers a reading; the decorated function computes its result."""
 
     def add(compute: Callable[[], Made]) -> Callable[[], Reading]:
         def make() -> Reading:

@@ -1,4 +1,4 @@
-"""Run the cells of tables, and keep their results in files.
+"""Run the cells of the papers' tables, and keep their results in files. A cell is a run of one row, column and seed.
 
 Several processes may run cells at the same time, and each cell is run by only one of them. A cell whose process was
 killed is resumed from its checkpoint.
@@ -20,7 +20,7 @@ from fedstrata.experiments.run import carry_out
 from fedstrata.papers.tables import Cell, Table, experiment_of
 
 Results = dict[str, dict[str, Any]]
-"""A mapping from the key of each cell to its results."""
+"""A mapping from the key of each run to its results."""
 
 ALSO = ("samples", "expected_samples", "bytes_up", "bytes_down", "hops")
 """Columns of a run whose means over the rounds are stored in the results."""
@@ -32,7 +32,7 @@ def results_file(out: Path, table: Table) -> Path:
 
 
 def read(path: Path) -> Results:
-    """Read the results of a table: a mapping from the key of each cell to its results; empty without a file.
+    """Read the results of a table: a mapping from the key of each run to its results; empty without a file.
 
     Raises:
         DataError: The file is damaged.
@@ -55,7 +55,7 @@ def keep(out: Path, table: Table, results: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def known(out: Path) -> Results:
-    """Read all results. They are keyed by ``Cell.hash``, because several tables may have the same cell."""
+    """Read all results. They are keyed by ``Cell.hash``, because several tables may contain the same run."""
     paths = sorted((out / "cells").glob("*/*.json"))
     return {result["spec_sha256"]: result for path in paths for result in read(path).values()}
 
@@ -69,7 +69,7 @@ def run(
     seeds: Iterable[int] | None = None,
     show: Callable[[str], None] = print,
 ) -> dict[str, str]:
-    """Run the missing cells of tables.
+    """Run those cells of tables (a row, a column and a seed each) that have no result yet.
 
     Args:
         tables: The tables.
@@ -77,10 +77,10 @@ def run(
         runs: The folder that contains the run folders.
         quick: Whether to run the experiments at small scale.
         seeds: The seeds to run; None for all seeds.
-        show: A function that is called with a line about every finished cell.
+        show: A function that is called with a line about every finished run.
 
     Returns:
-        A mapping from the name of each cell that failed to its error.
+        A mapping from the name of each run that failed to its error.
     """
     failed: dict[str, str] = {}
     wanted = None if seeds is None else set(seeds)
@@ -99,7 +99,7 @@ def run(
 
 
 def run_one(table: Table, cell: Cell, out: Path, runs: Path) -> dict[str, Any] | None:
-    """Run a cell if it is not finished and no other process runs it.
+    """Run a cell (a row, a column and a seed of a table) if it is not finished and no other process runs it.
 
     Returns:
         The results of the cell; None if it was not run.

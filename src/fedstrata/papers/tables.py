@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The key of the cell in the results of its table."""
+        """The key of this run in the results of its table."""
         return f"{self.row}/{self.column}/seed-{self.seed}"
 
     @property
@@ -71,7 +71,7 @@ class Cell:
 
     @property
     def hash(self) -> str:
-        """The SHA-256 hash of the spec and of the table's version. A cell whose hash has changed is run again.
+        """The SHA-256 hash of the spec and of the table's version. If it changes, the cell is run again.
 
         Settings that the spec leaves at their defaults are not hashed. If a default changes, the version is raised.
         """
@@ -97,7 +97,7 @@ class Table:
         columns: A mapping from each column to the settings that it changes in the spec.
         only: A mapping from each column that does not have all rows to its rows.
         spec: The spec that all cells share, as nested tables.
-        published: A mapping from each row to a mapping from columns to the paper's figures, in percent.
+        published: A mapping from each row to a mapping from columns to the paper's results, in percent.
         seconds: A mapping from rows to the expected seconds per round on one core; the key "" stands for all other
             rows.
         notes: Notes for the reader of the page.
@@ -127,7 +127,7 @@ class Table:
     version: int = 2
 
     def cells(self, *, quick: bool = False) -> Iterator[Cell]:
-        """Yield the cells, column by column; with ``quick``, at small scale and only for the first seed."""
+        """Yield the runs of the table, column by column; with ``quick``, small ones and only with the first seed."""
         for column in self.columns:
             for seed in self.seeds[:1] if quick else self.seeds:
                 for row in self.rows_of(column):
@@ -200,7 +200,7 @@ def chosen(names: Sequence[str]) -> dict[str, Table]:
 
 
 def experiment_of(cell: Cell) -> Experiment:
-    """Build the experiment of a cell from its spec.
+    """Build the experiment of a cell (a row, a column and a seed of a table) from its spec.
 
     Raises:
         SpecError: The spec is wrong; the error names the cell.

@@ -35,8 +35,8 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
         has no samples of a class, the estimate is empty.
 
     Raises:
-        SpecError: No run has a table of clients; the column is unknown; or there are several seeds, and each divides
-            the data into other clients.
+        SpecError: No run has a table of clients; the column is unknown; or there are several seeds, and the same client
+            has different data with each seed.
     """
     results = {label: [history.clients for history in members] for label, members in runs.items()}
     rows = [row for members in results.values() for table in members for row in table]

@@ -32,7 +32,7 @@ CLASSES = 40
 CLIENTS = 200
 """The most clients of a heat map; if there are more, it shows an evenly spaced selection."""
 CELLS = 80_000
-"""The most cells of all heat maps of clients together."""
+"""The largest number of fields (one label and one client each) in all heat maps together."""
 
 DASHES: dict[Dash, list[int]] = {"-": [], "--": [8, 4], ":": [2, 3], "-.": [8, 3, 2, 3]}
 """A mapping from each line style to the lengths of its dashes and gaps in pixels."""

@@ -54,13 +54,13 @@ BUDGETS = {
     "seconds": Budget(("seconds",), "s", "time, s"),
     "simulated_seconds": Budget(("simulated_seconds",), "simulated s", "simulated time, s"),
 }
-"""The resources that can be limited in comparisons: the primary metric is compared at equal amounts of one of them."""
+"""The resources at equal amounts of which methods can be compared, such as after the same number of bytes."""
 
 LESS = ("train_loss", "samples", "seconds", "simulated_seconds", *TRAFFIC)
 """The columns, besides metrics, for which lower is better."""
 
 SHOWN = 10
-"""The most columns of the records that an error about an unknown measure names."""
+"""The largest number of columns that an error about an unknown measure lists."""
 
 _AT = "_at_"
 
@@ -77,7 +77,7 @@ class Contrast:
         difference: The difference to the baseline, paired by seed; None for the baseline itself, or without a baseline.
         stuck: The number of runs in which the server could use none of the clients' replies, from the start or from
             some later round to the end.
-        kept: A text that says which model the runs kept; see ``tables.kept``.
+        kept: A text that says which round's model the runs saved at their end; see ``tables.kept``.
     """
 
     key: str
@@ -129,14 +129,16 @@ def contrast(
     baseline: str | None = None,
     test: Test = "t",
 ) -> Contrasts:
-    """Compare labels by measures. Default: the primary metric at the end, at equal bytes and at equal samples.
+    """Compare the runs of each label with those of a baseline label, by measures such as the final accuracy.
 
-    The value at a budget is that of the last evaluation within the budget. A run that spent less in total has no value.
+    A measure can be limited to a budget, such as a number of bytes: the value is then that of the last evaluation
+    within the budget. A run that spent less in total has no value.
 
     Args:
         runs: The histories of each label's seeds.
         metrics: The measures: keys of ``MEASURES``; ``final_M`` or ``best_M`` of a metric M; ``rounds_to_T`` of a
-            target T; or columns of the records, of which the value for the saved model is compared.
+            target T; or columns of the records, of which the value for the saved model is compared. Default: the
+            primary metric at the end, and at equal bytes and equal samples.
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. An amount of None
             stands for the largest amount that all runs reached.
         baseline: The label with which the others are compared. Default: the first label.
@@ -213,7 +215,10 @@ def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | Non
 
 
 def _spent(history: History, kind: str, metric: str) -> Floats:
-    """Return the amount spent until each evaluation of the metric; without evaluations, that of the whole run."""
+    """Return how much of a resource was spent until each evaluation of a metric.
+
+    Without evaluations, the only value is the amount that the whole run spent.
+    """
     rounds, _ = history.points(column_of(metric))
     return spent(history, BUDGETS[kind].columns, rounds if len(rounds) else np.array([history[-1]["round"]]))
 

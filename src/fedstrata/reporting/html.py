@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 EVENTS = 10
-"""The most events of a label that are shown in full."""
+"""The largest number of events of each label that are shown in full."""
 NAMED = 12
-"""The most entries of a list, such as the clients of an event, that are shown."""
+"""The largest number of entries of a list, such as the clients of an event, that are shown."""
 PICTURES = 1_000_000
-"""The most bytes of all pictures of partitions together."""
+"""The largest size of all pictures of partitions together, in bytes."""
 PNG = b"\x89PNG\r\n\x1a\n"
 SCRIPTS, STYLES = ("uPlot.iife.min.js", "base.js", "report.js"), ("uPlot.min.css", "report.css")
 
@@ -39,7 +39,7 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
     """Write an HTML report about run folders and compare folders.
 
     Args:
-        folders: Run folders and compare folders, in any mixture.
+        folders: Run folders, and folders that ``fedstrata compare`` wrote.
         out: The path of the file, or an existing folder, to which ``report.html`` is written.
 
     Returns:
@@ -264,7 +264,7 @@ def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def constants(members: Sequence[History]) -> dict[str, str]:
-    """Return the names and values of the method's own columns whose value is the same in all rounds and seeds."""
+    """Return the names and values of columns that few methods record, if the value is equal in all rounds and seeds."""
     values: dict[str, set[float]] = {}
     for history in members:
         for name in filter(is_own, history.columns):

@@ -26,7 +26,7 @@ DRAW_EVERY = 0.25
 
 
 def _remaining(task: Task, now: float) -> str:
-    """Estimate the remaining time as text. It is empty before the first part of the task is done and after the last."""
+    """Estimate the remaining time of a task as text; empty before its first step is done, and after its last one."""
     done, total = task.completed, task.total or 0
     new = done - task.fields["first"]
     if new < 1 or done >= total:
@@ -100,8 +100,8 @@ class Progress:
 
         Args:
             task: The name of the task.
-            done: The number of the task's parts that are done.
-            total: The number of all its parts.
+            done: The number of the task's steps that are done.
+            total: The number of all its steps.
             note: The text beside the bar.
             visible: Whether the bar is shown.
         """

@@ -52,7 +52,7 @@ class View:
 
 
 def strata_after(prepared: Prepared, rounds: int = 1) -> View:
-    """Run some rounds without a run folder, and return the strata after them.
+    """Run some rounds without a run folder, and return the client sampler's strata (client groups) after them.
 
     Args:
         prepared: The experiment.
@@ -69,7 +69,7 @@ def strata_after(prepared: Prepared, rounds: int = 1) -> View:
 
 
 def strata_of_folder(folder: Path) -> View:
-    """Return the strata at the last checkpoint of a run.
+    """Return the strata (client groups) of a run's client sampler, as they are in the run's last checkpoint.
 
     Raises:
         SpecError: The folder does not contain a run, or the run's client sampler does not use strata.
@@ -84,7 +84,7 @@ def strata_of_folder(folder: Path) -> View:
 
 
 def strata_of(prepared: Prepared, state: Any, round: int) -> View:
-    """Return the strata that a method's state contains.
+    """Return the strata (client groups) that the state of a method's client sampler contains.
 
     Args:
         prepared: The experiment.

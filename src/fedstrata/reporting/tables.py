@@ -30,7 +30,7 @@ class Row:
         cells: A mapping from the key of each measure to its estimate.
         stuck: The number of runs in which the server could use none of the clients' replies, from the start or from
             some later round to the end.
-        kept: A text that says which model the runs kept, see ``kept``; None if they kept that of the last round.
+        kept: A text that says which round's model the runs saved at their end, see ``kept``; None for the last round.
         at_once: The keys ``rounds_to_T`` of default targets T that all runs reached in their first evaluated round.
     """
 
@@ -77,7 +77,7 @@ MEASURES = {
     "bytes_down": Measure("MB down", 1e-6, 1),
     "seconds": Measure("seconds", 1, 1),
 }
-"""The columns of every table. The columns of targets are inserted before ``samples``.
+"""The columns of every table. For each target accuracy T, a column ``rounds_to_T`` is inserted before ``samples``.
 
 If the primary metric is not the accuracy, its final and best values come first, and the best accuracy has no column.
 """
@@ -134,9 +134,9 @@ def primary(runs: Mapping[str, Sequence[History]]) -> str:
 
 
 def kept(members: Sequence[History]) -> str | None:
-    """Return a text that says which model the runs kept, such as ``round of the best validation auroc``.
+    """Return a text that says which round's model all runs saved, such as ``round of the best validation auroc``.
 
-    It is empty if some run kept another model, and None if all runs kept the model of the last round.
+    It is None if all runs saved the model of the last round, and empty if a run saved that of yet another round.
     """
     members = [history for history in members if history.saved is not None]
     if not members:
@@ -272,10 +272,12 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_kept(models: Mapping[str, str | None]) -> list[str]:
-    """Return a sentence that says which models final values describe; an empty list if all are of the last round.
+    """Return a list with one sentence about labels whose final values do not describe the model of the last round.
+
+    The list is empty if there is no such label.
 
     Args:
-        models: The result of ``kept`` for each label.
+        models: For each label, the result of ``kept``: a text that says which round's model its runs saved.
 
     >>> of_kept({"a": "round of the best validation auroc", "b": None})
     ['Final values of a are those of the saved model (round of the best validation auroc).']
@@ -288,7 +290,7 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
-    """Return a sentence about the runs that are stuck (see ``Row.stuck``); an empty list if there are none.
+    """Return a list with one sentence about the runs that are stuck (see ``Row.stuck``); empty if there are none.
 
     Args:
         stuck: A mapping from each label to its number of runs whose clients' replies could not be used.
@@ -381,8 +383,8 @@ def markdown_row(cells: Iterable[str]) -> str:
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return a dict for JSON per row: ``label``, ``seeds``, and ``mean``, ``sd`` and ``n`` of each measure.
 
-    If some runs of a label are stuck, ``stuck`` is their number. If final values do not describe the model of the last
-    round, ``kept`` says which model they describe.
+    If the server could use no reply at all in some runs of a label, or none from some round on, ``stuck`` is the number
+    of these runs. If final values do not describe the model of the last round, ``kept`` names the round of the model.
     """
     return [
         {"label": row.label, "seeds": row.seeds}

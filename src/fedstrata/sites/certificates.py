@@ -19,13 +19,13 @@ ROOT_DAYS = 3650
 renew them."""
 
 WARNED = timedelta(days=30)
-"""A party is warned if its certificate expires in less than this time."""
+"""The server, a site or the administrator is warned if its certificate expires in less than this time."""
 
 ROOT = "rootCA.pem"
 
 
 def key_pair(kit: Path) -> tuple[Path, Path]:
-    """Return the paths of a party's certificate and private key.
+    """Return the paths of the certificate and the private key of a party (the server, a site or the administrator).
 
     Args:
         kit: The party's folder.
@@ -41,7 +41,9 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
 
 
 def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]:
-    """Yield each problem of a party's certificates: whether it stops the party from taking part, and a description.
+    """Yield each problem with the certificates of a party (the server, a site or the administrator).
+
+    Each problem is a pair: True if the party cannot take part because of it, and a description.
 
     Args:
         kit: The party's folder.
@@ -91,11 +93,11 @@ def read(path: Path) -> Certificate:
 
 
 def renew(authority: Path, path: Path, days: int) -> datetime:
-    """Replace a certificate with a new one for the same party and key.
+    """Replace a certificate with a new one that has the same name and public key, but expires later.
 
     Args:
         authority: The folder with the root certificate and its private key.
-        path: The file of the old certificate, which is replaced. The party's private key is not needed.
+        path: The file of the old certificate, which is replaced. The private key of its owner is not needed.
         days: Days for which the new certificate is valid.
 
     Returns:
@@ -103,7 +105,7 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
 
     Raises:
         DataError: The folder or the old certificate cannot be read.
-        FedstrataError: The root in ``authority`` did not sign the old certificate.
+        FedstrataError: The root certificate in ``authority`` did not sign the old certificate.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -121,7 +123,7 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
         raise FedstrataError(f"{path} was not made by the root in {authority}: another federation's") from None
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), root.not_valid_after_utc)
-    begin = min(now, end) - timedelta(hours=1)  # so that it is valid at once where a clock is slow
+    begin = min(now, end) - timedelta(hours=1)  # so that it is valid at once on machines whose clock is slow
     new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), x509.random_serial_number(), begin, end)
     for extension in old.extensions:
         new = new.add_extension(extension.value, extension.critical)

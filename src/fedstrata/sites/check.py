@@ -30,7 +30,7 @@ CLOCKS = 60.0
 """A warning is given if this machine's clock and the server's differ by more than these seconds."""
 
 REFUSED = "Ask the administrator whether its certificate is valid and not revoked."
-"""The advice to a party that the server refuses."""
+"""The advice to a site or administrator whose connection the server refuses."""
 
 SECONDS = 10.0
 """Seconds within which the server must answer."""
@@ -40,7 +40,7 @@ class Finding(NamedTuple):
     """The result of a check.
 
     Args:
-        state: ``ok``, ``warning``, or ``problem``. A party with a problem cannot take part.
+        state: ``ok``, ``warning``, or ``problem``, because of which the server or site cannot start.
         text: The result in words.
     """
 
@@ -52,16 +52,16 @@ class Finding(NamedTuple):
 
 
 def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]:
-    """Check everything that a party needs to take part.
+    """Check everything that a party (the server, a site or the administrator) needs to take part.
 
     Args:
-        kit: The party's folder.
+        kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to connect to the server.
         data: Whether to read the site's data too. If not, a job that the policy refuses is only a warning and not a
-            problem, because the party may start for another job.
+            problem, because the site may start for another job.
 
     Raises:
-        FedstrataError: ``kit`` is not a party's folder.
+        FedstrataError: ``kit`` is not such a folder.
     """
     key_pair(kit)
     site = (kit / "startup" / "fed_client.json").exists()
@@ -96,7 +96,7 @@ def _settings(kit: Path) -> str:
 
 
 def _policy(kit: Path) -> str:
-    """Check that the policy can be read. Otherwise, an error in it would be noticed only when a job begins."""
+    """Check that the site's policy file can be read. Without this check, an error in it would stop the first job."""
     if not (kit / POLICY).exists():
         return f"policy: there is no {POLICY}, so the defaults apply: no job is approved"
     Policy.read(kit)
@@ -121,7 +121,7 @@ def _job(kit: Path) -> str:
 
 
 def _data(kit: Path) -> str:
-    """Check that the site's data fit the spec: compute the statistics that the server asks for before a run."""
+    """Check that the site's data fit the spec, by computing the statistics that the server asks for before a run."""
     from fedstrata.sites.data_schema import UnusableDataError, survey_of
     from fedstrata.sites.wire import Survey
 

@@ -27,7 +27,7 @@ ERROR = "error.json"
 
 
 RESULT = "fedstrata"
-"""The name of the run folder inside the result that NVFlare stores for a deployed job."""
+"""The name of the run folder inside the result folder that NVFlare stores for a job on real machines."""
 
 
 def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
 
     Args:
         folder: The folder of the job.
-        plans: The experiments that the job's server runs.
+        plans: The experiments that the job's server runs, one after another.
         specs: The spec of each plan as TOML. Each spec is written to its own file and not into the JSON, so that a site
             can review it, and NVFlare does not treat braces in it as placeholders.
     """

@@ -68,8 +68,8 @@ class UnusableDataError(DataError):
 def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = False) -> ClientContext:
     """Return the context (data, model and settings) that the clients of one site share.
 
-    The data come from the site's own file. In a run about data that the spec names, they come from these data, which
-    the spec's partition divides.
+    The data come from the site's own file. If the spec names a data set instead, the spec's partition divides that data
+    set among all clients.
 
     Args:
         begin: The server's first message, which describes the run.
@@ -172,7 +172,7 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
 
 
 def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Dataset, Assignment, Assignment | None]:
-    """Return a site's data set, the assignment of its training samples to clients, and that of its test samples.
+    """Return a site's data set, and the indices of each client's training samples and of each client's test samples.
 
     The third value is None if the file has no test samples, or if the spec holds out training samples for tests.
     """
@@ -209,7 +209,7 @@ def _public_errors() -> Iterator[None]:
 
 
 def _assigned_to(client: int, size: int, clients: int) -> Assignment:
-    """Return the assignment of all ``size`` samples to one client; the other clients have none."""
+    """Return the indices of each client's samples: ``client`` has all ``size`` samples, the other clients have none."""
     ends = np.zeros(clients + 1, dtype=np.int64)
     ends[client + 1 :] = size
     return Assignment(np.arange(size, dtype=np.int64), ends)
@@ -242,7 +242,9 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
 
 
 def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume: bool) -> Prepared:
-    """Return the experiment with data that are normalised with all sites' statistics. A new run asks sites for these.
+    """Return the experiment with data that are normalised with the statistics of all sites' training samples.
+
+    A new run asks the sites for these statistics.
 
     Args:
         prepared: The experiment, from ``prepare_server``.
@@ -266,7 +268,7 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
         replace_file(path, records.encode(engine.statistics))
         write_json(folder / FINGERPRINTS, engine.fingerprints)
     assert engine.statistics is not None
-    # A resumed run knows only the samples of all sites together.
+    # A resumed run does not know the number of samples of each site, only the total over all sites.
     most = engine.statistics.samples or MOST
     samples = [engine.most_samples.get(client, most) for client in range(prepared.config.clients)]
     config = dataclasses.replace(prepared.config, most_samples=np.array(samples, dtype=np.int64))

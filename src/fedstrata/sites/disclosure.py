@@ -40,8 +40,8 @@ class Declaration:
             sends none.
         own_data: Whether sites bring their own data. If so, each site also sends a fingerprint of its file.
         conceals: The facts about clients that the method keeps private.
-        extremes: Whether the statistics contain minimum and maximum values, each of which reveals a single sample.
-        privacy: The spec's privacy settings: the smallest number of samples behind an answer.
+        extremes: Whether the statistics contain minimum and maximum values; each is the value of a single sample.
+        privacy: The spec's privacy settings: the smallest number of samples from which an answer is computed.
     """
 
     job: str

@@ -33,10 +33,10 @@ class NVFlareEngine(Engine):
     Args:
         config: The settings that server and clients share.
         messenger: Sends messages to the sites.
-        sums: Adds up tensors over the sites, for clients that compute together as a group.
+        sums: Adds up tensors over the sites, for methods whose clients add up tensors during their work.
         spec: The experiment as TOML.
         run: The name of the run, under which the sites store their clients' states.
-        direct: Whether the model of a relay goes from site to site. If not, it returns to the server after each hop.
+        direct: Whether a relay's model goes from site to site. If not, it returns to the server after each client.
         log_heads: A file to which the heads (last checksums) of the sites' ledgers are written after each round;
             optional.
     """
@@ -103,7 +103,8 @@ class NVFlareEngine(Engine):
         Args:
             bodies: A mapping from each site to the message for it.
             kind: The expected class of the answers.
-            check: Is called with a site and its answer; raises a ``FedstrataError`` if the answer cannot be used.
+            check: A function that is called with a site and its answer, and raises a ``FedstrataError`` if the answer
+                cannot be used.
 
         Returns:
             A mapping from each site that can take part to its answer.
@@ -195,7 +196,7 @@ class NVFlareEngine(Engine):
         refuse_random(self.config)
         excluded = self.directory.excluded
         if missing := [site for site in bodies if site in excluded]:
-            # A group's sums need terms of all its clients, so the clients at the other sites need not be asked.
+            # These clients add up tensors together. Without one of them, no sum is complete, so no client is asked.
             lost = {client: Failure(excluded[site]) for site in missing for client in self._asked[site]}
             others = Failure("another of the group is absent", bystander=True)
             return {client: lost.get(client, others) for client in requests}
@@ -214,7 +215,7 @@ class NVFlareEngine(Engine):
             self.sums.close(group)
 
     def _bodies(self, requests: Requests, group: str, places: Mapping[ClientId, int]) -> dict[str, Message]:
-        """Return the message to each site. A request that several of its clients share is contained only once."""
+        """Return the message to each site with the requests to its clients; equal requests are contained only once."""
         exchange, bodies = self.messenger.next_exchange(), dict[str, Message]()
         for site, clients in self._asked.items():
             shared = {key: place for place, key in enumerate(dict.fromkeys(requests.which[each] for each in clients))}
@@ -261,7 +262,7 @@ class NVFlareEngine(Engine):
         return SiteRelay(self.messenger, self._relays, weights)
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Tell each site with its next message which of its clients' answers count."""
+        """Let the next message to each site say which of its clients' answers the server used."""
         counted = set(accepted)
         for site, clients in self._asked.items():
             ack = Commit(self.messenger.exchange, [client for client in clients if client in counted])

@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")
 LONGEST_NAME = 64
 """The largest number of characters of a name in a certificate."""
 RESERVED = ("server", "admin", "authority", "result")
-"""Names that no site may have, because other folders in the folder of a deployment have them."""
+"""Names that no site may have, because ``fedstrata deploy`` makes other folders with these names beside the sites'."""
 
 
 class SiteEntry(Setting):
@@ -70,8 +70,8 @@ class Sites(Setting):
         least: Fewest sites that must answer, before the first round and in every round.
         fewer: What to do when fewer than ``least`` sites answer: ``wait`` until enough answer again, ``abort`` the run,
             or ``go-on`` with fewer.
-        relay: The way of a model that clients train in turn. ``direct``: from site to site, encrypted from end to end.
-            ``server``: back to the server after every client.
+        relay: How a model that clients train in turn gets to the next client. ``direct``: from site to site, encrypted
+            from end to end. ``server``: back to the server after every client.
         days: Days that the certificates are valid.
         server: The server.
         own_data: Whether each site is one client with its own data, which the spec's ``[data]`` describes. If not, the

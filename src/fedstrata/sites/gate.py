@@ -25,8 +25,8 @@ heartbeats are checked too."""
 class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """Lets NVFlare check names against the server's list: at registration, at each heartbeat and when a job arrives.
 
-    NVFlare verifies a party's name with its certificate only in one place, just after it asks whether the name is
-    disabled. Our list answers that question. In other places, a party could give a false name.
+    NVFlare compares the name that a connecting site states with its certificate only in one place, just after it asks
+    whether the name is disabled. Our list answers that question. In other places, a site could state a false name.
 
     Args:
         records: The folder of NVFlare's records, which is in the server's folder.
@@ -47,7 +47,7 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             refuse_clients(fl_ctx, self.refuses, partial(self._refuses, names=self._members.names()))
 
     def refuses(self, name: str) -> bool:
-        """Return True if a party of this name may not connect."""
+        """Return True if a site or administrator of this name may not connect."""
         return self._refuses(name, self._members.names())
 
     def _refuses(self, name: str, names: list[str] | None) -> bool:

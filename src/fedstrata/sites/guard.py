@@ -51,12 +51,12 @@ def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool)
 
 
 def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bool) -> None:
-    """Refuse a spec that names data or files at a party (a site, or the server) that are not in its catalog.
+    """Refuse a spec that names data sets or files which this machine (a site or the server) does not allow.
 
     Args:
         table: The spec as parsed TOML.
-        catalog: The data sets and files that the party allows.
-        data: Whether to check the name of the data set too, because the party reads the data that the spec names.
+        catalog: The data sets and files that this machine allows.
+        data: Whether to check the name of the data set too, because this machine reads the data that the spec names.
 
     Raises:
         RuleError: The spec names data or a file that is not in the catalog.
@@ -214,7 +214,7 @@ class Quota:
 
     @property
     def survey(self) -> bytes | None:
-        """The encoded answer to this job's ``Survey`` (which asks for statistics of the data); None if not sent yet."""
+        """The encoded answer to this job's ``Survey`` (a question for statistics of the data); None if not sent yet."""
         return self._survey.read_bytes() if self._survey.exists() else None
 
     @survey.setter
@@ -231,7 +231,7 @@ class Quota:
 
 
 REPEATS = 3
-"""How often a request may be repeated to clients whose group (clients that compute together) failed. There is a limit,
+"""How often a request may be repeated to clients that add up tensors together, if one of them failed. There is a limit,
 because terms of sums may leave the site each time."""
 
 Position = tuple[int, int]
@@ -248,8 +248,9 @@ class Match:
         number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.
         position: The position of the run once the request is answered.
-        digests: The hashes of all forms in which the request may be repeated to a group; empty without a group.
-        again: Whether the client, as a member of a group, already got this request, so that it is now repeated.
+        digests: The hashes of all variants with which the request may be repeated if clients that add up tensors
+            together failed; empty if each client answers on its own.
+        again: Whether the client already got this request, and gets it again because another client failed.
     """
 
     client: ClientId
@@ -265,7 +266,7 @@ class Guard:
     """Decides which requests the clients of one site may answer in a run, and counts them.
 
     Args:
-        declaration: What the job declares.
+        declaration: Everything that the job may ask.
         policy: The site's policy; None if the site has none.
         quota: The counts of what the job has used at the site so far.
         round: The last finished round; 0 for a new run.
@@ -298,7 +299,7 @@ class Guard:
             client: The client that is asked.
             request: The request.
             relay: Whether the request comes with a model that goes from client to client.
-            together: Whether the client must answer as a member of a group.
+            together: Whether the client must answer together with other clients, with which it adds up tensors.
 
         Returns:
             The request and the entry of the declaration that allows it; None if the job has no declaration.
@@ -354,10 +355,10 @@ class Guard:
             self._orders[match.client, rule.order].answered(match.request, reply)
 
     def begin_exchange(self) -> None:
-        """Count a message with questions to clients (an exchange), or with a task of a relay.
+        """Count a message that asks clients questions, or lets a client train a model that travels between clients.
 
         Raises:
-            RuleError: The job has used all exchanges that the policy allows.
+            RuleError: The job has sent as many such messages as the policy allows.
         """
         with self.quota.lock:
             if self.policy is not None and self.quota.exchanges >= self.policy.exchanges:
@@ -379,13 +380,19 @@ class Guard:
             self.quota.bytes = total
 
     def save(self, round: int) -> None:
-        """Save the quota when clients' states are stored; raise ``RuleError`` if the job does not have the round."""
+        """Write the counts of what the job has used, at the same time as the clients' states.
+
+        Raises:
+            RuleError: The round is larger than the job's number of rounds.
+        """
         if not 0 <= round <= self.declaration.rounds:
             raise RuleError("rounds", f"round {round}; accepted: 0 to {self.declaration.rounds}")
         self.quota.save()
 
     def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
-        """Refuse a hop (a client's training in a relay) that would show the server a model that goes from site to site.
+        """Refuse a hop that would show the server a model that must go from site to site.
+
+        In a hop, one client trains the model, which then goes to the next client. All hops together are a relay.
 
         Args:
             relay_id: The id of the relay.
@@ -402,7 +409,10 @@ class Guard:
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:
-        """Refuse all later hops of a relay whose model the server has fetched, if ``policy.relay`` is ``direct``."""
+        """Refuse further training in a relay whose model the server has fetched, if ``policy.relay`` is ``direct``.
+
+        In a relay, one model travels from client to client, and each client trains it.
+        """
         if self.policy is not None and self.policy.relay == "direct":
             self._relay_over = relay_id
 
@@ -455,7 +465,7 @@ class Guard:
         return position
 
     def _refuse_early(self, match: Match) -> None:
-        """Refuse a request until its client has answered the request that its rule names in ``after``.
+        """Refuse a request until its client has answered the earlier request that ``RequestRule.after`` names.
 
         The earlier request replaces labels by other ids, which later requests use. A client must answer it again if its
         site lost the checkpoint.
@@ -483,9 +493,10 @@ class Guard:
             raise RuleError("repeat", f"{allowed.label} once more; accepted: {allowed.times} time(s) {when}")
 
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:
-        """Return the ``Order`` checks for a request and for the request that may be inside it, each with its request.
+        """Return pairs of an ``Order`` and a request: for the request, and for another one that it may contain.
 
-        A repeated request is not checked again, but the new request around it is. New checks are stored with ``keep``.
+        An ``Order`` checks the sequence of requests. If the inner request was already answered, only the outer one is
+        checked. With ``keep``, new ``Order`` objects are stored.
         """
         orders: list[tuple[Order, Any]] = []
         allowed: Allowed | None = match.allowed

@@ -44,11 +44,11 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 FETCH = 10.0
-"""Seconds within which another site must begin to send a relay's model, before it is asked again."""
+"""Seconds within which another site must begin to send the model that it trained; after these, it is asked again."""
 
 
 class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
-    """The server of a job, which runs one experiment after another.
+    """The component at the server, which runs the experiments of a job one after another.
 
     Args:
         plans: The experiments. Each is a table of the fields of a ``JobSpec``, because a job's configuration is JSON.
@@ -172,7 +172,7 @@ def _caller(site: Any, end: JobEnd) -> Call:
 
 
 def _settings(root: Path) -> SiteSettings:
-    """Read a party's settings, and adapt ``sys.path``.
+    """Read the settings of the server or a site from its folder, and adapt ``sys.path``.
 
     In a deployment, the folder in which NVFlare unpacks jobs is removed from the path, so that their code is not
     imported.
@@ -186,7 +186,7 @@ def _settings(root: Path) -> SiteSettings:
 
 
 class Site:
-    """The part of a job that runs at a site. The site's settings are in its folder."""
+    """The component at a site, which answers the server's messages. The site's settings are in its folder."""
 
     def __init__(self) -> None:
         bound_growth()

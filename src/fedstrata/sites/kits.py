@@ -1,4 +1,7 @@
-"""Change NVFlare's start-up kits (the parties' folders): make them private and movable, and their logs short."""
+"""Change NVFlare's start-up kits: make them private and movable, and their logs short.
+
+A kit is the folder of one party (the server, a site or the administrator) with its certificate, settings and scripts.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ from fedstrata.sites.nvflare_workarounds import adapt_script
 RESOURCES = Path("local") / "resources.json"
 LOGGING = Path("local") / "log_config.json"
 RECORDS = "records"
-"""The folder in a server's kit with NVFlare's records of jobs."""
+"""The folder with NVFlare's records of jobs, in the server's folder."""
 
 _SAMPLES = ("local/privacy.json.sample", "startup/system_info.ipynb", "startup/readme.txt", "readme.txt")
-"""Files that are removed from kits. One of them is for NVFlare's privacy filters, which cannot read our messages."""
+"""Files of NVFlare that are removed. The first one is for its privacy filters, which cannot read our messages."""
 
 
 def finish(kit: Path) -> None:
-    """Adapt the scripts of a kit, remove files that are not used, and let only the owner read the kit.
+    """Adapt the scripts in a folder that NVFlare made, remove unused files, and let only the owner read the folder.
 
     Args:
-        kit: A party's folder.
+        kit: The folder of the server, a site or the administrator.
     """
     for sample in _SAMPLES:
         (kit / sample).unlink(missing_ok=True)
@@ -42,7 +45,7 @@ def close(folder: Path) -> None:
 
 
 def set_paths(kit: Path) -> None:
-    """Write the kit's current absolute path into its configuration, because NVFlare needs absolute paths."""
+    """Write the current absolute path of the folder ``kit`` into its configuration; NVFlare needs absolute paths."""
     path = kit / RESOURCES
     text = path.read_text(encoding="utf-8")
     resources = json.loads(text)
@@ -52,7 +55,7 @@ def set_paths(kit: Path) -> None:
 
 
 def _set_paths(node: Any, kit: Path) -> None:
-    """In nested dicts and lists, replace each path to NVFlare's records by the path inside this kit."""
+    """In nested dicts and lists, replace each path to NVFlare's records by the path inside the folder ``kit``."""
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in children:
         if isinstance(value, str) and f"/{RECORDS}/" in value:

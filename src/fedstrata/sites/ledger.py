@@ -70,12 +70,12 @@ class Entry:
         run: The hash of the spec.
         kind: The kind of the question.
         client: The id of the client; None for an answer of the site itself.
-        phase: The phase of the run; empty if it is not known.
+        phase: ``enrolment``, ``round`` or ``evaluation``; empty if it is not known.
         round: The round; None if the question does not belong to one.
         samples: The number of samples behind the answer.
         bytes: The size of the answer in bytes.
         epsilon: The privacy budget ε that the answer spent; None without local differential privacy.
-        refused: The rule by which the answer was refused; empty if it was not.
+        refused: The name of the limit because of which the site did not answer; empty if it answered.
         failed: The class name of the error that was raised instead of an answer; empty if there was an answer.
         to: The site that received the answer; empty for the server.
     """
@@ -160,7 +160,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check of a ledger.
+    """The result of a check whether a ledger is complete and unchanged.
 
     Args:
         entries: The entries before the first one that was changed.

@@ -30,7 +30,8 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
     """Serve the web page until the process is interrupted.
 
     Args:
-        folder: A party's folder or a run folder; see ``fedstrata.sites.status.source_of``.
+        folder: The folder of the administrator, the server or a site, or a run folder; see
+            ``fedstrata.sites.status.source_of``.
         port: The port; 0 for a free one.
         report: Is called with a text that contains the address of the page.
 

@@ -16,12 +16,12 @@ from fedstrata.spec.experiment import Experiment
 
 
 def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report: Report = print_lines) -> Path:
-    """Make the kits, start the server and the sites, submit the job, wait, fetch the run folder and shut down.
+    """Make the folders of server and sites, start both, submit the job, fetch the run folder, and shut down.
 
     Args:
         spec: The experiment.
         sites: The federation; the server's host must be ``localhost``.
-        out: The folder for the kits and the result; it must be empty or not exist.
+        out: The folder for these folders and the result; it must be empty or not exist.
         base_dir: The folder to which relative paths of data files refer.
         report: Is called with a line about each event.
 
@@ -55,7 +55,7 @@ class Processes:
             self.kill(name)
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        """Start the server or a site with the start script of its kit, and return the process."""
+        """Start the server or a site with the start script in its folder, and return the process."""
         folder = (self.out / name).absolute()
         environment = os.environ | {"FEDSTRATA_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
         with (folder / "console.txt").open("ab") as console:
@@ -64,5 +64,5 @@ class Processes:
         return self.running[name]
 
     def kill(self, name: str) -> None:
-        """Kill a party and its child processes with SIGKILL."""
+        """Kill the server or a site, and its child processes, with SIGKILL."""
         end(self.running.pop(name), 0)

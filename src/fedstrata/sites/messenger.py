@@ -104,8 +104,9 @@ class Messenger:
         Args:
             bodies: A mapping from each site to the message for it.
             kind: The expected class of the answers.
-            ended: Only for sites whose clients answer as a group: is called with a site and its answer, or error, as
-                soon as it arrives. Sites of a group are not asked again, because the other sites do not wait for them.
+            ended: Only given if the clients at these sites add up tensors together: a function that is called with a
+                site and its answer, or error, as soon as it arrives. A site that fails is then not asked again,
+                because the other sites do not wait for it.
         """
         self.directory.gather()
         outcomes = self.deliver(bodies, kind, ended)

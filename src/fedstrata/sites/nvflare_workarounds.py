@@ -1,7 +1,7 @@
 """Everything that depends on the internals of NVFlare. Each workaround names the version and the file of NVFlare.
 
 The rest of ``fedstrata.sites`` uses NVFlare's documented interfaces only (``nvflare.apis``, ``nvflare.collab``, the
-FLARE API, the files of a kit). Check every function here before you allow a new version of NVFlare.
+FLARE API, the files that it makes for each machine). Check every function here before you allow a new version.
 """
 
 from __future__ import annotations
@@ -284,7 +284,9 @@ def _kit_text(name: str) -> str:
 
 
 def adapt_script(name: str, text: str) -> str:
-    """Change a script of a kit so that it uses this Python, checks the kit first, and can be stopped at any time.
+    """Change a script in the folder (kit) that NVFlare makes for the server or a site.
+
+    The script then uses this Python, checks the folder before it starts NVFlare, and can be stopped at any time.
 
     NVFlare's ``stop_fl.sh`` asks for confirmation, and does nothing without a terminal. NVFlare's ``start.sh`` returns
     before the daemon has written its process id, so a stop immediately after it does not find the process.
@@ -299,8 +301,8 @@ def adapt_script(name: str, text: str) -> str:
     rest = rest.replace("python3 ", '"$FEDSTRATA_PYTHON" ')
     rest = rest.replace("\nSECONDS=0\n", f"{_kit_text('sub_start.sh')}SECONDS=0\n")
     rest = rest.replace("\n  $DIR/sub_start.sh &", _kit_text("start.sh").rstrip())
-    # Remove two steps of sub_start.sh: our part has already written daemon_pid.fl; and pid.fl must not be deleted,
-    # because with --once it contains the script's own process id.
+    # Remove two steps of sub_start.sh: the lines that we put before have already written daemon_pid.fl; and pid.fl must
+    # not be deleted, because with --once it contains the script's own process id.
     rest = rest.replace('\ncheck_daemon\n\necho $BASHPID > "$WORKSPACE/daemon_pid.fl"\n', "")
     rest = rest.replace('directly"\n  rm -f "$WORKSPACE/pid.fl"', 'directly"\n  rm -f')
     if name == "stop_fl.sh":

@@ -1,4 +1,4 @@
-"""A site's limits on jobs, which are read from ``policy.toml`` in the site's kit."""
+"""A site's limits on jobs, which are read from ``policy.toml`` in the site's folder."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FILE = Path("local") / "policy.toml"
 
 
 class RuleError(FedstrataError):
-    """A site refuses a job or a request because of a rule.
+    """A site refuses a job or a request because of one of its limits.
 
     Args:
-        rule: The name of the rule.
+        rule: The name of the limit, such as a key of ``Policy``.
         reason: What is refused, and what is accepted.
     """
 
@@ -52,10 +52,10 @@ class Policy(Setting):
             (``within-policy``).
         approved: Hashes of specs, as ``fedstrata asks`` prints them. ``fedstrata approve`` adds a hash.
         methods: Names of the methods that may run. Default: all methods that declare their questions.
-        min_samples: Fewest samples behind anything that leaves the site: a part of Stratify's batch, an update, a
-            prototype, a count. A spec may require more.
-        below: What happens to a part of Stratify's batch with fewer samples: ``hold-back`` merges it into a later part,
-            ``refuse`` does not answer. Other questions about fewer samples are never answered.
+        min_samples: Fewest samples from which anything that leaves the site is computed: a gradient for a batch of
+            Stratify, an update, a prototype, a count. A spec may require more.
+        below: The behaviour of a client that has fewer samples in a batch of Stratify: ``hold-back`` uses them in a
+            later batch, ``refuse`` does not answer. Other questions about fewer samples are never answered.
         rounds: Most rounds of a job.
         exchanges: Most messages with questions or tasks that the site answers for a job.
         megabytes: Most megabytes of all answers to a job.
@@ -67,8 +67,8 @@ class Policy(Setting):
             on the data, and for questions that fail, because an error reveals something too.
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether sample counts may leave the site only under local differential privacy.
-        relay: The way of a model that clients train in turn. ``direct``: from site to site, so that the server sees
-            only the final model. ``server``: the server may see the model after every client.
+        relay: How a model that clients train in turn gets to the next client. ``direct``: from site to site, so that
+            the server sees only the final model. ``server``: the server may see the model after every client.
     """
 
     jobs: Literal["approved", "within-policy"] = "approved"
@@ -92,7 +92,7 @@ class Policy(Setting):
             asked: The declaration of everything that the job asks.
 
         Raises:
-            RuleError: The job is refused. The message gives the rule, the job's value and the accepted values.
+            RuleError: The job is refused. The message gives the limit, the job's value and the accepted values.
         """
         if self.jobs == "approved" and asked.job not in self.approved:
             raise RuleError("policy.approved", f"job {asked.job} is not approved; {_remedy(asked.job)}")

@@ -16,7 +16,7 @@ from fedstrata.base.jsonl import write_json
 LOG = logging.getLogger(__name__)
 
 STATUS = Path("fedstrata") / "status.json"
-"""The file in a party's folder with the progress of a run as this party sees it."""
+"""The file, in the folder of the server or of a site, to which it writes the progress of a run as it sees it."""
 
 FEDSTRATA = "fedstrata"
 """The key of our table in the answer of NVFlare's command ``show_stats``."""
@@ -163,7 +163,7 @@ class Progress:
 
 
 class SiteProgress:
-    """The progress of a site's part of a run, which is written to the site's folder.
+    """The progress of one site's work in a run, which is written to the site's folder.
 
     Args:
         path: The file to which it is written.
@@ -220,7 +220,7 @@ def headline(table: Mapping[str, Any]) -> str:
 
 
 def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
-    """Return the progress as lines of text: of a run, with a line about each site; or of one site's part of it.
+    """Return the progress as lines of text: of a run, with a line about each site; or of one site's work in it.
 
     Args:
         table: The progress, as the server or the site wrote it.
@@ -248,7 +248,7 @@ def _site_lines(table: Mapping[str, Any], quiet: str) -> list[str]:
 
 
 def _disk_lines(table: Mapping[str, Any]) -> list[str]:
-    """Return a warning if the disk of a party's folder is full, because the progress that is shown may then be old."""
+    """Return a warning if the disk of the server or site is full, because the shown progress may then be old."""
     free = table.get("disk_free", math.inf)
     if free >= DISK_FULL:
         return []

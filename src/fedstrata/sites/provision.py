@@ -1,4 +1,7 @@
-"""Make the certificates, start-up kits and the job of a federation, with one folder (kit) for each party."""
+"""Make the job of a federation, and a folder for the server, each site and the administrator.
+
+A folder contains a certificate, settings and start scripts. NVFlare calls it a start-up kit.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,10 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
 
 
 def _certify(sites: Sites, out: Path) -> None:
-    """Make the parties' kits with NVFlare. This runs in a separate process, because NVFlare changes global state."""
+    """Let NVFlare make certificates and start scripts in a folder for each party (server, site, administrator).
+
+    This runs in a separate process, because NVFlare changes global state.
+    """
     clients = [{"name": name, "type": "client", "org": "fedstrata"} for name in sites.site]
     server = {"name": sites.server.host, "type": "server", "org": "fedstrata", "fed_learn_port": sites.server.port}
     admin = {"name": USER, "type": "admin", "org": "fedstrata", "role": "lead"}
@@ -136,14 +142,15 @@ def _certify(sites: Sites, out: Path) -> None:
             raise FedstrataError(f"NVFlare cannot make the start-up kits: {(done.stdout + done.stderr).strip()}")
         for kit, name in [(sites.server.host, SERVER), (USER, ADMIN), *((name, name) for name in sites.site)]:
             shutil.move(kits / kit, out / name)
-        # The root's private key is needed to renew certificates, so it is kept. The parties' keys are in their folders.
+        # The root's private key is needed to renew certificates, so it is kept. All other private keys are only in the
+        # folders of their owners.
         state = json.loads((root / "kits" / sites.federation / "state" / "cert.json").read_text(encoding="utf-8"))
         (out / "authority").mkdir()
         write_json(out / "authority" / "cert.json", {key: state[key] for key in ("root_cert", "root_pri_key")})
 
 
 def _write_settings(folder: Path, settings: SiteSettings) -> None:
-    """Write a party's settings, and settings of NVFlare, such as the allowed classes and the administrator's rights."""
+    """Write the settings of the server or a site, and NVFlare's settings, such as the classes that jobs may name."""
     (folder / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")
     local = folder / LOCAL.parent
     text = (local / "resources.json.default").read_text(encoding="utf-8")
@@ -183,7 +190,7 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
 
 
 def _described(spec: Experiment) -> str:
-    """Describe in words the data file that a site must have."""
+    """Describe in words, for a site's README, the data file that the site must have."""
     schema, data = spec.data.schema, spec.data
     if schema is None:
         shape, last = list(data.shape or ()), (data.classes or 1) - 1

@@ -32,13 +32,13 @@ def reply_of(outcome: object, request: Request) -> Reply | Failure:
 
 @dataclass
 class _Hop:
-    """A hop that counts: one client's training of the travelling model, which the server accepted.
+    """One client's training of the travelling model (a hop), if the server accepted it.
 
     Args:
         site: The site of the client.
         client: The id of the client.
         outcome: The client's reply, or a ``Failure`` once the model that it trained is lost.
-        ticket: A secret with which the site of the next hop, and no other, can fetch the model after this hop.
+        ticket: A secret with which only the site of the next client can fetch the model.
     """
 
     site: str
@@ -64,7 +64,7 @@ class SiteRelay:
         self._site_of_client = messenger.directory.site_of_client
         self._hops: list[_Hop] = []
         self._trail: list[int] = []
-        """The indices of the hops whose model a site still keeps (the last hop of each site), in ascending order."""
+        """The index of each site's last hop, in ascending order. The site still keeps the model after this hop."""
         self._sites: set[str] = set()
         self._last: _Hop | None = None
 
@@ -96,7 +96,8 @@ class SiteRelay:
     def _send(self, site: str, client: ClientId, task: Request, ticket: str, base: int, weights: Weights | None) -> Any:
         """Send a task and return the site's answer.
 
-        The message contains the model if it is in ``weights``, and otherwise the site that has it after hop ``base``.
+        The message contains the model if ``weights`` is not None. If it is None, the message names the site that has
+        the model after hop ``base``, and the receiving site fetches the model from there.
         """
         holder, key = ("", "") if weights is not None else (self._hops[base].site, self._hops[base].ticket)
         exchange, number = self._messenger.next_exchange(), len(self._hops)
@@ -104,7 +105,7 @@ class SiteRelay:
         return self._messenger.ask(site, body, Hopped, Unmoved)
 
     def keep(self, accepted: bool) -> None:
-        """Let the last hop count if its reply is accepted; otherwise ignore the hop."""
+        """Go on with the model that the last client trained if its reply is accepted, otherwise with the one before."""
         if not accepted or self._last is None:
             return
         site, number = self._last.site, len(self._hops)
@@ -113,7 +114,7 @@ class SiteRelay:
         self._trail = [hop for hop in self._trail if self._hops[hop].site != site] + [number]
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the final model and the outcome of each hop; tell the sites which clients' hops do not count."""
+        """Return the final model and the outcome of each accepted hop; tell sites which clients' hops do not count."""
         weights = self._weights
         while self._trail:
             base = self._trail[-1]
@@ -140,7 +141,7 @@ class SiteRelay:
     def _lose(self, base: int, reason: str) -> None:
         """Record that the model after hop ``base`` is lost.
 
-        The hops after the newest model that a site still has do not count any more.
+        The run goes on with the newest model that a site still has; hops after that model do not count any more.
         """
         self._trail.remove(base)
         since = self._trail[-1] if self._trail else -1

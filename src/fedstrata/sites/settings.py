@@ -1,4 +1,4 @@
-"""The description of an experiment for the server of a job, and the settings of each party (the server or a site)."""
+"""The description of an experiment for the server of a job, and the settings of the server and of each site."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedstrata.sites.directory import Fewer
 from fedstrata.spec.experiment import read_toml, with_location
 
 LOCAL = Path("local") / "fedstrata.toml"
-"""The file with a party's settings, in the party's folder; it is never part of a job."""
+"""The file with the settings of the server or a site, in its folder; it is never part of a job."""
 
 USER = "admin@fedstrata.local"
 """The user name of the administrator, who may only submit jobs, watch them and fetch their results."""
@@ -103,12 +103,12 @@ class SiteSettings(Setting):
     """The settings of a party (a site or the server), which are read from ``local/fedstrata.toml`` in its folder.
 
     Args:
-        data: The party's data file; None if the spec names the data.
+        data: The data file of the site or the server; None if the spec names the data.
         keys: The folder with the keys that all sites share to mask labels; never set at the server.
         patience: Seconds that the site waits for the server or another site.
         secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them; this
             needs certificates.
-        states: The folder of the clients' states. Default: inside the party's folder.
+        states: The folder of the clients' states. Default: a folder inside the site's own folder.
         allow: Top-level packages, installed on this machine, from which a spec may name ``module:Class``.
         catalog: Data sets and files of this machine that a spec may name, in addition to scikit-learn's data sets.
         tells: Whether the server may see metrics on this site's own samples (``evaluation.client_test``). It sees sums
@@ -138,7 +138,7 @@ class SiteSettings(Setting):
 
     @classmethod
     def read(cls, root: Path) -> SiteSettings:
-        """Read the settings from a party's folder; return the defaults if it has no settings file.
+        """Read the settings from the folder of the server or a site; return the defaults if it has no settings file.
 
         Raises:
             SpecError: The file is not TOML, a key is unknown or a value is wrong; the message names the line.

@@ -48,14 +48,14 @@ LARGEST_ANSWER = 256 << 20
 """Most bytes of answers in one message. A single answer that is larger is sent in a message of its own."""
 
 SERVER = "server"
-"""The name of the server as a caller. It may ask all questions; other sites may only fetch the model of a relay."""
+"""The name of the server as a sender. It may ask all questions; other sites may only fetch a model that was trained."""
 
 HARMLESS = (
     *(FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError),
     *(UnusableDataError, RuleError),
 )
-"""Errors whose text the server and other sites may read. It is about their own messages or the spec, or it only names
-the column and the rule that data violate."""
+"""Errors whose text the server and other sites may read. It is about their own messages or the spec, or it only names a
+column, and the requirement that its values violate."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__)
 """Questions before the first round. Their failures are written to the ledger too, because a failure reveals that the
@@ -152,7 +152,7 @@ class SiteServer:
         return records.encode(answer)
 
     def note(self, kind: str, **about: Any) -> None:
-        """Add an entry about a question, to be written before the answer leaves. ``about``: fields of ``Entry``."""
+        """Make a ledger entry about a question, with the fields ``about``; it is written before the answer leaves."""
         if self.ledger is not None:
             run = "" if self._run is None else self._run.guard.declaration.job
             run = self._asking if kind in BEGINNINGS else run
@@ -160,9 +160,10 @@ class SiteServer:
                 self._entries.append((threading.get_ident(), Entry(**{"run": run, "kind": kind, **about})))
 
     def _mark(self, **outcome: Any) -> None:
-        """Mark this thread's entries as refused or failed, because their answers do not leave.
+        """Mark this thread's new ledger entries as refused or failed, because their answers do not leave the site.
 
-        If terms of a sum are among them, nothing is marked, because the terms have left and depend on all its clients.
+        If one of them is about the terms of a sum, nothing is marked: these have left the site already, and depend on
+        the data of all its clients.
         """
         me = threading.get_ident()
         with self._noting:
@@ -175,7 +176,7 @@ class SiteServer:
                     self._entries[place] = me, dataclasses.replace(entry, **outcome)
 
     def _write_ledger(self) -> str:
-        """Write the entries to the disk, and return the head of the ledger; empty without a ledger."""
+        """Write the new entries to the ledger, and return its head (see ``Head``); empty without a ledger."""
         if self.ledger is None:
             return ""
         with self._noting:
@@ -187,7 +188,7 @@ class SiteServer:
         """Add a refusal to the log and the ledger.
 
         Args:
-            error: The error, which contains the rule and the reason.
+            error: The error, which contains the name of the limit and the reason.
             what: The kind of the question.
             caller: The name of the sender of the question.
             client: The client that was asked; None if the site itself was asked.
@@ -447,7 +448,10 @@ class SiteRun:
         return self._next_answers()
 
     def _send_part(self, part: bytes) -> object:
-        """Send this site's encoded terms of a group's sum to the server. Their bytes count like those of an answer."""
+        """Send the server the encoded tensors that this site adds to a sum over several sites, and return the total.
+
+        Their bytes count like those of an answer.
+        """
         try:
             self.guard.leave(len(part))
         except RuleError as error:
@@ -459,7 +463,10 @@ class SiteRun:
     def _allowed(
         self, requests: Mapping[ClientId, Request], *, together: bool
     ) -> tuple[dict[ClientId, Request], dict[ClientId, Any]]:
-        """Return the requests that may be answered, and a refusal of each other one. A group is refused as a whole."""
+        """Return the requests that may be answered, and a refusal of each other one.
+
+        With ``together``, the clients add up tensors together, so either all requests are answered or none.
+        """
         allowed: dict[ClientId, Request] = {}
         refused: dict[ClientId, Any] = {}
         self._matches = {}
@@ -516,7 +523,7 @@ class SiteRun:
         return wire.Answers(answers, len(self._unsent))
 
     def hop(self, hop: wire.Hop) -> wire.Hopped | wire.Unmoved:
-        """Let a client train the travelling model of a relay, and return its reply."""
+        """Let a client train the model that travels from client to client (a relay), and return its reply."""
         self._next(hop.exchange)
         task = self._request(hop.client, hop.task)
         if hop.back and hop.weights is None:
@@ -590,10 +597,10 @@ class SiteRun:
 
 @dataclass(frozen=True)
 class HopResult:
-    """The result of a hop: one client's training of a relay's model.
+    """The result of a hop, in which one client trains the model that travels from client to client.
 
     Args:
-        hop: The index of the hop in its relay.
+        hop: The index of the hop.
         ticket: The secret with which the next site can fetch the model.
         weights: The model after the hop.
         client: The id of the client.
@@ -610,7 +617,10 @@ class HopResult:
 
 
 class RelayLeg:
-    """A site's part of a relay. The new states of its clients are stored only when the relay ends."""
+    """A site's work in a relay, in which one model travels from client to client and each client trains it.
+
+    The new states of the site's clients are stored only when the relay ends.
+    """
 
     def __init__(self, number: int, context: ClientContext, store: StateStore) -> None:
         self.number, self._context, self._store = number, context, store
@@ -633,14 +643,14 @@ class RelayLeg:
         return reply, client.n_contributing
 
     def keep(self, ack: wire.HopCommit) -> None:
-        """Let the last result count, if it is the one that the server acknowledges."""
+        """Note that the last client's result counts, if it is the one that the server acknowledges."""
         new = self._new
         if ack.relay_id == self.number and new is not None and new.hop == ack.hop:
             self._states[new.client] = new.state
             self._kept, self._new = new, None
 
     def end(self, ack: wire.RelayEnd) -> None:
-        """Store the states of the clients whose results count, and delete the model."""
+        """Store the new states of the clients whose results count, and forget the travelling model."""
         if ack.relay_id != self.number:
             return
         for client, state in self._states.items():

@@ -1,6 +1,8 @@
-"""Prepare the start of a party; a kit's start script runs ``python -m fedstrata.sites.start KIT [--verbose]``.
+"""Prepare the start of NVFlare at the server or a site; KIT is the folder with its certificate, settings and scripts.
 
-``start.sh`` runs it twice: first in the foreground with ``--check``, then in the background with ``--checked``.
+The script ``start.sh`` in this folder runs ``python -m fedstrata.sites.start KIT [--verbose]`` twice: first in the
+foreground with ``--check``, which only prints problems; then in the background with ``--checked``, which does not check
+again.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from fedstrata.sites.kits import close, configure_logging, set_paths
 
 
 def checked_kit(kit: Path) -> int:
-    """Print the problems and warnings of a kit, and return the exit code: 0 if the party may start."""
+    """Print what is wrong in the folder of the server or a site, and return the exit code: 0 if it may start."""
     findings = [each for each in check(kit, server=False, data=False) if each.state != "ok"]
     for each in findings:
         print_lines(f"fedstrata: {each}")
@@ -22,15 +24,15 @@ def checked_kit(kit: Path) -> int:
 
 
 def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
-    """Check a kit. If the party may start, prepare the kit: set its paths, logging and file permissions.
+    """Check the folder of the server or a site. If it may start, set the folder's paths, logging and permissions.
 
     Args:
-        kit: A party's folder.
+        kit: The folder.
         verbose: Whether NVFlare logs everything, not only errors.
-        checked: Whether the kit has just been checked, so that the check is skipped.
+        checked: Whether the folder has just been checked, so that the check is skipped.
 
     Returns:
-        The exit code: 0 if the party may start.
+        The exit code: 0 if the server or site may start.
     """
     if not checked and checked_kit(kit):
         return 1

@@ -34,7 +34,7 @@ class Source:
     """A place from which the progress of a run is read.
 
     Args:
-        table: Returns the progress of the run, or of a site's own part; None without a run. If the server does not
+        table: Returns the progress of the run, or of a site's work in it; None without a run. If the server does not
             answer, the table has only the key ``away`` with the reason. If a job was submitted and its run has not
             reported yet, the table has only the key ``waiting`` with the status of the job.
         result: Returns the run folder once the run is over, otherwise None.
@@ -70,10 +70,10 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
 
 
 def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
-    """Print the progress of a run, or of a party's own part of it.
+    """Print the progress of a run, or of one site's work in it.
 
     Args:
-        folder: A party's folder or a run folder; see ``source_of``.
+        folder: The folder of the administrator, the server or a site, or a run folder; see ``source_of``.
         watch: Whether to repeat this every two seconds until the run is over. A terminal is updated in place.
         as_json: Whether to print the progress as JSON.
 

@@ -1,4 +1,4 @@
-"""Stop a party; a kit's stop script runs ``python -m fedstrata.sites.stop KIT``."""
+"""Stop the server or a site: ``stop_fl.sh`` in its folder KIT runs ``python -m fedstrata.sites.stop KIT``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 PIDS = ("daemon_pid.fl", "pid.fl")
-"""Files in a kit with process ids: that of the script which restarts NVFlare, and that of NVFlare itself."""
+"""Files with process ids: that of the script which restarts NVFlare, and that of NVFlare itself."""
 
 GRACE = 10.0
 """Seconds that processes have to end after SIGTERM, before they are killed."""
@@ -18,13 +18,13 @@ ROUNDED = 60.0
 
 
 def stop(kit: Path) -> int:
-    """End the party of a folder and all its child processes, and wait for their end.
+    """End the process of the server or a site and all its child processes, and wait for their end.
 
     Args:
-        kit: The party's folder.
+        kit: The folder of the server or the site.
 
     Returns:
-        The exit code: 0, or 1 if the party was not running.
+        The exit code: 0, or 1 if the process was not running.
     """
     import psutil
 
@@ -66,12 +66,12 @@ def _running(path: Path) -> Any:
 
 
 def _began_after(process: Any, path: Path) -> bool:
-    """Return True if a process began after its id was written to the file: the file is about an earlier process."""
+    """Return True if a process began after its id was written to the file, so that the id meant an earlier process."""
     return bool(process.create_time() > path.stat().st_mtime + ROUNDED)
 
 
 def _is_of(process: Any, kit: Path) -> bool:
-    """Return True if the command line of a process contains a path to the kit or to its start script."""
+    """Return True if the command line of a process contains a path to the folder ``kit`` or to its start script."""
     import psutil
 
     with suppress(psutil.Error):

@@ -31,7 +31,7 @@ COMPLETED, ABORTED = "FINISHED:COMPLETED", "FINISHED:ABORTED"
 """NVFlare's statuses of jobs that are not submitted again. A job with any other FINISHED status may be."""
 POLL = 2.0
 TELL = 10.0
-"""Least seconds between two reports about rounds."""
+"""The shortest time between two reports about rounds, in seconds."""
 QUIET = 10.0
 """Seconds until a site that did not answer the administrator is asked again."""
 REJOIN = 20.0

@@ -1,4 +1,4 @@
-"""Sums over a group: clients at several sites that compute together, for example to normalise one batch over them all.
+"""Sums of tensors over a group of clients at several sites, for example to normalise one batch over all of them.
 
 For each sum, a site sends the terms of all its clients in one call, and receives the total.
 """
@@ -18,7 +18,7 @@ from fedstrata.sites.idempotency import RequestCache
 from fedstrata.sites.wire import Part, Refused, SiteRefusedError, Total, read
 
 SHARE = 0.4
-"""The members of a group wait for each other, at each sum, for this fraction of a site's patience."""
+"""At each sum, the clients wait for each other for this fraction of the seconds that a site has for its answer."""
 
 
 class Sums:
@@ -41,31 +41,31 @@ class Sums:
         self._caches: dict[tuple[str, str], RequestCache] = {}
 
     def open(self, group: str, places: dict[str, set[int]]) -> None:
-        """Begin a group.
+        """Begin to accept terms from a new group of clients that add up tensors together.
 
         Args:
             group: The name of the group.
-            places: A mapping from each site to the indices of its clients among the members.
+            places: A mapping from each site to the indices of its clients within the group.
         """
         with self._lock:
             self._groups[group] = LocalGroup(sum(map(len, places.values())), self.patience), places
 
     def abort(self, group: str, reason: str) -> None:
-        """Break a group: all its sums fail from now on."""
+        """Let all further sums of a group of clients fail."""
         with self._lock:
             entry = self._groups.get(group)
         if entry is not None:
             entry[0].abort(reason)
 
     def leave(self, group: str, site: str) -> None:
-        """Note that a site has answered, so that its clients will not take part in further sums."""
+        """Note that a site has sent its clients' answers, so that it will not send terms of further sums."""
         with self._lock:
             members, places = self._groups.get(group, (None, {}))
         if members is not None:
             members.leave(*places[site])
 
     def close(self, group: str) -> None:
-        """End a group."""
+        """Forget a group of clients, whose sums are all computed."""
         self.abort(group, "it is over")
         with self._lock:
             _, places = self._groups.pop(group, (None, {}))
@@ -73,7 +73,7 @@ class Sums:
                 self._caches.pop((group, site), None)
 
     def add_up(self, site: str, data: object) -> bytes:
-        """Return the answer to a site's ``Part``: the ``Total``, or ``Refused`` if the group is broken."""
+        """Return the answer to a site's ``Part`` (its terms of a sum): ``Total``, or ``Refused`` after ``abort``."""
         try:
             part: Part = read(data, Part)
             with self._lock:
@@ -91,11 +91,11 @@ class Sums:
 
 
 class SiteGroup(LocalGroup):
-    """The site's side of the sums: its clients, which run in threads, are a part of a larger group.
+    """The site's side of the sums: its clients run in threads, and add up tensors with clients at other sites.
 
     Args:
         group: The name of the group.
-        places: The indices of the site's clients among the members of the group.
+        places: The indices of the site's clients within the group.
         send: Sends an encoded ``Part`` to the server, and returns the answer.
         patience: Seconds within which the site must answer. A client waits for the others for ``SHARE`` of them.
     """

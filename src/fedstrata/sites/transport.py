@@ -124,7 +124,7 @@ class CollabTransport:
 
     Args:
         calls: A mapping from the name of each site to the function that calls it.
-        over: The exception that a call raises when the job is over.
+        over: The class of the exception that a call raises when the job is over.
         signal: An object like ``JobEnd``, whose ``triggered`` is True when the job is over.
         clock: Returns the time in seconds.
         struck: Returns whether a site was removed from the list of sites that may connect.

@@ -111,7 +111,7 @@ class Commit(Message):
 
 @record("HopCommit")
 class HopCommit(Message):
-    """An acknowledgement of a hop, which counts unless its model is lost later.
+    """An acknowledgement which says that a hop counts, unless its model is lost later.
 
     In a relay, one model travels from client to client, and each client trains it; one such step is a hop.
 
@@ -126,11 +126,11 @@ class HopCommit(Message):
 
 @record("RelayEnd")
 class RelayEnd(Message):
-    """An acknowledgement that ends a relay.
+    """An acknowledgement that ends a relay, in which a model travelled from client to client.
 
     Args:
         relay_id: The id of the relay.
-        void: The ids of the clients whose hops do not count.
+        void: The ids of the clients whose training of the model does not count.
     """
 
     relay_id: int
@@ -146,8 +146,8 @@ class Ask(Message):
         clients: The ids of the clients.
         requests: The different requests; often many clients share the same one.
         which: For each client, the index of its request in ``requests``.
-        group: The name of the group in which the clients answer together; empty if each answers separately.
-        places: The indices of these clients among the members of the group.
+        group: The name of the group of clients that add up tensors together; empty if each client answers separately.
+        places: The indices of these clients within the group.
     """
 
     exchange: int
@@ -164,7 +164,7 @@ class Failed(Message):
 
     Args:
         reason: A text that says why.
-        bystander: Whether the client failed only because another client of its group did.
+        bystander: Whether the client failed only because another client, with which it adds up tensors, failed.
         refused: Whether the site or the client refused to answer.
     """
 
@@ -210,7 +210,7 @@ class Hop(Message):
         client: The id of the client.
         task: The request to the client.
         holder: The site that has the model; empty if the model is in this message.
-        base: The index of the hop after which the holder has the model.
+        base: The index of the hop that produced the holder's model.
         weights: The model, if it is in this message.
         back: Whether the model returns to the server with the reply, and is not kept at the site.
         ticket: A secret for fetching the model after this hop; the server later gives it only to the next site.
@@ -284,7 +284,7 @@ class Save(Message):
 
 @record("Done")
 class Done(Message):
-    """The answer that a request was carried out; it has no content."""
+    """The answer of a site that did what it was asked; it has no content."""
 
 
 @record("Refused")
@@ -302,11 +302,11 @@ class Refused(Message):
 
 @record("Part")
 class Part(Message):
-    """The terms of one site's clients in a sum over a group.
+    """The terms that one site adds to a sum over a group of clients at several sites.
 
     Args:
         group: The name of the group.
-        places: The indices of the clients among the members of the group.
+        places: The indices of the site's clients within the group.
         tensors: The term of each client.
         step: The number of the sum, so that a message that is repeated gets the same total; 0 if it is never repeated.
     """
@@ -319,7 +319,7 @@ class Part(Message):
 
 @record("Total")
 class Total(Message):
-    """The sum of the terms of all members of a group."""
+    """The sum of the terms of all clients of a group; the answer to ``Part``."""
 
     tensor: Tensor
 

@@ -13,15 +13,15 @@ from fedstrata.federation.messages import Params
 
 
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
-    """Return the tensors of a change that are encoded, and those that are sent without encoding.
+    """Return the tensors of a client's update that are encoded, and those that are sent without encoding.
 
-    With error feedback, the errors of several rounds are added up. Groups of an objective's message that must not be
-    added up, such as prototypes, are therefore sent without encoding.
+    With error feedback, the errors of several rounds are added up. Tensors that a training objective sends in addition
+    to the model, and that must not be added up, such as prototypes, are therefore sent without encoding.
 
     Args:
-        change: The change in a client's reply.
-        codec: The codec of the change.
-        additive: Names of the groups in the objective's message that may be added up over rounds.
+        change: The update in a client's reply, with the objective's tensors.
+        codec: The codec that encodes it.
+        additive: Names of those groups of the objective's tensors that may be added up over rounds.
     """
     unencoded = {name for name in change if isinstance(codec, WithMemory) and not _adds_up(name, additive)}
     encoded = {name: tensor for name, tensor in change.items() if name not in unencoded}

@@ -27,7 +27,7 @@ Payload = dict[str, dict[str, Tensor]]
 """An encoded change: a mapping from each tensor's name (or from ``all``, if a codec joins all tensors) to its parts."""
 
 Forms = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
-"""Shape and dtype with which every part of a payload is sent.
+"""Shape and dtype with which each tensor of an encoded change is sent; the names are those of ``Payload``.
 
 The dtype int8 means float32 values that ``rounded`` has rounded: they are sent as one byte each, with one more byte for
 the exponent that they share.
@@ -37,7 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.in
 
 
 class Codec(Setting):
-    """A codec encodes and decodes changes.
+    """A codec encodes changes, such as model updates, in fewer bytes, and decodes them.
 
     A codec has no state. With error feedback, the sender of the changes keeps the error of the encoding.
     """
@@ -93,7 +93,7 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
 
 
 def unpack(packed: Tensor, forms: Forms) -> Payload:
-    """Return the payload that ``pack`` packed.
+    """Return the encoded change (payload) whose tensors ``pack`` turned into bytes.
 
     Raises:
         ReplyRefusedError: The number of bytes is wrong, or a number is NaN or infinite.
@@ -144,7 +144,7 @@ def _in_memory(dtype: torch.dtype) -> torch.dtype:
 
 
 def _length(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the number of bytes with which a part is sent."""
+    """Return the number of bytes in which a tensor of this shape and dtype is sent."""
     numbers = math.prod(shape)
     return numbers * dtype.itemsize + (dtype == torch.int8 and numbers > 0)
 
@@ -172,7 +172,7 @@ class Uncompressed(Codec):
     linear = True
 
     def forms(self, like: Params) -> Forms:
-        """Return one part per tensor, with the tensor's shape and dtype."""
+        """Return the shape and dtype of each tensor, which is sent as it is."""
         return {name: {"": (tuple(t.shape), t.dtype)} for name, t in like.items()}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
@@ -188,7 +188,7 @@ class BFloat16(Codec):
     """Rounding to bfloat16: half the bytes, and a relative error of at most 2⁻⁸."""
 
     def forms(self, like: Params) -> Forms:
-        """Return one part per tensor, with the tensor's shape and dtype bfloat16."""
+        """Return the shape of each tensor, with the dtype bfloat16."""
         return {name: {"": (tuple(t.shape), torch.bfloat16)} for name, t in like.items()}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
@@ -221,7 +221,7 @@ class QSGD(Codec):
         return (2 * self.levels).bit_length()
 
     def forms(self, like: Params) -> Forms:
-        """Return one name, ``all``, with two parts: the buckets' scales, and the packed codes of all coordinates."""
+        """Return the shape and dtype of two tensors, named ``all``: the buckets' scales, and the codes, packed."""
         d = _coordinates(like)
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
         parts = {"scales": ((-(-d // self.bucket),), torch.float32), "codes": ((_packed(d, self.bits),), torch.uint8)}
@@ -265,7 +265,7 @@ class WithMemory(Codec):
     Args:
         damping: Factor by which the stored error is multiplied for each round of its age.
         forget_after: Largest age of a stored error, in rounds; older errors are dropped. Default: no limit.
-        start: First round with compression, from 1; updates of earlier rounds are sent without encoding.
+        start: First round (counted from 1) with compression; updates of earlier rounds are sent without encoding.
     """
 
     feedback = True
@@ -296,7 +296,7 @@ class TopK(WithMemory):
         return min(max(1, round(self.fraction * d)), d)
 
     def forms(self, like: Params) -> Forms:
-        """Return one name, ``all``, with two parts: the packed indices of the coordinates, and their values."""
+        """Return the shape and dtype of two tensors, named ``all``: the packed indices, and the values at them."""
         d = _coordinates(like)
         k = self._sent(d)
         indices = ((_packed(k, _bits(d)),), torch.uint8)
@@ -364,16 +364,16 @@ class PowerSGD(WithMemory):
         return rounded(tensor, DTYPES[self.factors])
 
     def project(self, change: Params, basis: Payload) -> Payload:
-        """Return a client's part of the first sum: P_k = M_k Q for each matrix."""
+        """Return a client's term of the first sum: P_k = M_k Q, for each matrix M_k of its change."""
         return {name: {"p": self.rounded(_matrix(change[name]) @ parts["q"].float())} for name, parts in basis.items()}
 
     def orthonormal(self, summed: Payload) -> Payload:
-        """Return P with orthonormal columns for each matrix, from the first sum."""
+        """Make the columns of each matrix P = Σ M_k Q, which is the first sum, orthonormal."""
         frames = {name: torch.linalg.qr(parts["p"].double()).Q.float() for name, parts in summed.items()}
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return a client's part of the second sum: Q_k = M_kᵀ P for each matrix, and all other tensors, rounded."""
+        """Return a client's term of the second sum: Q_k = M_kᵀ P for each matrix, and all other tensors, rounded."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()
@@ -381,24 +381,24 @@ class PowerSGD(WithMemory):
         return payload | {name: {"": self.rounded(change[name])} for name in rest}
 
     def forms_of_basis(self, like: Params) -> Forms:
-        """Return the forms of Q: the shape (columns, rank) for each matrix."""
+        """Return the shape (columns, rank) and the dtype of Q, the second factor of P Qᵀ, for each matrix."""
         return {name: {"q": parts["q"]} for name, parts in self.forms(like).items() if "q" in parts}
 
     def forms_of_frame(self, like: Params) -> Forms:
-        """Return the forms of P and of the result of ``project``: the shape (rows, rank) for each matrix."""
+        """Return the shape (rows, rank) and the dtype of P, which ``project`` returns too, for each matrix."""
         return {name: {"p": parts["p"]} for name, parts in self.forms(like).items() if "p" in parts}
 
     def forms_of_coefficients(self, like: Params) -> Forms:
-        """Return the forms of the payload that ``coefficients`` returns."""
+        """Return the shapes and dtypes of the tensors that ``coefficients`` returns."""
         whole = self.forms(like)
         return {name: {part: form for part, form in parts.items() if part != "p"} for name, parts in whole.items()}
 
     def next_basis(self, payload: Payload, before: Payload) -> Payload:
-        """Return the matrices Q for the next exchange.
+        """Return the matrices Q with which the next exchange begins: those of the second sum, divided by their norms.
 
         Args:
-            payload: The second sum of this exchange. Each matrix in it is divided by its norm.
-            before: The matrices Q of this exchange. They stay if the sum is zero.
+            payload: The second sum of this exchange, Σ M_kᵀ P for each matrix.
+            before: The matrices Q of this exchange. They are used again for a matrix whose sum is zero.
         """
         basis = {}
         for name, parts in before.items():
@@ -408,7 +408,7 @@ class PowerSGD(WithMemory):
         return basis
 
     def forms(self, like: Params) -> Forms:
-        """Return the forms of both factors P and Q of each matrix, and of all other tensors."""
+        """Return the shapes and dtypes of both factors P and Q of each matrix, and of all other tensors."""
         matrices, rest = self.split(like)
         dtype, forms = DTYPES[self.factors], Forms()
         for name in matrices:
@@ -436,11 +436,11 @@ class PowerSGD(WithMemory):
 
 
 def with_frame(payload: Payload, frame: Payload) -> Payload:
-    """Add the matrices P to a payload of ``PowerSGD`` that has only the matrices Q.
+    """Add the factors P to an encoded change of ``PowerSGD`` that has only the factors Q.
 
     Args:
-        payload: A client's part of the second sum, or this sum.
-        frame: The matrices P; empty for other codecs.
+        payload: A client's term of the second sum, or this sum.
+        frame: The factors P; empty for other codecs.
     """
     return payload | {name: {**parts, **payload[name]} for name, parts in frame.items()}
 
@@ -540,7 +540,7 @@ class Communication(Setting):
 
     @model_validator(mode="after")
     def _remembers_nothing(self) -> Self:
-        """Refuse settings about the age of errors for ``down``: the server's error never becomes old."""
+        """Refuse ``damping``, ``forget_after`` and ``start`` for ``down``: the server's error never becomes old."""
         if isinstance(self.down, WithMemory):
             for key, usual in (("damping", 1.0), ("forget_after", None)):
                 if getattr(self.down, key) != usual:

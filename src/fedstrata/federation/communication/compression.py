@@ -47,7 +47,7 @@ class CompressionState:
         params: The parameters of this version. They differ from the server's model by the error of the codec.
         changes: The encoded changes that lead to this version, one for each of the last versions, oldest first.
         confirmed: The version that each client has, (N,); −1 if the server does not know it.
-        basis: The matrices Q with which the next exchange of PowerSGD begins.
+        basis: The matrices Q with which the next exchange begins, for the codec ``PowerSGD``; otherwise empty.
     """
 
     exchange: int
@@ -65,11 +65,11 @@ class Reader:
 
     Args:
         request: The request, with the model as the server has it.
-        codec: The codec of the change.
-        like: Tensors with the names, shapes and dtypes of the change.
-        forms: The shapes and dtypes of the payload.
-        frame: The matrices P of PowerSGD if the payload contains coefficients; otherwise empty.
-        first: Whether the replies are parts of PowerSGD's first sum, which cannot be decoded alone.
+        codec: The codec with which clients encode their model updates.
+        like: Tensors with the names, shapes and dtypes of an update.
+        forms: The shapes and dtypes of an encoded update (payload).
+        frame: The factors P of PowerSGD's product P Qᵀ if replies contain only Q; otherwise empty.
+        first: Whether the replies are terms of PowerSGD's first sum, which cannot be decoded alone.
         method_check: The method's check of a decoded reply; None if it has none.
     """
 
@@ -82,7 +82,7 @@ class Reader:
     method_check: Check | None = None
 
     def check(self, answer: EncodedReply) -> None:
-        """Refuse a payload of the wrong size, and a decoded reply that does not fit the request.
+        """Refuse an encoded update of the wrong size, and a decoded reply that does not fit the request.
 
         Raises:
             ReplyRefusedError: The reply is refused; the message says what is wrong.
@@ -108,18 +108,18 @@ class Reader:
         return answer.reply.merge_update(self.request.weights, self._decode(unpack(answer.payload, self.forms)))
 
     def without_change(self, answer: EncodedReply) -> Reply:
-        """Return the reply without its change. Tensors that the client sent in its place are removed, too."""
+        """Return the reply without its model update. Tensors that the client sent in place of it are removed too."""
         assert answer.reply is not None
         weights = self.request.weights
         return answer.reply.merge_update(weights, self.like).split_update(weights)[1]
 
     def total(self, answers: Iterable[EncodedReply]) -> Reply:
-        """Return the sum of all replies for a linear codec: payloads are added up, and their sum is decoded once."""
+        """Return the sum of all replies for a linear codec: encoded updates are added up, and their sum is decoded."""
         rest: Reply = reduce(records.add, map(self.without_change, answers))
         return rest.merge_update(self.request.weights, self._decode(self.sum_payloads(answers)))
 
     def sum_payloads(self, answers: Iterable[EncodedReply]) -> Payload:
-        """Return the sum of all payloads, added in the order of the clients and in double precision."""
+        """Return the sum of all encoded updates, added in the order of the clients and in double precision."""
         return reduce(records.add, [_double(unpack(answer.payload, self.forms)) for answer in answers])
 
     def _decode(self, payload: Payload) -> Params:
@@ -127,7 +127,7 @@ class Reader:
 
 
 class _DecodedReplies(Replies):
-    """Replies that were decoded. With a linear codec, ``total`` decodes only the sum of the payloads."""
+    """Replies that were decoded. With a linear codec, ``total`` decodes only the sum of the encoded updates."""
 
     def __init__(self, reader: Reader, answers: Replies) -> None:
         super().__init__({client: reader.read(answer) for client, answer in answers.items()})
@@ -165,7 +165,9 @@ class Compression:
         """The round and the server's parameters for which the last version of the clients' model was made."""
 
     def legs(self, federation: Federation, requests: Requests, check: Check | None) -> Generator[Leg, Replies, Replies]:
-        """Encode requests that contain a model, and send others as they are; see ``Legs``.
+        """Yield one or two exchanges in which clients answer encoded requests; see ``Legs``.
+
+        Requests without a model are sent as they are.
 
         Raises:
             FedstrataError: The requests contain a model, and are not the same for all clients.
@@ -205,7 +207,7 @@ class Compression:
         return _DecodedReplies(reader, answers)
 
     def _basis(self, codec: Codec, like: Params) -> Payload:
-        """Return the matrices Q with which PowerSGD begins an exchange; empty for other codecs.
+        """Return the matrices Q with which PowerSGD begins an exchange (see its class); empty for other codecs.
 
         They come from the last exchange. In the first exchange, and if shapes have changed since the last one, they are
         random.
@@ -222,7 +224,7 @@ class Compression:
     def _deliver(
         self, federation: Federation, clients: Requests, request: Encoded, check: Check
     ) -> Generator[Leg, Replies, Replies]:
-        """Send each client the request with the shortest delivery of the model that it can use.
+        """Yield one exchange in which each client gets the model in the fewest bytes: whole, or as changes to its own.
 
         Args:
             federation: The federation.

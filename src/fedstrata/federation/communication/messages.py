@@ -1,7 +1,7 @@
 """Messages with encoded models and updates: an envelope around a request, and a reply whose change is encoded.
 
 PowerSGD needs two sums of tensors over the clients, and therefore two requests in one exchange: ``Encoded`` asks each
-client for its part of the first sum, and ``Coefficients`` for its part of the second sum.
+client for its term of the first sum, and ``Coefficients`` for its term of the second sum.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class ModelDelivery(Message):
 
 @record("EncodedReply")
 class EncodedReply(Reply):
-    """A reply whose change is encoded.
+    """A reply whose model update is encoded.
 
     Args:
-        reply: The reply without its change; None if the payload is a part of PowerSGD's first sum.
-        payload: The encoded change, or the client's part of the first or second sum, packed into bytes.
+        reply: The reply without its update; None if the payload is the client's term of PowerSGD's first sum.
+        payload: The encoded update, or the client's term of PowerSGD's first or second sum, packed into bytes.
     """
 
     reply: Reply | None
@@ -50,7 +50,7 @@ class EncodedReply(Reply):
 
 
 class Sums(Order):
-    """The order of encoded requests: ids of exchanges ascend, and an exchange's second sum follows its first sum."""
+    """A check of encoded requests: ids of exchanges ascend, and in each exchange, the second sum follows the first."""
 
     def __init__(self) -> None:
         self._last = self._pending = 0
@@ -64,7 +64,7 @@ class Sums(Order):
         return ""
 
     def asked(self, request: Any) -> None:
-        """Remember the exchange, and whether a second sum is to follow."""
+        """Remember the id of the exchange, and whether a request for a second sum may follow."""
         if isinstance(request, Encoded):
             self._last, self._pending = request.exchange, request.exchange if len(request.basis) else 0
         else:
@@ -72,10 +72,10 @@ class Sums(Order):
 
 
 def repeated_forms(request: Encoded) -> list[Request]:
-    """Return the forms in which an encoded request may be repeated after an exchange failed.
+    """Return the variants in which an encoded request may be repeated after an exchange failed.
 
-    The id of the exchange may differ. A client that has received the model already does not need it again: the delivery
-    then contains only the version and the digest.
+    The id of the exchange may differ in each variant. A client that already has the model does not get it again: in one
+    variant, the delivery therefore contains only the version and the digest.
     """
     same = replace(request, exchange=0)
     if (delivery := request.delivery) is None:
@@ -86,15 +86,16 @@ def repeated_forms(request: Encoded) -> list[Request]:
 
 @record("Encoded")
 class Encoded(Request):
-    """An envelope around a request, for which the model or the change in the reply is encoded.
+    """A request around another request. The model that it contains, or the update in the reply to it, is encoded.
 
     Args:
         request: The inner request; its model has no parameters if there is a ``delivery``.
         round: The round, counted from 1.
         exchange: Id of the exchange in this run; ids ascend from 1.
         delivery: The encoded model; None if the inner request contains the model.
-        plain: Whether the change is sent without encoding, even if the spec names a codec.
-        basis: The matrices Q of PowerSGD, packed into bytes; empty if the reply is to contain the whole encoded change.
+        plain: Whether the update is sent without encoding, even if the spec names a codec.
+        basis: For PowerSGD, the matrices Q by which clients multiply their updates for the first sum, packed into
+            bytes. If it is empty, the reply contains the whole encoded update.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
@@ -110,11 +111,11 @@ class Encoded(Request):
 
 @record("Coefficients")
 class Coefficients(Request):
-    """A request for a client's part of PowerSGD's second sum: the coefficients of its change along the columns of P.
+    """A request for a client's term of PowerSGD's second sum: the product of its update and the matrices P.
 
     Args:
         exchange: Id of the exchange, the same as for the first sum.
-        frame: The matrices P of PowerSGD, packed into bytes; their columns are orthonormal.
+        frame: The matrices P, whose columns are orthonormal, packed into bytes. They are made from the first sum.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply

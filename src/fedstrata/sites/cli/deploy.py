@@ -240,7 +240,7 @@ def _asks(options: argparse.Namespace) -> int:
 def _by_kit(kit: Path | None, options: argparse.Namespace) -> AbstractContextManager[None]:
     """Return a context manager in which a spec may name code only from the packages that a site's settings allow.
 
-    If ``kit`` is None, or with ``--trust``, the context manager changes nothing.
+    The settings are in the site's folder ``kit``. If it is None, or with ``--trust``, nothing is restricted.
     """
     from fedstrata.base.loading import only_from
     from fedstrata.sites.settings import SiteSettings
