@@ -1,4 +1,4 @@
-"""Allocation of a round's draws to strata, which are groups of clients, and systematic sampling.
+"""Allocation of a round's draws of clients to strata, which are groups of clients, and systematic sampling.
 
 m is the number of draws and H the number of strata. Stratum h has N_h clients and gets m_h draws.
 """
@@ -18,22 +18,22 @@ Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proporti
 - ``neyman-random``: Neyman's allocation, raised to a minimum (see ``FLOOR``) and rounded at random, so that every
   stratum can get a draw.
 - ``neyman-at-least-one``: Neyman's allocation with at least one draw for every stratum.
-- ``proportional``: In proportion to N_h, with at least one draw for every stratum.
+- ``proportional``: In proportion to the stratum's number of clients, with at least one draw for every stratum.
 """
 
 FLOOR = 0.5
-"""The minimum for ``neyman-random``: on average, a stratum gets at least min(1, ``FLOOR`` · m / H) draws."""
+"""The minimum for ``neyman-random``: of m draws, each of H strata gets at least min(1, FLOOR · m / H) on average."""
 
 
 def spread(points: Floats32, strata: Ints, count: int) -> Floats:
-    """Return S_h, a measure of how much the points of each stratum differ, shape (count,).
+    """Return the spread S_h of each stratum h, a measure of how much its points differ, shape (count,).
 
-    S_h² is the variance of one coordinate within stratum h, averaged over the d coordinates.
+    S_h² is the variance of one coordinate within the stratum, averaged over the d coordinates.
 
     Args:
         points: The points, shape (N, d).
         strata: The stratum of each point, shape (N,), in 0 … count − 1.
-        count: H, the number of strata.
+        count: The number of strata.
     """
     result = np.zeros(count)
     for h in range(count):
@@ -52,16 +52,16 @@ def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> In
     largest weights get one draw each.
 
     Args:
-        budget: m, the number of draws to allocate, at most Σ N_h.
-        sizes: N_h, the number of clients in each stratum, shape (H,).
+        budget: The number of draws to allocate, at most the sum of ``sizes``.
+        sizes: The number of clients in each stratum, shape (H,).
         weights: The weight of each stratum, shape (H,), not negative.
         least: The minimum for a stratum that is not empty: 0 or 1.
 
     Returns:
-        m_h, shape (H,).
+        The number of draws from each stratum, shape (H,).
 
     Raises:
-        ValueError: The budget is larger than Σ N_h.
+        ValueError: The budget is larger than the number of clients.
 
     >>> allocate(10, np.array([5, 20, 3]), np.array([1.0, 8.0, 1.0])).tolist()
     [1, 8, 1]
@@ -85,16 +85,16 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
     """Divide ``budget`` in proportion to ``weights``; return real numbers between ``floors`` and ``sizes``.
 
     Args:
-        budget: m, between Σ ``floors`` and Σ N_h.
-        sizes: N_h, the largest result for each stratum, shape (H,).
+        budget: The number to divide, between the sum of ``floors`` and the sum of ``sizes``.
+        sizes: The largest result for each stratum (its number of clients), shape (H,).
         weights: The weight of each stratum, shape (H,), not negative.
-        floors: The smallest result for each stratum, shape (H,), at most N_h.
+        floors: The smallest result for each stratum, shape (H,), at most its size.
 
     Returns:
         The expected number of draws from each stratum, shape (H,).
 
     Raises:
-        ValueError: The budget is larger than Σ N_h.
+        ValueError: The budget is larger than the sum of ``sizes``.
 
     >>> quotas(4, np.array([9, 9, 9]), np.array([6.0, 2.0, 0.0]), np.array([0.5, 0.5, 0.5])).round(6).tolist()
     [2.625, 0.875, 0.5]
@@ -139,11 +139,11 @@ def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
 def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.Generator) -> Ints:
     """Draw items by systematic sampling in random order (Madow 1949).
 
-    Item k is drawn ``count`` · n_k / Σ n times on average, where the sum is over ``items``.
+    On average, an item is drawn ``count`` times its size, divided by the sum of the sizes of all ``items``.
 
     Args:
         items: The items from which to draw, as indices into ``sizes``, shape (I,).
-        sizes: n_k, the weight of each item, whole numbers.
+        sizes: The size (weight) of each item, whole numbers.
         count: The number of draws.
         generator: Randomness.
 
@@ -151,8 +151,8 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
         The items drawn, shape (count,). Each item appears as often as its average says, rounded down or up.
     """
     order = generator.permutation(items)
-    # The items lie one after another on a line, where item k has the length count · n_k. Pointers at a distance of Σ n
-    # from each other, with a random start, hit the items that are drawn.
+    # The items lie one after another on a line, each with the length of its size times ``count``. Pointers at a
+    # distance of ``total`` from each other, with a random start, hit the items that are drawn.
     ends = np.cumsum(sizes[order] * count)
     total = int(sizes[order].sum())
     pointers = generator.integers(total) + total * np.arange(count)
@@ -166,14 +166,14 @@ def allocated(
 
     Args:
         rule: The rule; see ``Allocation``.
-        budget: m, the number of draws to allocate.
-        sizes: N_h, the number of clients in each stratum, shape (H,).
-        deviations: S_h of each stratum, shape (H,); see ``spread``.
+        budget: The number of draws to allocate.
+        sizes: The number of clients in each stratum, shape (H,).
+        deviations: The spread of each stratum, shape (H,); see ``spread``.
         generator: Randomness, which only ``neyman-random`` uses.
 
     Returns:
-        m_h, shape (H,), with Σ m_h = m and m_h ≤ N_h; and the probability of m_h > 0, shape (H,), which is 0 or 1 for
-        rules that are not random.
+        The number of draws from each stratum, shape (H,): at most its number of clients, ``budget`` in total; and the
+        probability that a stratum gets a draw, shape (H,), which is 0 or 1 for rules that are not random.
     """
     if rule == "proportional":
         counts = allocate(budget, sizes, sizes.astype(np.float64))
@@ -189,16 +189,18 @@ def allocated(
 
 
 def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> Ints:
-    """Return Neyman's optimal allocation m_h ∝ N_h S_h (FedSTS, Eq. 5); proportional to N_h if all S_h are zero.
+    """Allocate draws to strata in proportion to size times spread: Neyman's optimal allocation (FedSTS, Eq. 5).
+
+    If all spreads are zero, the allocation is in proportion to size.
 
     Args:
-        budget: m, the number of draws to allocate.
-        sizes: N_h, the number of clients in each stratum, shape (H,).
-        deviations: S_h of each stratum, shape (H,); see ``spread``.
+        budget: The number of draws to allocate.
+        sizes: The number of clients in each stratum, shape (H,).
+        deviations: The spread of each stratum, shape (H,); see ``spread``.
         least: The minimum for a stratum that is not empty: 0 (as in the authors' published code) or 1.
 
     Returns:
-        m_h, shape (H,), with Σ m_h = m and m_h ≤ N_h.
+        The number of draws from each stratum, shape (H,): at most its number of clients, ``budget`` in total.
 
     >>> neyman(4, np.array([10, 10]), np.array([3.0, 1.0])).tolist()
     [3, 1]

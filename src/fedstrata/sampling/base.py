@@ -28,11 +28,11 @@ class Selection:
     Args:
         clients: Distinct clients, ascending, shape (m,).
         draws: How often each client was drawn, shape (m,); 1 without replacement.
-        probability: The probability p_k of each client in a single draw of its stratum, shape (m,).
+        probability: The probability of each client in a single draw from its stratum, shape (m,).
         stratum: The stratum of each client, shape (m,).
-        stratum_sizes: N_h, the number of clients in every stratum, shape (H,).
-        stratum_samples: The number of samples in every stratum, Σ n_k over its clients, shape (H,), if clients were
-            drawn in proportion to their size n_k. A mean weighted by size then counts all draws of a stratum equally.
+        stratum_sizes: The number of clients in every stratum, shape (H,).
+        stratum_samples: The number of samples of all clients of every stratum, shape (H,), if clients were drawn in
+            proportion to their number of samples. A mean weighted by size then counts all draws of a stratum equally.
             None if the draws did not depend on size.
         stratum_chance: The probability that each stratum gets at least one draw, shape (H,). None if the number of
             draws from each stratum is not random.
@@ -79,7 +79,7 @@ class Selection:
             draws: How often each client was drawn, shape (N,).
             sizes: The weight of each client: the expected number of its draws is proportional to it. Shape (N,), not
                 all zero.
-            by_size: Whether ``sizes`` are the clients' numbers of samples n_k; False if they are other weights.
+            by_size: Whether ``sizes`` are the clients' numbers of samples; False if they are other weights.
         """
         drawn = draws > 0
         return cls(

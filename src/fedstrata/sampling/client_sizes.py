@@ -27,7 +27,7 @@ class Sizes:
 
     Args:
         known: The clients that answered and hold samples, ascending, int64.
-        samples: n_k, the number of samples of each client in ``known``, int64.
+        samples: The number of samples of each client in ``known``, int64.
     """
 
     known: Ints
@@ -35,7 +35,7 @@ class Sizes:
 
     @classmethod
     def ask(cls, federation: Federation) -> Sizes:
-        """Ask every client for its n_k; clients without samples and clients that do not answer are left out."""
+        """Ask every client for its number of samples; leave out clients that have none or do not answer."""
         sizes, _, _ = ask_sizes(federation, federation.candidates().tolist())
         held = {client: samples for client, samples in sizes.items() if samples}
         return cls(np.fromiter(held, dtype=np.int64), np.fromiter(held.values(), dtype=np.int64))
@@ -54,11 +54,12 @@ def ask_sizes(
     Args:
         federation: The federation, to ask the clients.
         clients: The clients to ask.
-        epsilon: ε; None if clients answer exactly.
-        bound: M, the public bound on a client's size, which ``epsilon`` needs.
+        epsilon: The privacy parameter ε; None if clients answer exactly.
+        bound: M, the public bound on a client's number of samples, which ``epsilon`` needs.
 
     Returns:
-        A mapping from client to answer, and the arguments M and α of ``estimated_total``; without ε, these are 0 and 1.
+        A mapping from each client to its answer; and the arguments ``bound`` and ``alpha`` of ``estimated_total``,
+        which are 0 and 1 without ``epsilon``.
     """
     bound, alpha = (0, 1.0) if epsilon is None else (bound, truth_probability(epsilon, bound))
     replies = federation.ask(clients, SizeReport(federation.round, bound, alpha))
@@ -71,8 +72,8 @@ def allowed_sizes(
     """Declare the request that ``ask_sizes`` sends; a sampler lists it in ``allowed``, so that real sites accept it.
 
     Args:
-        epsilon: ε; None if clients answer exactly.
-        bound: M, the public bound on a client's size.
+        epsilon: The privacy parameter ε; None if clients answer exactly.
+        bound: M, the public bound on a client's number of samples.
         phase: Whether clients are asked at enrolment or in a round.
         per: Whether a client is asked once per phase or once per run.
     """
@@ -85,7 +86,7 @@ def allowed_sizes(
 
 
 def truth_probability(epsilon: float, bound: int) -> float:
-    """Return α = (e^ε − 1) / (e^ε + M − 2), the probability of a truthful answer.
+    """Return α = (e^ε − 1) / (e^ε + M − 2), the probability of a truthful answer; M is ``bound``.
 
     With this α, answers satisfy ε-local differential privacy (FedSTaS, Lemma 2.4, Eq. 11).
 
@@ -97,12 +98,14 @@ def truth_probability(epsilon: float, bound: int) -> float:
 
 
 def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Generator) -> int:
-    """Return min(n_k, M − 1) with probability α, and otherwise a uniform random number from {1, …, M − 1}.
+    """Return a client's answer about its size: the truth with probability ``alpha``, otherwise a random number.
+
+    The truth is at least 1 and at most M − 1. The random number is uniform in {1, …, M − 1}.
 
     Args:
-        size: n_k, the true number of samples.
-        bound: M, the public bound on a client's size.
-        alpha: α, the probability of a truthful answer.
+        size: The true number of samples.
+        bound: M, the public bound on a client's number of samples.
+        alpha: The probability of a truthful answer.
         generator: Randomness.
     """
     truthful, other = generator.random() < alpha, int(generator.integers(1, bound))
@@ -111,11 +114,12 @@ def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Ge
 
 
 def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float:
-    """Return the estimate ñ = (Σ r_k − (1 − α) M m / 2) / α of the clients' total size, at least 1 (FedSTaS, Eq. 7).
+    """Estimate the total number of samples of m clients from their randomised answers (FedSTaS, Eq. 7).
 
-    r_k are the m responses. Without the minimum of 1, the estimate is unbiased if no n_k exceeds M − 1. With much
-    noise, the minimum often applies and makes the estimate too large on average: 107 for a true total of 87 at ε = 1.3,
-    M = 20 and m = 10 (``fedstrata.papers.readings``).
+    The estimate is ñ = (Σ r_k − (1 − α) M m / 2) / α, at least 1, for answers r_k, probability α (``alpha``) of a
+    truthful answer and bound M (``bound``). Without the minimum of 1, it is unbiased if no size exceeds M − 1. With
+    much noise, the minimum often applies and makes the estimate too large on average: 107 for a true total of 87 at
+    ε = 1.3, M = 20 and m = 10 (``fedstrata.papers.readings``).
 
     >>> estimated_total([10, 20], bound=100, alpha=1.0)
     30.0

@@ -38,14 +38,15 @@ LARGEST = 5000
 class Distributions:
     """m distributions over the clients, stored as one sequence of pieces of mass.
 
-    Each piece belongs to one client. The first pieces, up to a total mass of Σn, are the first distribution; the next
-    pieces, up to the same total, are the second; and so on.
+    A *mass* is a probability times ``each``, so that it is a whole number. Each piece belongs to one client. The first
+    pieces, up to a total mass of ``each``, are the first distribution; the next pieces, up to the same total, are the
+    second; and so on.
 
     Args:
         places: The client of each piece, as an index into the array of clients, shape (s,).
         masses: The mass of each piece, shape (s,); their sum is ``draws`` · ``each``.
         draws: m, the number of distributions.
-        each: Σn, the mass of each distribution.
+        each: The total mass of each distribution: the number of samples of all clients.
     """
 
     places: Ints
@@ -149,10 +150,13 @@ class Clustered(ClientSampler):
 
 
 def by_size(sizes: Ints, m: int) -> Distributions:
-    """Divide the masses by client size (Algorithm 1): the largest clients fill the first distributions, and so on.
+    """Build m distributions of clients of similar size (Algorithm 1).
+
+    Each client has a *mass* of m times its number of samples, and each distribution has room for the number of samples
+    of all clients. The masses of the largest clients fill the first distributions, and so on.
 
     Args:
-        sizes: n_k, shape (N,), positive.
+        sizes: The number of samples of each client, shape (N,), positive.
         m: The number of draws, and of distributions.
 
     >>> distributions = by_size(np.array([1, 3, 2]), 2)
@@ -167,15 +171,16 @@ def by_size(sizes: Ints, m: int) -> Distributions:
 
 
 def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
-    """Divide the masses by group (Algorithm 2, lines 5 to 12).
+    """Build m distributions from groups of clients (Algorithm 2, lines 5 to 12).
 
-    A client with a mass of Σn or more first fills as many whole distributions by itself as it can. Its remaining mass
-    is less than Σn. If r distributions are left, the r groups with the largest remaining masses start one of them each,
-    and the clients of the other groups fill them up.
+    Each client has a *mass* of m times its number of samples, and each distribution has room for Σn, the number of
+    samples of all clients. A client with a mass of Σn or more first fills as many whole distributions by itself as it
+    can. Its remaining mass is less than Σn. If r distributions are left, the r groups with the largest remaining masses
+    start one of them each, and the clients of the other groups fill them up.
 
     Args:
         groups: The group of each client, shape (N,). The remaining masses of its clients must add up to at most Σn.
-        sizes: n_k, shape (N,), positive.
+        sizes: The number of samples of each client, shape (N,), positive.
         m: The number of draws, and of distributions.
     """
     total = int(sizes.sum())
@@ -200,19 +205,20 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
 
 
 def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
-    """Cut the tree of Ward's clustering into the largest groups with a mass of at most Σn (Algorithm 2, lines 1-4).
+    """Cut the tree of Ward's clustering into groups that are as large as possible (Algorithm 2, lines 1-4).
 
-    The mass of a client is the remainder of m n_k after the distributions that the client fills by itself; see
-    ``by_group``. Updates are scaled to length 1, so that their distance depends only on the angle between them. Clients
-    without an update have the zero vector, so that the distance between them is 0.
+    The masses of a group add up to at most Σn, the number of samples of all clients. The *mass* of a client is m times
+    its number of samples, modulo Σn: the part that ``by_group`` divides by group. Updates are scaled to length 1, so
+    that their distance depends only on the angle between them. Clients without an update have the zero vector, so that
+    the distance between them is 0.
 
     Args:
         updates: The last update of each client, shape (N, d).
-        sizes: n_k, shape (N,).
+        sizes: The number of samples of each client, shape (N,).
         m: The number of draws.
 
     Returns:
-        The group of each client, shape (N,), in 0 … G − 1.
+        The index of each client's group, counted from 0, shape (N,).
     """
     n, total = len(sizes), int(sizes.sum())
     masses = (sizes * m) % total

@@ -80,7 +80,7 @@ class FedSamplingData(DataSampler):
         return AnswersState(no_clients, no_clients)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask the clients whose answer is not known, estimate ñ from all answers, and return K/ñ."""
+        """Ask the clients whose answer is not known, estimate the number of samples ñ from all answers; return K/ñ."""
         participants = sorted(clients)
         answers = dict(zip(state.known.tolist(), state.answers.tolist(), strict=True)) if self.reuse else {}
         unknown = [client for client in participants if client not in answers]

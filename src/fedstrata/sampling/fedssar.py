@@ -138,15 +138,15 @@ class FedSSARSampler(ClientSampler):
 
 
 def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Generator) -> Ints:
-    """Return how many clients to draw from each cluster: m_h in proportion to N_h, shape (H,), at most ``available``.
+    """Return how many clients to draw from each cluster, shape (H,): in proportion to its size, at most ``available``.
 
     The draws are allocated by largest remainder (see ``allocate``), with at least one for each cluster that has an
     available client. If there are fewer draws than such clusters, the largest clusters would always get all draws. In
     that case, clusters are drawn at random, so that every available client has the same probability.
 
     Args:
-        budget: m, the number of draws, at most Σ ``available``.
-        sizes: N_h, the number of clients in each cluster, shape (H,).
+        budget: The number of draws, at most the sum of ``available``.
+        sizes: The number of clients in each cluster, shape (H,).
         available: The number of clients of each cluster that may be invited, shape (H,).
         generator: Randomness.
     """

@@ -83,7 +83,12 @@ class Clusters:
         return replace(self, sums=sums, sizes=sizes, labels=labels, renewed=self.renewed + len(places))
 
     def among(self, places: Ints, count: int) -> Clusters:
-        """Return a copy for ``count`` rows: present rows get the indices ``places``; other rows have no stratum yet."""
+        """Return a copy for more rows, of which the new ones have no stratum yet.
+
+        Args:
+            places: The new index of each row that is there already.
+            count: The new number of rows.
+        """
         labels, upper, lower = np.full(count, UNASSIGNED), np.zeros(count), np.zeros(count)
         labels[places], upper[places], lower[places] = self.labels, self.upper, self.lower
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))

@@ -17,7 +17,7 @@ from fedstrata.sampling.client_sizes import Epsilon, allowed_sizes, ask_sizes, e
 
 @record("FedSTaSDataState")
 class FedSTaSDataState:
-    """The running mean of the estimates ñ.
+    """The running mean of the estimates of how many samples a round's participants hold together.
 
     Args:
         total: The sum of the estimates so far.
@@ -72,7 +72,7 @@ class FedSTaSData(DataSampler):
         return FedSTaSDataState(0.0, 0)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask the participants for their sizes and return n*/ñ."""
+        """Ask the participants for their sizes; return the wanted number of samples divided by the estimated number."""
         sizes, bound, alpha = ask_sizes(federation, clients, self.epsilon, self.bound)
         if not sizes:
             return self.fraction, state, {}

@@ -19,7 +19,10 @@ MOST_SAMPLES = 2**31
 
 
 def sketch_length(params: Params, coordinates: int) -> int:
-    """Return the length of a sketch: min(d, K) for a model with d parameters and K ``coordinates``; d if K is 0."""
+    """Return the length of a sketch (random projection) of a model: ``coordinates``, or its number of parameters.
+
+    It is the smaller of the two; ``coordinates`` = 0 stands for the number of parameters.
+    """
     d = sum(map(torch.numel, params.values()))
     return min(d, coordinates or d)
 
@@ -42,8 +45,8 @@ class SizeReport(Request):
     Args:
         round: The round, counted from 1.
         bound: M, the public bound on the number of samples; 0 asks for the exact number.
-        alpha: The probability with which the client answers min(n_k, M − 1), and not a random number; see
-            ``fedstrata.sampling.client_sizes``.
+        alpha: The probability with which the client answers truthfully (at most M − 1), and not with a random number;
+            see ``fedstrata.sampling.client_sizes``.
     """
 
     reply_type: ClassVar[type[Reply]] = SizeReply
@@ -91,7 +94,8 @@ class Compress(ModelRequest):
         round: The round, counted from 1.
         weights: The global model.
         centres: d', the largest number of different values in the quantized gradient.
-        coordinates: K_desired, the length to which a random projection first reduces the gradient; 0 for no projection.
+        coordinates: The length to which a random projection first reduces the gradient (K_desired in the paper); 0 for
+            no projection.
     """
 
     reply_type: ClassVar[type[Reply]] = CompressReply

@@ -50,7 +50,7 @@ class PowerOfChoice(ClientSampler):
         return Sizes.ask(federation)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Draw the candidates, ask them for their loss, and select the m with the largest; ties break at random."""
+        """Draw candidates, ask them for their loss, and select those with the largest loss; ties break at random."""
         config = federation.config
         clients, sizes = state.among(federation.candidates())
         m = min(config.training.invited(config.clients), len(clients))

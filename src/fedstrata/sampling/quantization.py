@@ -94,7 +94,9 @@ def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
 
 
 def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats32:
-    """Return the quantized gradient Z = X[λ], shape (length,), from its values X (``centres``) and the packed codes λ.
+    """Return the quantized gradient, shape (length,): for each coordinate, the centre that its code names.
+
+    ``packed`` has the codes (indices of centres), as ``pack`` returns them.
 
     Raises:
         ValueError: The codes do not fit the length or the centres.

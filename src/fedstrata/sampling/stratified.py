@@ -1,7 +1,7 @@
 """FedSTS, which divides clients by their compressed gradients into strata, and draws from each (FedSTaS, Alg. 1 and 2).
 
-Symbols, as in the paper: Z_k is the compressed gradient of client k. Of H strata, stratum h has N_h clients and gets
-m_h draws; S_h is the standard deviation of Z in it. Neyman's allocation is m_h ∝ N_h S_h.
+Symbols, as in the paper: Z_k is the compressed gradient of client k. Of H strata (groups of clients), stratum h has N_h
+clients and gets m_h draws; S_h is the standard deviation of Z in it. Neyman's allocation is m_h ∝ N_h S_h.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ LARGE = 1000
 """Up to this number of clients, all gradients are renewed in every round by default; see ``Stratified.refresh``."""
 
 FITTED = 1000
-"""The largest number of clients for which k-means and S_h use all clients.
+"""The largest number of clients for which k-means, and the spread of each stratum, use all clients.
 
-If there are more, both use a random subset of this size, and the other clients join the stratum with the nearest
-centre.
+Of more clients, both use a random subset of this size, and the others join the stratum with the nearest centre.
 """
 
 
@@ -51,12 +50,12 @@ class StratifiedState:
 
     Args:
         known: Clients with a known gradient, ascending, int64.
-        rows: Z of these clients: one row of length d for each client in ``known``.
+        rows: The gradients of these clients: one row of length d for each client in ``known``.
         participants: Clients that returned a model in the last round, ascending, int64.
         sent: A random projection of the last round's global model, shape (d,); empty if updates are not used as
             gradients.
-        lr: η, the learning rate of the last round.
-        steps: K, the number of local steps, if it is the same for all clients; otherwise 1.
+        lr: The learning rate of the last round.
+        steps: The number of local steps, if it is the same for all clients; otherwise 1.
         seed: The experiment's seed, on which sketches depend.
         clusters: The state of k-means from round to round. None if k-means starts from scratch in every round: for at
             most ``FITTED`` clients, or if all gradients are renewed.
@@ -73,15 +72,13 @@ class StratifiedState:
 
     @property
     def points(self) -> Floats32:
-        """Z of the clients in ``known``, shape (len(known), d)."""
+        """The compressed gradients of the clients in ``known``, shape (len(known), d)."""
         return self.rows.whole()
 
     def learned(self, clients: Ints, points: Floats32) -> StratifiedState:
-        """Return a copy with new values of Z for some clients.
+        """Return a copy with new compressed gradients of some clients.
 
-        Args:
-            clients: The clients with a new Z, ascending, shape (n,).
-            points: Their Z, shape (n, d).
+        ``clients`` are ascending, shape (n,), and ``points`` are their new gradients, shape (n, d).
         """
         known, rows = self.rows.joined(self.known, clients, points)
         clusters = self.clusters
@@ -103,15 +100,15 @@ class Stratified(ClientSampler):
         centres: Number of different values in a compressed gradient, d'.
         coordinates: Length to which a random projection first reduces a gradient (our reading of the paper's
             K_desired); 0 for no projection.
-        refresh: Clients whose compressed gradient Z is renewed in every round; others keep their last one. ``all``: as
-            in the paper (default up to 1,000 clients); ``participants``: default for more clients.
-        gradients: Source of Z. ``asked``: clients compute it at the global model, in a pass over their data; with
-            ``refresh = "participants"``, each round also asks as many clients without a Z as it invites. ``updates``:
-            the participants' updates divided by η times their steps; clients that never took part form one stratum.
-            Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
-        compared: Part of a compressed gradient from which strata, ‖Z_k‖ and S_h are computed: ``restored``, the whole
-            gradient, as in the paper; or ``centroids``, its d' centres, as in the published code of FedSTaS, which
-            requires ``gradients = "asked"``.
+        refresh: Clients whose compressed gradient is renewed in every round; others keep their last one. ``all``: as in
+            the paper (default up to 1,000 clients); ``participants``: default for more clients.
+        gradients: Source of the gradients. ``asked``: clients compute them at the global model, in a pass over their
+            data; with ``refresh = "participants"``, each round also asks as many clients without a gradient as it
+            invites. ``updates``: the participants' updates, divided by the learning rate times their steps; clients
+            that never took part form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+        compared: Part of a compressed gradient from which strata, norms and spreads are computed: ``restored``, the
+            whole gradient, as in the paper; or ``centroids``, its d' different values, as in the published code of
+            FedSTaS, which requires ``gradients = "asked"``.
         replacement: Whether to draw with replacement within a stratum. If not, Horvitz-Thompson weights are biased.
         allocation: Number of draws of each stratum. ``neyman``: in proportion to its size times its spread, by largest
             remainder, as in the published code; a stratum may get no draw, which biases the result. ``neyman-random``:
@@ -201,7 +198,7 @@ class Stratified(ClientSampler):
         clients = np.concatenate([known, unseen])
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
-        # Clients without a Z are one stratum. They also reduce the number of other strata, H − 1, in proportion.
+        # Clients without a gradient are one stratum. The number of other strata shrinks with the share of the others.
         count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
         available = np.searchsorted(state.known, known)
         norms = state.rows.norms[available]
@@ -265,12 +262,13 @@ class Stratified(ClientSampler):
             count: The largest number of strata.
 
         Returns:
-            The new state; the stratum of each available client, shape (n,); S_h, shape (H,); and S over all clients.
+            The new state; the stratum of each available client, shape (n,); and the spread of the gradients (see
+            ``allocation.spread``) in each stratum, shape (H,), and over all clients.
         """
         seed, round, rows, clusters = federation.config.seed, federation.round, state.rows, state.clusters
         if len(rows) > FITTED and self._refreshes(federation.config) != "all":
             # Few rows change per round, so k-means continues from the last round's centres. It starts from scratch
-            # when half of the rows have been renewed, when a stratum is empty, or when H changes.
+            # when half of the rows have been renewed, when a stratum is empty, or when the number of strata changes.
             stale = clusters is None or 2 * clusters.renewed > len(rows) or not clusters.sizes.all()
             if clusters is None or stale or len(clusters.sizes) != count:
                 clusters = Clusters.of(rows, stratify(state.points, count, seed, round))
@@ -290,7 +288,7 @@ class Stratified(ClientSampler):
         """Renew the compressed gradients.
 
         Returns:
-            The new state, and the candidates without those that were asked for a gradient and did not answer.
+            The new state; and the candidates, without those that did not answer if all were asked.
         """
         config = federation.config
         refresh, training = self._refreshes(config), config.training
@@ -316,9 +314,9 @@ class Stratified(ClientSampler):
         return state.learned(answered, points), answered if refresh == "all" else candidates
 
     def _point(self, reply: CompressReply) -> Floats32:
-        """Return the vector by which clients are compared; the setting ``compared`` decides which it is.
+        """Return the vector by which a client is compared with others, as the setting ``compared`` says.
 
-        This is Z, shape (d,), or its centres, shape (d',). If there are fewer centres, the last one is repeated.
+        This is the compressed gradient, shape (d,), or the values in it, shape (d',); the last one may be repeated.
         """
         if self.compared == "restored":
             return reply.restored()
@@ -336,13 +334,13 @@ def stratify(points: Floats32, count: int, seed: int, round: int) -> Ints:
     """Divide compressed gradients by k-means into strata.
 
     Args:
-        points: Z, shape (N, d).
-        count: The number of strata, H. There are fewer strata if Z has fewer different rows.
+        points: The compressed gradient of each client, shape (N, d).
+        count: The number of strata. There are fewer if there are fewer different gradients.
         seed: The experiment's seed.
         round: The round, counted from 1.
 
     Returns:
-        The stratum of each row, shape (N,), in 0 … H − 1, where no stratum is empty and H ≤ ``count``.
+        The stratum of each client, shape (N,): 0 … H − 1 for H ≤ ``count`` strata, of which none is empty.
     """
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
@@ -386,14 +384,14 @@ def draw(
     replacement: bool,
     generator: np.random.Generator,
 ) -> Selection:
-    """Draw m_h clients from every stratum h, with probabilities p_k ∝ ‖Z_k‖ within it (uniform if all norms are zero).
+    """Draw clients from every stratum, in proportion to ``norms`` within it (uniformly if all its norms are zero).
 
     Args:
         clients: The clients, ascending, shape (N,).
         strata: The stratum of each client, shape (N,).
-        sizes: N_h, the number of clients in each stratum, shape (H,).
-        allocation: m_h, the number of draws from each stratum, shape (H,).
-        norms: ‖Z_k‖, shape (N,).
+        sizes: The number of clients in each stratum, shape (H,).
+        allocation: The number of draws from each stratum, shape (H,).
+        norms: The norm of each client's compressed gradient, or another weight, shape (N,).
         replacement: Whether a client may be drawn more than once.
         generator: Randomness.
     """
@@ -410,7 +408,7 @@ def draw(
             times[members] = generator.multinomial(allocation[h], p)
             continue
         # Without replacement, clients with a positive probability are drawn first, with these probabilities. If there
-        # are fewer than m_h such clients, the remaining draws are uniform among the other clients.
+        # are fewer such clients than draws, the remaining draws are uniform among the other clients.
         weighted = min(int(allocation[h]), int((p > 0).sum()))
         chosen = generator.choice(members, size=weighted, replace=False, p=p)
         times[chosen] = 1

@@ -55,7 +55,7 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 
     Args:
         clients: The clients, ascending, shape (N,).
-        sizes: n_k, the number of samples of each client, shape (N,), positive.
+        sizes: The number of samples n_k of each client k, shape (N,), positive.
         m: Number of clients to draw. If there are fewer clients, all are drawn.
         generator: Randomness.
     """
@@ -82,7 +82,8 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 def certainties(sizes: Ints, m: int) -> Bools:
     """Return True for clients that are certain to be drawn if m are drawn in proportion to size, shape (N,).
 
-    A client is certain if m n_k ≥ Σn. These clients and their draws are set aside. The test is repeated for the other
+    A client is certain if its size times m is at least Σn, the sum of all sizes. These clients and their draws are set
+    aside. The test is repeated for the other
     clients, with the remaining draws as m and the sum of their sizes as Σn, until it finds no further client.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()

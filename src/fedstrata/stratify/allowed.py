@@ -25,9 +25,9 @@ def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, ro
 
     Args:
         size: The number of samples in a batch, over all clients.
-        window: The condition on ``Reserve.window``, the part of each label's samples that may be used.
+        window: The condition on ``Reserve.window``, the share (from, to) of a client's samples that may be used.
         lr: The condition on the learning rate of the clients' steps; unused if ``local_steps`` is 1.
-        local_steps: The number of steps of a client on its part of a batch.
+        local_steps: The number of steps that a client takes on its own samples of a batch.
         rounds: The rounds that train in batches; None for all rounds.
     """
     reserve = Allowed(Reserve, where={"window": window}, times=None, rounds=rounds)
@@ -43,7 +43,7 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
     """Declare the request that trains sample by sample.
 
     Args:
-        window: The condition on ``Steps.window``, the part of each label's samples that may be used.
+        window: The condition on ``Steps.window``, the share (from, to) of a client's samples that may be used.
         longest: The largest number of samples in one request.
         rounds: The rounds that train sample by sample; None for all rounds.
     """

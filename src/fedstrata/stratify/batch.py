@@ -37,13 +37,12 @@ LRRule = Literal["none", "linear", "sqrt"]
 
 
 def rate(training: Training, server: ServerOptimizer | None, scale: float, round: int) -> float:
-    """Return the learning rate of a round's batches.
+    """Return the learning rate of the batches of a round: the product of three factors.
 
     Args:
-        training: The settings of training, which give the learning rate of each round.
-        server: The server's optimiser; None for the default. The learning rate is multiplied by its ``lr``, which has a
-            schedule of its own.
-        scale: A further factor.
+        training: The settings of training, which give the first factor: the learning rate of the round.
+        server: The server's optimiser, whose ``lr`` (and its decay over rounds) is the second factor; None for 1.
+        scale: The third factor; see ``BatchMode.scale``.
         round: The round, counted from 1.
     """
     factor = 1.0 if server is None else scheduled(server.lr or 1.0, server.schedule, round, training.rounds)
@@ -66,7 +65,7 @@ class BatchMode:
             raise SpecError(key, "BatchNorm needs at least two samples in a batch", 1)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode, tuple[float, float]]:
-        """Return this mode, which trains every round, and the window that contains all samples."""
+        """Return this mode, which trains every round, and the share (from, to) of the samples to use: all of them."""
         return self, ALL
 
     def scale(self, training: Training) -> float:
@@ -81,7 +80,8 @@ class BatchMode:
 
         Args:
             roster: The clients that can be asked.
-            wanted: The place of the placeholder to train at each position (see ``Roster``), shape (L,).
+            wanted: The label to train at each position of the schedule, as an index in ``roster.holders.placeholders``,
+                shape (L,).
             weights: The global model.
             optimizer: The state of the server's optimiser.
 
@@ -127,7 +127,7 @@ class BatchMode:
     def _sum_of_batch(self, plan: BatchPlan, request: Gradient, together: bool) -> Summed | None:
         """Return the sum of the clients' replies for one batch; None if no client is left.
 
-        A client that fails is left out, and other clients take its positions in later batches.
+        A client that fails is left out of this batch, and other clients train what it should train in later batches.
         """
         federation, steps = plan.roster.federation, self.local_steps
         while samples := plan.work(request.batch):
@@ -152,12 +152,16 @@ class BatchMode:
 class BatchPlan:
     """The plan of an epoch: which client trains each position of the schedule, with a sample that it has reserved.
 
-    Clients are chosen batch by batch (Algorithm 2), but each client is asked once to reserve its samples for all
-    batches of the epoch. Positions for which a client has no sample are given to other clients in further requests.
+    The schedule is the sequence of labels of the epoch; a position is one entry of it. Clients are chosen batch by
+    batch (Algorithm 2), but each client is asked once to reserve its samples for all batches. Positions for which a
+    client has no sample are given to other clients in further requests.
+
+    A client must not train on fewer samples of a batch than ``privacy.min_samples``. It moves such samples to another
+    batch, or *holds them back*: it does not reserve them.
 
     Args:
         roster: The clients that can be asked.
-        wanted: The place of the placeholder to train at each position (see ``Roster``), shape (L,).
+        wanted: The label to train at each position, as an index in ``roster.holders.placeholders``, shape (L,).
         batch_size: The number of positions in a batch.
         pairs: Whether a batch must have at least two samples, as BatchNorm needs.
     """
@@ -173,14 +177,14 @@ class BatchPlan:
         """The number of positions that are not trained, because a client would have had too few samples in a batch."""
         self._work: list[dict[int, float]] | None = None
         self._refilled, self._waiting = np.zeros((2, len(roster.places)), dtype=bool)
-        """Two bool arrays over the rows of the roster, shape (R,) each. ``_refilled``: the client refilled its pool and
-        has not reported it as empty since. ``_waiting``: the client held samples back that it could train if it got
-        more positions."""
+        """Two bools for each of the R pairs (label, client) of ``roster``. ``_refilled``: the client may use its
+        samples of the label again, and has not reported since that all are used. ``_waiting``: the client held samples
+        of the label back, but could train them if it got more positions."""
         self._last = np.zeros(len(roster.holders.placeholders), dtype=bool)
-        """True for placeholders that have samples left only at clients that held them back, shape (P,)."""
+        """For each label: whether its only unused samples are those that clients held back, shape (P,)."""
 
     def work(self, batch: int) -> dict[int, float]:
-        """Return a mapping from each client of a batch to its number of samples in it, sorted by client."""
+        """Return a mapping from each client of a batch to the number of its samples in the batch, sorted by client."""
         if self._work is None:
             served = self.owner >= 0
             clients = self.roster.federation.config.clients
@@ -191,7 +195,7 @@ class BatchPlan:
         return self._work[batch]
 
     def lose(self, clients: set[int], batch: int) -> None:
-        """Remove clients that failed in ``batch``: other clients get their positions in later batches."""
+        """Remove clients that failed in ``batch``, and give their positions in later batches to other clients."""
         self._remove(clients)
         theirs = np.flatnonzero(np.isin(self.owner, list(clients)))
         self.owner[theirs] = -1
@@ -209,11 +213,14 @@ class BatchPlan:
             positions = self._ask_owners(positions[owner >= 0])
 
     def _choices(self, wanted: Ints) -> tuple[dict[int, Ints], dict[int, Floats] | None]:
-        """Return the clients with unused samples of each placeholder; refill placeholders that have no unused samples.
+        """Return the clients with unused samples of each wanted label; if there are none, let clients reuse theirs.
+
+        Args:
+            wanted: Labels, as indices in ``roster.holders.placeholders``.
 
         Returns:
-            A mapping from each placeholder's place to these clients, and a mapping from its place to their weights. The
-            second is None if selection is uniform.
+            A mapping from each label (such an index) to these clients, and a mapping from each label to their weights.
+            The second is None if selection is uniform.
         """
         roster, clients, weights = self.roster, dict[int, Ints](), dict[int, Floats]()
         for place in np.unique(wanted).tolist():
@@ -231,7 +238,7 @@ class BatchPlan:
         return clients, weights if roster.weighted else None
 
     def _ask_owners(self, positions: Ints) -> Ints:
-        """Ask the chosen clients to reserve samples; return the positions that still need a client."""
+        """Ask the clients chosen for these positions to reserve samples; return positions that still need a client."""
         if len(positions) == 0:
             return positions
         roster = self.roster
@@ -260,37 +267,37 @@ class BatchPlan:
                 wanted = self.wanted[theirs]
                 rows = roster.empty_rows(client, wanted[missing], reply.exhausted)
                 roster.available[rows] = False
-                # If a pool has no sample right after a refill, the client has none of the label, and is not asked
-                # again.
+                # If a client has no sample of a label although it may use all of them again, it is not asked again.
                 useless = self._refilled[rows] & ~np.isin(roster.places[rows], wanted[~missing])
                 roster.present[rows[useless]] = self._refilled[rows] = False
         left = np.sort(np.concatenate(still_open))
         return left[np.argsort(self.batch_of[left], kind="stable")]
 
     def _check(self, reply: ReserveReply) -> None:
-        """Refuse a reply that moves a position to a batch beyond the last one."""
+        """Refuse a reply that moves a position of the schedule to a batch after the last one."""
         if isinstance(reply, GatheredReply) and bool((reply.batches[~reply.missing] >= self.batches).any()):
             raise ReplyRefusedError(NO_SUCH_BATCH)
 
     def _give_up(self, client: int, theirs: Ints, missing: Bools, held: Bools) -> Bools:
         """Decide which of the positions that a client held back are given up, so that nobody trains them.
 
-        A position is given up if its placeholder has samples left only at clients that hold them back. (Refilled pools
-        would train other samples twice.) Other clients are asked to fill the other positions.
+        A client holds a sample back if it has too few samples for a batch. A position is given up if the only unused
+        samples of its label are those that clients hold back. (Other clients could only train samples a second time.)
+        Other clients are asked to train the remaining positions.
 
         Args:
             client: The client.
-            theirs: The positions that the client was asked to fill, shape (n,).
-            missing: Whether the client reserved no sample for each position, shape (n,).
-            held: Whether the client held a sample back for each position, shape (n,).
+            theirs: The positions of the schedule for which the client should reserve samples, shape (n,).
+            missing: For each position: whether the client reserved no sample for it, shape (n,).
+            held: For each position: whether the client has a sample for it, but holds it back, shape (n,).
 
         Returns:
-            Whether each position is given up, shape (n,).
+            For each position: whether it is given up, shape (n,).
         """
         wanted = self.wanted[theirs]
         none_left = np.unique(wanted[missing & ~held])
         for place in np.unique(wanted[held]).tolist():
-            # Choose the client again, except if it was chosen again before and got more positions than it has samples.
+            # Choose the client again, except if it was chosen again before and had too few samples for its positions.
             if not self._last[place] or place not in none_left:
                 rows = self.roster.rows_of(place)
                 self._waiting[rows] |= self.roster.holders.clients[rows] == client

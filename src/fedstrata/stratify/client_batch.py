@@ -40,17 +40,18 @@ from fedstrata.stratify.messages import (
 Q = TypeVar("Q", bound=Gradient)
 _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
-"""Keys of a client's state. ``STATE``: its pools and reservations. ``PLACEHOLDERS``: the label of each placeholder."""
+"""Keys of a client's state. ``STATE``: its used, unused and reserved samples. ``PLACEHOLDERS``: a mapping from each
+placeholder (a number that stands for a label) to the label."""
 
 
 @record("Pool")
 class Pool:
-    """A client's samples of one placeholder, which are drawn in random order without replacement.
+    """A client's samples of one label, which are drawn in random order without replacement.
 
     Args:
         order: The indices of the samples among the client's samples, shuffled.
         used: The number of samples that were drawn already, from the beginning of ``order``.
-        refills: How often the pool was refilled in this epoch.
+        refills: How often all samples were shuffled and made available again in this epoch.
     """
 
     order: Ints
@@ -60,12 +61,12 @@ class Pool:
 
 @record("Reserved")
 class Reserved:
-    """The samples that a client has reserved in an epoch of batches, and its pools.
+    """The samples that a client has reserved for the batches of an epoch, and its samples of each label.
 
     Args:
         round: The epoch, counted from 1.
-        pools: A mapping from placeholder to its pool.
-        batches: The batch of every reserved sample, ascending, shape (n,).
+        pools: A mapping from each placeholder (a number that stands for a label) to the samples of the label.
+        batches: The index of the batch for which each sample is reserved, ascending, shape (n,).
         places: The index of every reserved sample among the client's samples, shape (n,).
     """
 
@@ -76,7 +77,7 @@ class Reserved:
 
     @cached_property
     def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Two mappings from a batch to where its samples begin and end in ``places``.
+        """Two mappings from the index of a batch: to where its samples begin in ``places``, and to where they end.
 
         The values are plain numbers and not pairs, because the garbage collector does not track dicts of numbers.
         """
@@ -85,7 +86,7 @@ class Reserved:
         return dict(zip(numbers, first, strict=True)), dict(zip(numbers, [*first[1:], len(self.batches)], strict=True))
 
     def part(self, batch: int) -> Ints:
-        """Return the indices of a batch's samples among the client's samples; empty if none was reserved for it."""
+        """Return the samples reserved for a batch, as indices among the client's samples; empty if there are none."""
         begins, ends = self._bounds
         return self.places[begins.get(batch, 0) : ends.get(batch, 0)]
 
@@ -93,18 +94,19 @@ class Reserved:
 def opened(
     client: Client, pools: Mapping[int, Pool], request: Reserve | Steps, placeholders: Iterable[int]
 ) -> dict[int, Pool]:
-    """Refill the pools that a request names, add a pool for each placeholder that lacks one, and return all pools.
+    """Return the client's pools: its samples of each label, shuffled, with the number of samples already used.
 
-    A pool holds the client's samples of the label for which the placeholder stands. It is empty if the client does not
-    know the placeholder. It is also empty if the client holds fewer samples of the label than ``privacy.min_samples``:
-    such a label was not reported at enrolment, and no request may draw from it. The order of a pool depends on the
+    A pool belongs to a *placeholder*, a number that stands for a label. Pools that the request refills start again with
+    all samples unused, and a placeholder without a pool gets one. A pool is empty if the client does not know the
+    placeholder. It is also empty if the client holds fewer samples of the label than ``privacy.min_samples``: such a
+    label was not reported before the first round, and no request may draw from it. The order of a pool depends on the
     label and not on the placeholder, so that training is the same with and without masking.
 
     Args:
         client: The client.
-        pools: A mapping from placeholder to its pool, before the request.
-        request: The request, with the refills and the window of the samples that may be used.
-        placeholders: The placeholders from which the request draws.
+        pools: A mapping from each placeholder to its pool, before the request.
+        request: The request; it says which pools to refill, and which share (``window``) of the samples may be used.
+        placeholders: The placeholders from which the request draws samples.
 
     Raises:
         FedstrataError: The request refills more pools than there are classes. Such requests could fill the client's
@@ -136,7 +138,7 @@ def opened(
 
 @handles(Reserve)
 def reserve(client: Client, request: Reserve) -> ReserveReply:
-    """Reserve one sample for every position, until the pool of its placeholder is empty."""
+    """Reserve one sample for each label that the request lists, until all samples of the label are used."""
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Reserved) or before.round != request.round:
         before = Reserved(request.round, {}, _NONE, _NONE)
@@ -174,11 +176,12 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
 
 
 def gathered(batches: Ints, before: Ints, least: int) -> Ints:
-    """Move a client's new samples between batches, so that its part of every batch is large enough.
+    """Move a client's new samples between batches, so that each batch has none or enough of the client's samples.
 
-    A part that is too small joins the client's next part, until a part is large enough. A small part at the end joins
-    the part before it. Samples that were reserved earlier stay in their batches. No sample is moved to a batch before
-    ``batches[0]``, because such a batch may have been trained already.
+    The client's samples of one batch are called a *part*. A part that is too small joins the client's next part, until
+    a part is large enough. A small part at the end joins the part before it. Samples that were reserved earlier stay in
+    their batches. No sample is moved to a batch before ``batches[0]``, because such a batch may have been trained
+    already.
 
     Args:
         batches: The batch of each new sample, ascending, shape (n,).
@@ -213,7 +216,7 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
 
 
 def reserved(clients: Collection[Client], batch: int) -> Ints:
-    """Return the data-set indices of the samples that clients reserved for a batch, in the order of the clients.
+    """Return the samples that clients reserved for a batch, as indices in the data set, in the order of the clients.
 
     Raises:
         WithheldError: A client reserved fewer samples than ``privacy.min_samples``.
@@ -226,13 +229,13 @@ def reserved(clients: Collection[Client], batch: int) -> Ints:
 
 @handles(Gradient)
 def gradient(client: Client, request: Gradient) -> GradientReply:
-    """Compute the gradient for a client's part of a batch; BatchNorm uses the statistics of the whole batch."""
+    """Compute the gradient over a client's samples of a batch; BatchNorm uses the statistics of the whole batch."""
     return _part(client, request, summed_gradient)
 
 
 @handles(GradientSteps)
 def gradient_steps(client: Client, request: GradientSteps) -> GradientReply:
-    """Take several SGD steps on a client's part of a batch, and return the sum of the gradients of these steps."""
+    """Take several SGD steps on a client's samples of a batch, and return the sum of the gradients of these steps."""
     return _part(client, request, stepped)
 
 

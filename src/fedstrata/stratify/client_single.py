@@ -1,7 +1,7 @@
-"""Stratify's single-sample mode at the client: one SGD step on one sample for each placeholder of a task.
+"""Stratify's single-sample mode at the client: one SGD step on one sample for each label that a task names.
 
-A *placeholder* is a number that stands for a label. A *task* is one ``Steps`` request. A *relay* is the path of the
-model from client to client, one *hop* per task.
+A *task* is one ``Steps`` request. It names labels by *placeholders*, numbers that stand for labels. A *relay* is one
+journey of the model from client to client, with one task at each client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedstrata.stratify.client_batch import STATE, Pool, opened
 from fedstrata.stratify.messages import Steps, StepsReply
 
 TRIAL = 3
-"""The number of trial steps in which a ``TracedStepper`` must agree with autograd before it is used."""
+"""The number of trial steps in which a ``TracedStepper`` must give the same model as autograd before it is used."""
 
 BLOCK_BYTES = 16 << 20
 """The size of a block of inputs, in bytes. ``FusedSteps`` trains block by block, and checks after each block that the
@@ -37,11 +37,11 @@ model is finite."""
 
 @record("Stepped")
 class Stepped:
-    """The pools of a client in an epoch of single samples, and the number of its steps.
+    """A client's samples of each label in an epoch of single samples, used and unused, and the number of its steps.
 
     Args:
         round: The epoch, counted from 1.
-        pools: A mapping from placeholder to its pool.
+        pools: A mapping from each placeholder (a number that stands for a label) to the samples of the label.
         steps: The number of samples that the client has trained in this epoch.
     """
 
@@ -51,7 +51,7 @@ class Stepped:
 
 
 def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]:
-    """Draw one sample from the pool of each placeholder of a task; an empty pool gives no sample.
+    """Draw one unused sample for each label that a task names; a label without unused samples gives none.
 
     Returns:
         The indices of the samples in the data set, in order; the number of steps that the client took earlier in this
@@ -94,10 +94,11 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 
 @handles_relay(Steps)
 class FusedSteps:
-    """The training of a relay whose clients share one process: tasks only draw samples, and their steps run in blocks.
+    """Training of a relay (a journey of the model from client to client) whose clients share one process.
 
-    The steps are the same as if each client took its own, so that the model is equal bit by bit. If the model is not
-    finite after a block, the block is repeated task by task, and tasks after which the model is not finite are undone.
+    Each task only draws its samples. The steps on them are taken later, for many tasks at once (a *block*). The steps
+    are the same as if each client took its own, so that the model is equal bit by bit. If the model is not finite after
+    a block, the block is repeated task by task, and tasks after which the model is not finite are undone.
 
     Args:
         context: The context that the clients share.
@@ -118,7 +119,7 @@ class FusedSteps:
         self._block = max(1, BLOCK_BYTES // (4 * int(np.prod(context.data.shape))))
 
     def hop(self, client: Client, task: Steps) -> StepsReply:
-        """Let a client draw the samples of a task, which are trained later."""
+        """Let a client draw the samples of its task in the relay; the steps on them are taken later."""
         indices, steps, reply = draw_samples(client, task)
         self._last = (client.number, steps, indices), reply, task.round
         return reply

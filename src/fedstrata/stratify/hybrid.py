@@ -21,7 +21,7 @@ class HybridMode:
     stream: float
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if single samples cannot be trained, or if all rounds are rounds of batches."""
+        """Raise ``SpecError`` if single samples cannot be trained, or if no round would train single samples."""
         self.singles.check(config, "hybrid")
         before, rounds = self.batch_rounds(config), config.training.rounds
         if before >= rounds:
@@ -33,7 +33,10 @@ class HybridMode:
         return self.pretraining or max(1, agreed.training.rounds // 2)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode | SingleMode, tuple[float, float]]:
-        """Return the mode that trains a round, and the window (from, to) of the samples to train; see ``Reserve``."""
+        """Return the object that trains a round, and the share of each client's samples that the round may use.
+
+        The share is (from, to), in [0, 1]: for each label, the samples are sorted by their time of arrival.
+        """
         before = self.batch_rounds(agreed)
         if round <= before:
             return self.batches, (0.0, 1.0 - self.stream)

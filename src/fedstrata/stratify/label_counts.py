@@ -17,8 +17,8 @@ class LabelCounts:
 
     Args:
         known: The clients that reported their counts, ascending, shape (n,).
-        counts: n_k(c), the number of samples of each class c at each client k in ``known``, shape (n, C). A class of
-            which a client has fewer than ``privacy.min_samples`` samples counts as 0.
+        counts: The number of samples of each of C classes at each client in ``known``, shape (n, C). A class of which a
+            client has fewer than ``privacy.min_samples`` samples counts as 0.
     """
 
     known: Ints

@@ -1,8 +1,8 @@
 """The requests of Stratify: report labels, reserve samples for batches, compute gradients, and take SGD steps.
 
-A *placeholder* is a number that stands for a label, so that the server need not know the label. The *pool* of a
-placeholder is the client's samples of that label that are not yet used. A *position* is one entry of the schedule of an
-epoch, which trains one sample of a placeholder.
+The server fixes the sequence in which an epoch trains labels (the schedule). A *position* is one entry of it, which
+trains one sample of a label. A *placeholder* is a number that stands for a label, so that the server need not know the
+label. The *pool* of a placeholder is the client's samples of that label that are not yet used.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ MOST_SAMPLES = 2**40
 """The most samples of one label that a client may report, so that sums over millions of clients fit into 64 bits."""
 
 ALL = (0.0, 1.0)
-"""The window that contains all samples of a label; see ``Reserve.window``."""
+"""The share (from, to) of each client's samples that may be used, if all may be; see ``Reserve.window``."""
 
 NO_SUCH_BATCH = "a position in a batch that is over, or that there is not"
-"""The reason for refusing a reply to ``Reserve`` that names an impossible batch."""
+"""The reason for refusing a reply to ``Reserve`` that moves a sample to a batch that is over or does not exist."""
 
 
 class Epoch(Order):
@@ -52,7 +52,10 @@ class Epoch(Order):
         self._last = -1
 
     def refusal(self, request: Any) -> str:
-        """Refuse positions of batches that are over, batches out of order, and batches without reserved samples."""
+        """Return why a request is refused; an empty string if it is accepted.
+
+        Refused are malformed requests, batches that are over or out of order, and batches without reserved samples.
+        """
         if isinstance(request, Gradient):
             if request.batch <= self._last:
                 return f"batch {request.batch} comes after batch {self._last}; accepted: each batch once, in order"
@@ -123,11 +126,13 @@ class LabelReport(Request):
 
 @record("ReserveReply")
 class ReserveReply(Reply):
-    """The positions for which a client could not reserve a sample.
+    """The entries of a request's list of labels for which a client could not reserve a sample.
 
     Args:
-        missing: One bool per position: True if the client reserved no sample for it, because the pool was empty.
-        exhausted: The placeholders whose pools are empty after this request, int64.
+        missing: One bool per entry: True if the client reserved no sample, because all its samples of the label are
+            used.
+        exhausted: The placeholders (numbers that stand for labels) of which the client has used all samples after this
+            request, int64.
     """
 
     missing: Tensor
@@ -141,9 +146,10 @@ class GatheredReply(ReserveReply):
     This is needed because the client computes no gradient over fewer samples than ``privacy.min_samples``.
 
     Args:
-        batches: The batch in which each position is now trained, int64; meaningless for positions in ``missing``.
-        held: One bool per position: True if the client holds the sample back, because it has too few samples for any
-            batch. These positions are also in ``missing``, and their samples stay in the pool.
+        batches: For each entry of the request's list of labels: the batch in which its sample is now trained, int64;
+            meaningless if ``missing`` is True.
+        held: One bool per entry: True if the client does not reserve the sample, because it has too few samples for any
+            batch. ``missing`` is then True, too, and the sample stays unused.
     """
 
     batches: Tensor
@@ -156,13 +162,13 @@ class Reserve(Request):
 
     Args:
         round: The epoch, counted from 1.
-        batches: The batch of each position that the client is asked to fill, int64, ascending.
-        labels: The placeholder wanted at each position, int64.
-        refill: The placeholders whose pools are refilled first, int64.
+        batches: For each sample that the client is asked to reserve: the index of its batch, int64, ascending.
+        labels: For each of these samples: the placeholder, a number that stands for the sample's label, int64.
+        refill: The placeholders of which all samples become unused again before any is reserved, int64.
         fresh: True for the client's first request of the epoch. The client then discards what it reserved in an
             earlier, interrupted attempt at the epoch.
-        window: The part of each label's samples that may be used, in the order in which they arrive: (from, to), as
-            fractions in [0, 1].
+        window: The share (from, to) of the client's samples of each label that may be used, in [0, 1]. The samples are
+            sorted by their time of arrival.
     """
 
     reply_type: ClassVar[type[Reply]] = ReserveReply
@@ -181,7 +187,7 @@ class Reserve(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: ReserveReply) -> None:
-        """Refuse replies that lack an answer for a position, or that move a position to an impossible batch."""
+        """Refuse replies that lack an answer for a sample, or that move a sample to an impossible batch."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if isinstance(reply, GatheredReply):
@@ -270,11 +276,12 @@ class GradientSteps(Gradient):
 
 @record("StepsReply")
 class StepsReply(Reply):
-    """The placeholders that a client could not train.
+    """The labels that a client could not train.
 
     Args:
-        missing: One bool per placeholder of the request: True if no sample was trained, because the pool was empty.
-        exhausted: The placeholders whose pools are empty after this request, int64.
+        missing: One bool per label of the request: True if no sample was trained, because all are used.
+        exhausted: The placeholders (numbers that stand for labels) of which the client has used all samples after this
+            request, int64.
         loss: The sum of the samples' losses, each computed before the step on the sample; a scalar, float32.
     """
 
@@ -285,17 +292,17 @@ class StepsReply(Reply):
 
 @record("Steps")
 class Steps(Request):
-    """Take one SGD step on one sample for each placeholder (Stratify, Algorithm 3).
+    """Take one SGD step on one sample for each label in a list (Stratify, Algorithm 3).
 
     The steps change the model that travels from client to client.
 
     Args:
         round: The epoch, counted from 1.
-        labels: The placeholders to train, in order, int64.
-        refill: The placeholders whose pools are refilled first, int64.
+        labels: The labels to train, in order, as placeholders (numbers that stand for labels), int64.
+        refill: The placeholders of which all samples become unused again before the first step, int64.
         fresh: True for the client's first request of the epoch. The client then discards what it drew in an earlier,
             interrupted attempt at the epoch.
-        window: See ``Reserve``.
+        window: The share (from, to) of the client's samples of each label that may be used; see ``Reserve``.
     """
 
     reply_type: ClassVar[type[Reply]] = StepsReply
@@ -314,7 +321,7 @@ class Steps(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: StepsReply) -> None:
-        """Refuse replies that lack an answer for a placeholder, or whose loss is not a scalar."""
+        """Refuse replies that lack an answer for a label of the request, or whose loss is not a scalar."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if reply.loss.ndim != 0 or not reply.loss.is_floating_point():

@@ -1,4 +1,4 @@
-"""Stratify: a schedule of labels decides what trains next, in batches over all clients or sample by sample."""
+"""Stratify: a random sequence of labels decides what trains next, in batches over all clients or sample by sample."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ class Stratify(Method):
             centralised SGD. With more, the clients' models drift apart within a batch.
         server: Batch mode: optimiser of the server. Its ``lr`` (default 1) is multiplied by ``training.lr``. Default:
             SGD with the momentum and weight decay of ``training``.
-        chunk_size: Single-sample mode: number of positions of the schedule for which clients are chosen together. Each
-            chosen client gets the longest run of positions that it can train.
-        retain: Single-sample mode: share of a label's clients, drawn at random, that may train it in a chunk. A larger
-            share makes runs longer, and favours clients that hold many labels.
+        chunk_size: Single-sample mode: number of consecutive positions of the schedule (a *chunk*) for which clients
+            are chosen together. The client that can train the most consecutive positions of a chunk gets them.
+        retain: Single-sample mode: share of a label's clients, drawn at random, that may train it in a chunk. With a
+            larger share, a client trains more consecutive positions, and clients that hold many labels are favoured.
         pretraining: Hybrid mode: number of rounds of batches. Default: half of all rounds.
         stream: Hybrid mode: share of every client's samples that arrives after the rounds of batches.
         masking: Form in which the server sees the labels of clients. ``none``: labels; ``prf``: a keyed hash of each;
-            ``ckks``: encrypted labels, compared under encryption. With the same keys, training is the same in all
-            modes.
+            ``ckks``: encrypted labels, compared under encryption. With the same keys, training is the same with all
+            three values.
     """
 
     paper = "Stratify: label-aware sampling for federated learning on non-IID data, Algorithms 1 to 4"
@@ -124,7 +124,7 @@ class Stratify(Method):
         return frozenset({"labels"} if self.masking != "none" else ())
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the requests of enrolment and of training: in batches, sample by sample, or both."""
+        """Return the requests before the first round, and those of training: in batches, sample by sample, or both."""
         training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
         requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.classes)
         mode = self._mode
@@ -153,7 +153,7 @@ class Stratify(Method):
         return self._batches if self.mode == "batch" else singles
 
     def init(self, federation: Federation, weights: Weights) -> StratifyState:
-        """Learn which clients hold which label. With masking, the server learns placeholders instead of labels."""
+        """Learn which clients hold which label. With masking, the server sees only a number in place of each label."""
         roll = enrol(federation, self.masking, weighted=self.selection == "weighted")
         return StratifyState(weights, roll.holders(), None)
 

@@ -16,17 +16,20 @@ from fedstrata.stratify.schedule import Holders
 
 
 class Roster:
-    """The state of an epoch: which holders of each placeholder are present, and which have unused samples of it.
+    """The clients that can be asked in an epoch: which are present, and which have unused samples of each label.
 
-    A *placeholder* stands for a label, and its *holders* are the clients with samples of that label. A *row* is a pair
-    of a placeholder and one of its holders. There are R rows, in the order of the arrays in ``holders``. The *place* of
-    a placeholder is its index in ``holders.placeholders``.
+    - A *placeholder* is a number that stands for a label. Its *holders* are the clients with samples of that label.
+    - A placeholder's *place* is its index in ``holders.placeholders``.
+    - A *row* is an index of a pair (placeholder, holder). There are R pairs, in the order of ``holders.clients``.
+    - A client's *pool* of a placeholder contains its samples of that label that are not used yet in the epoch. A
+      *refill* makes all of them usable again.
 
     Args:
         federation: The federation; it tells which clients are available, and records events.
         holders: The clients that hold each placeholder.
         weighted: Whether clients are drawn in proportion to their number of samples, instead of uniformly.
-        window: The part of each label's samples that has arrived; see ``Reserve``.
+        window: The share (from, to) of each label's samples at each client that may be used, in [0, 1], in their order
+            of arrival.
     """
 
     def __init__(
@@ -35,30 +38,34 @@ class Roster:
         self.federation, self.holders, self.weighted, self.window = federation, holders, weighted, window
         self.generator = federation.rng("client-sampling")
         self.places: Ints = np.repeat(np.arange(len(holders.placeholders)), np.diff(holders.offsets))
-        """The place of each row's placeholder, shape (R,)."""
+        """For each pair (placeholder, holder): the index of the placeholder in ``holders.placeholders``, shape (R,)."""
         # Absences that were announced are known now. Other absences show only when the client is asked.
         self.present = np.isin(holders.clients, federation.candidates())
-        """True for rows whose client is there and has samples of the placeholder, used or not, shape (R,)."""
+        """For each pair (placeholder, holder): whether the client is present and has samples of the label, used or not,
+        shape (R,)."""
         self.available = self.present.copy()
-        """True for rows whose client is there and has unused samples of the placeholder, shape (R,)."""
+        """For each pair (placeholder, holder): whether the client is present and has samples of the label that are not
+        used yet, shape (R,)."""
         self.answered: set[int] = set()
         """The clients that answered a request of this epoch."""
         self.refills: dict[int, set[int]] = {}
-        """A mapping from client to the places of the placeholders whose pools it must refill at its next request."""
+        """A mapping from each client to the labels of which it may use all samples again from its next request on. A
+        label is given as an index in ``holders.placeholders``."""
         self._by_client = np.argsort(holders.clients, kind="stable")
         self._begins = np.searchsorted(holders.clients[self._by_client], np.arange(federation.config.clients + 1))
 
     def rows_of(self, place: int) -> slice:
-        """Return the rows of the placeholder at ``place``."""
+        """Return the slice, in arrays over all pairs (placeholder, holder), of those with ``placeholders[place]``."""
         return slice(self.holders.offsets[place], self.holders.offsets[place + 1])
 
     def empty_rows(self, client: int, missing: Ints, exhausted: Tensor) -> Ints:
-        """Return the rows of a client whose pools are empty according to its reply.
+        """Return the indices of the pairs (placeholder, ``client``) for which the client has no unused samples left.
 
         Args:
-            client: The client.
-            missing: The places of the placeholders for which the client had no sample.
-            exhausted: The placeholders (not places) whose pools the client reports as empty.
+            client: The client that replied.
+            missing: The labels for which the client had no sample, as indices in ``holders.placeholders``.
+            exhausted: The labels of which the client has used all samples according to its reply. They are given as the
+                placeholders themselves, not as indices.
         """
         rows: Ints = self._by_client[self._begins[client] : self._begins[client + 1]]
         places = self.places[rows]
@@ -73,14 +80,15 @@ class Roster:
             self.available[rows] = self.present[rows] = False
 
     def refill(self, place: int, positions: int) -> bool:
-        """Let each holder of a placeholder that is present refill its pool when it gets its next request.
+        """Let the clients that hold a label, and are present, use all their samples of it again from the next request.
 
         Args:
-            place: The placeholder's place.
-            positions: The number of positions that need a sample of it; an event reports it if no holder is present.
+            place: The index of the label's placeholder in ``holders.placeholders``.
+            positions: The number of entries of the schedule that need a sample of the label. It is reported in an event
+                if none of these clients is present.
 
         Returns:
-            True if a holder is present.
+            True if one of these clients is present.
         """
         rows = self.rows_of(place)
         clients = self.holders.clients[rows][self.present[rows]].tolist()
@@ -98,8 +106,8 @@ class Roster:
 
         Args:
             client: The client to ask.
-            places: The place of the placeholder that is wanted at each position.
-            refill: The places of the placeholders whose pools are to be refilled.
+            places: The label of each sample that is wanted, as an index in ``holders.placeholders``.
+            refill: The labels of which the client may use all samples again, as such indices.
         """
         numbers = self.holders.placeholders
         return {

@@ -21,16 +21,16 @@ Rule = Literal["capped", "uniform", "uncapped"]
 
 @record("Holders")
 class Holders:
-    """The clients that hold each placeholder (its *holders*), and their numbers of samples.
+    """The clients that have samples of each label (its *holders*), and their numbers of samples.
 
     Args:
-        placeholders: The placeholders as they are sent in requests to clients, shape (P,). In other arrays of the
-            server, a placeholder is represented by its *place*, the index in this array.
-        offsets: The index in ``clients`` and ``counts`` at which each placeholder's entries begin, then their length,
-            shape (P + 1,).
+        placeholders: The numbers that stand for the labels in requests to clients (placeholders), shape (P,). Other
+            arrays of the server represent a placeholder by its *place*, the index in this array.
+        offsets: The index at which each placeholder's entries begin in ``clients`` and ``counts``; the last offset is
+            the length of these two arrays. Shape (P + 1,).
         clients: The holders of the first placeholder, then of the second, and so on; ascending for each placeholder,
             shape (offsets[-1],).
-        counts: n_k(p), the number of samples that each holder in ``clients`` has of the placeholder, the same shape.
+        counts: The number of samples that each holder in ``clients`` has of the placeholder, the same shape.
     """
 
     placeholders: Ints
@@ -53,27 +53,28 @@ class Holders:
         return cls(placeholders.astype(np.int64), offsets, clients[order], counts[order])
 
     def totals(self) -> Ints:
-        """Return N(p), the number of samples of each placeholder over all clients, shape (P,)."""
+        """Return the number of samples of each label over all clients, in the order of ``placeholders``, shape (P,)."""
         if len(self.clients) == 0:
             return np.zeros(len(self.placeholders), dtype=np.int64)
         return np.add.reduceat(self.counts, self.offsets[:-1])
 
     def of_placeholder(self, place: int) -> tuple[Ints, Ints]:
-        """Return the holders of the placeholder at ``place``, and the number of samples that each has of it."""
+        """Return the clients with samples of the label ``placeholders[place]``, and how many samples each has of it."""
         part = slice(self.offsets[place], self.offsets[place + 1])
         return self.clients[part], self.counts[part]
 
 
 def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> Ints:
-    """Return f_l, how many samples of each label are trained in an epoch (Stratify §III-A).
+    """Return how many samples of each label are trained in an epoch: f_l for label l (Stratify §III-A).
 
     Args:
-        totals: N(l), the number of samples of each label, shape (P,).
-        rule: ``uniform``: f_l is the mean of N for every label. ``capped``: min(N(l), cap). ``uncapped``: N(l).
-        cap: The cap for ``capped``; by default, the median of N.
+        totals: The number of samples of each label, shape (P,).
+        rule: ``uniform``: the mean of ``totals`` for every label. ``capped``: ``totals``, but at most ``cap``.
+            ``uncapped``: ``totals``.
+        cap: The largest number for ``capped``; by default, the median of ``totals``.
 
     Returns:
-        f_l, shape (P,).
+        f_l for every label, shape (P,).
 
     >>> frequencies(np.array([10, 4, 1])).tolist()
     [4, 4, 1]
@@ -92,10 +93,10 @@ def schedule(frequency: Ints, generator: np.random.Generator) -> Ints:
     """Return the stratified label schedule (SLS): f_l copies of every label l, in random order.
 
     Args:
-        frequency: f_l, shape (P,).
+        frequency: f_l, the number of samples of each label to train in the epoch, shape (P,).
         generator: Randomness.
 
     Returns:
-        The place of a placeholder for each position, shape (Σ f_l,).
+        The label of each entry of the schedule, as an index into ``frequency``, shape (Σ f_l,).
     """
     return generator.permutation(np.repeat(np.arange(len(frequency)), frequency))

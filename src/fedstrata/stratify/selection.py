@@ -1,6 +1,7 @@
 """Client selection: choose the client that trains each position of the schedule.
 
-A position is one entry of the schedule, which trains one sample of a label. ``assign_runs`` gives each client a run of
+The schedule is the sequence of labels of an epoch. A *position* is one entry of it, and trains one sample of the label.
+A *placeholder* is a number that stands for a label; here it is 0 … P−1. ``assign_runs`` gives each client a *run*:
 consecutive positions (Stratify, Algorithm 1). ``select_batch`` chooses the clients of a batch (Algorithm 2).
 """
 
@@ -27,20 +28,21 @@ def assign_runs(
 ) -> Ints:
     """Choose the client that trains each position of a schedule (Stratify, Algorithm 1).
 
-    The schedule is cut into chunks. In each chunk, a random part of the available clients of every placeholder may
-    train it; see ``retained``. The chunk is filled from its first position on. At position i, the client is chosen that
-    may train the longest run of consecutive positions i, i + 1, … of the chunk. Ties break at random. The client gets
-    the whole run, and the next client is chosen for the position after it.
+    The schedule is cut into chunks of consecutive positions. A position names a placeholder (a number that stands for a
+    label). In each chunk, only a random part of the clients with samples of a placeholder may train it; see
+    ``retained``. The chunk is filled from its first position on. At position i, the client is chosen that may train the
+    longest run of consecutive positions i, i + 1, … of the chunk. Ties break at random. The client gets the whole run,
+    and the next client is chosen for the position after it.
 
-    All chunks are filled at the same time, so that the work is a few array operations over positions × clients.
+    All chunks are filled at the same time, so that the work is a few operations on arrays of positions × clients.
 
     Args:
         wanted: The placeholder of every position, in 0 … P−1, shape (L,).
-        available: Whether each client has samples of each placeholder left, shape (P, N).
-        weights: n_k(p), the number of samples that each client has of each placeholder, shape (P, N); None for uniform
+        available: Whether each client has unused samples of each placeholder, shape (P, N).
+        weights: The number of samples that each client has of each placeholder, shape (P, N); None for uniform
             selection.
         chunk_size: The number of positions in a chunk.
-        retain: The part of a placeholder's available clients that may train it in a chunk, in (0, 1].
+        retain: The share of a placeholder's available clients that may train it in a chunk, in (0, 1].
         generator: Randomness.
 
     Returns:
@@ -68,22 +70,21 @@ def assign_runs(
 
 
 def retained(able: Bools, weights: Floats | None, retain: float, generator: np.random.Generator) -> Bools:
-    """Draw a part of the available clients, without replacement, for each of several placeholders.
+    """Draw a part of the available clients, without replacement, for each of several labels.
 
     Of n available clients, r = max(1, ceil(retain · n)) are drawn. If selection is uniform, all clients are equally
-    likely. If it is weighted, the clients are drawn one after another, each with probability proportional to n_k(p)
-    among those that are left. This is done by choosing the r smallest keys Exp(1) / n_k(p) (Efraimidis and Spirakis
-    2006).
+    likely. If it is weighted, the clients are drawn one after another, each with probability proportional to its weight
+    among those that are left. This is done by drawing a key Exp(1) / weight for each client, and choosing the r clients
+    with the smallest keys (Efraimidis and Spirakis 2006).
 
     Args:
-        able: Whether each client is available, shape (…, N).
-        weights: n_k(p), the number of samples that each client has of the placeholder, the same shape; None for uniform
-            selection.
-        retain: The part of the available clients to draw, in (0, 1].
+        able: Whether each client is available for each label, shape (…, N).
+        weights: The number of samples that each client has of each label, the same shape; None for uniform selection.
+        retain: The share of the available clients to draw, in (0, 1].
         generator: Randomness.
 
     Returns:
-        Whether each client was drawn, the same shape.
+        Whether each client was drawn for each label, the same shape.
     """
     if retain >= 1:
         return able
@@ -98,14 +99,15 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
 
 
 def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
-    """Divide a schedule into tasks: runs of consecutive positions of one client in a chunk (Algorithm 3, line 8).
+    """Divide a schedule into tasks: consecutive positions of a chunk with the same client (Algorithm 3, line 8).
 
     Args:
-        owner: The client of every position, shape (L,); −1 for positions without a client.
+        owner: The client of every position of the schedule, shape (L,); −1 for positions without a client.
         chunk_size: The number of positions in a chunk.
 
     Returns:
-        The begin and the end (exclusive) of each task, shape (T,) each. Positions without a client are left out.
+        The first position of each task, and the position after its last, shape (T,) each. Positions without a client
+        are in no task.
 
     >>> [part.tolist() for part in tasks_of(np.array([2, 2, -1, 1, 1]), chunk_size=4)]
     [[0, 3, 4], [2, 4, 5]]
@@ -122,13 +124,15 @@ def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
 def _covers(
     wanted: Ints, able: Bools, weights: Floats | None, chunk_size: int, retain: float, generator: np.random.Generator
 ) -> Bools:
-    """Draw the clients that may train each position, with ``retained``; return bools, shape (chunks, size, N).
+    """Draw the clients that may train each position of the schedule, with ``retained``.
 
-    ``size`` is ``chunk_size``, or ``len(wanted)`` if that is smaller. A short last chunk is padded with False.
+    Returns:
+        Whether each client may train each position of each chunk, shape (chunks, size, N). ``size`` is ``chunk_size``,
+        or ``len(wanted)`` if that is smaller. A short last chunk is padded with False.
     """
     length = len(wanted)
     chunk = np.arange(length) // chunk_size
-    # All positions of a chunk with the same placeholder share one draw of clients.
+    # Clients are drawn once for each pair of a chunk and a label, not for each position.
     pools, pool_of = np.unique(chunk * len(able) + wanted, return_inverse=True)
     of_placeholder = pools % len(able)
     kept = retained(able[of_placeholder], None if weights is None else weights[of_placeholder], retain, generator)
@@ -143,12 +147,12 @@ def _walk(covers: Bools, generator: np.random.Generator) -> Ints:
     """Choose the client of each position in all chunks at the same time; see ``assign_runs``.
 
     Args:
-        covers: Which clients may train each position, shape (chunks, size, N).
+        covers: Whether each of N clients may train each position of each chunk, shape (chunks, size, N).
         generator: Randomness, to break ties.
 
     Returns:
-        The index of the client on the last axis of ``covers``, −1 if no client may train the position, shape
-        (chunks, size).
+        The client of each position, as an index on the last axis of ``covers``; −1 if no client may train the position.
+        Shape (chunks, size).
     """
     chunks, size, clients = covers.shape
     runs = np.zeros((size + 1, chunks, clients), dtype=np.int32)
@@ -171,15 +175,16 @@ def _walk(covers: Bools, generator: np.random.Generator) -> Ints:
 def select_batch(
     wanted: Ints, available: Mapping[int, Ints], weights: Mapping[int, Floats] | None, generator: np.random.Generator
 ) -> Ints:
-    """Choose clients for the positions of one batch (Stratify, Algorithm 2).
+    """Choose the client that trains each position of one batch (Stratify, Algorithm 2).
 
-    For each placeholder p, one client per position of p is drawn from ``available[p]``. Clients are drawn with
-    replacement only if there are fewer clients than positions.
+    A position names a placeholder p (a number that stands for a label). For each p, as many clients are drawn from
+    ``available[p]`` as the batch has positions of p. They are drawn with replacement only if there are fewer clients
+    than positions.
 
     Args:
         wanted: The placeholder of every position, shape (B,).
-        available: A mapping from placeholder to the clients that have samples of it.
-        weights: A mapping from placeholder to the weights of these clients, in the same order; None for uniform
+        available: A mapping from each placeholder to the clients that have samples of it.
+        weights: A mapping from each placeholder to the weights of these clients, in the same order; None for uniform
             selection.
         generator: Randomness.
 
@@ -199,10 +204,10 @@ def select_batches(
     """Choose clients for many batches at once; see ``select_batch``.
 
     Args:
-        wanted: The placeholder of every position, shape (L,).
-        batch_of: The batch of every position, ascending, shape (L,).
-        available: See ``select_batch``.
-        weights: See ``select_batch``.
+        wanted: The placeholder (a number that stands for a label) of every position of the schedule, shape (L,).
+        batch_of: The index of the batch to which each position belongs, ascending, shape (L,).
+        available: A mapping from each placeholder to the clients that have samples of it.
+        weights: A mapping from each placeholder to these clients' weights, or None; see ``select_batch``.
         generator: Randomness.
 
     Returns:
@@ -228,14 +233,14 @@ def select_batches(
 
 
 def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, generator: np.random.Generator) -> Ints:
-    """Draw up to ``most`` clients without replacement for each group of positions.
+    """Draw up to ``most`` clients without replacement for each group: the positions of one label in one batch.
 
     Args:
         groups: True for the groups for which clients are drawn, shape (G,).
         clients: The number of clients.
-        shares: The weight of each client, shape (``clients``,); None for uniform draws. Weighted draws take the clients
-            with the smallest random keys Exp(1) / share (Efraimidis and Spirakis 2006).
-        most: The number of clients to draw for a group.
+        shares: The weight of each client, shape (``clients``,); None for uniform draws. A weighted draw gives each
+            client a random key Exp(1) / share, and takes those with the smallest keys (Efraimidis and Spirakis 2006).
+        most: The number of clients to draw for a group; all clients if there are fewer.
         generator: Randomness.
 
     Returns:

@@ -22,15 +22,16 @@ from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import assign_runs, tasks_of
 
 MOST_CELLS = 2**31
-"""The largest product of a chunk's positions and the clients. It limits memory: each pair takes five bytes."""
+"""The largest value of ``chunk_size`` × clients. It limits memory: each pair of them takes five bytes in the table that
+plans a chunk."""
 
 QUEUE = 2
-"""The number of tasks that are decided in advance, so that a client knows where to send the model next (Algorithm 3,
-line 5)."""
+"""The number of tasks (a client and the samples that it trains) that are decided in advance, so that a client knows
+where to send the model next (Algorithm 3, line 5)."""
 
 FIRST_BLOCK, LARGEST_BLOCK = 8, 1024
-"""How many chunks are planned at once: first 8, also after a change of plan; then twice as many each time, up to
-1024."""
+"""How many chunks of the schedule get their clients at once: 8 at first and after a change of plan, then twice as many
+each time, up to 1024."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class SingleMode:
             raise SpecError("training.momentum", problem, config.training.momentum)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[SingleMode, tuple[float, float]]:
-        """Return this mode, which trains every round, and the window that contains all samples."""
+        """Return this mode, which trains every round, and the share (from, to) of the samples to use: all of them."""
         return self, ALL
 
     def run_epoch(
@@ -69,8 +70,8 @@ class SingleMode:
         federation, route = roster.federation, Route(roster, wanted, chunk_size=self.chunk_size, retain=self.retain)
         loss, samples, hops = torch.zeros(()), 0, federation.log.hops
         while route.open():
-            # Usually one relay trains the whole schedule. Another is needed if the engine notices the failure of a
-            # client only after the relay has ended.
+            # Usually one relay (one journey of the model from client to client) trains the whole schedule. Another is
+            # needed if the engine notices the failure of a client only after the relay has ended.
             relayed = federation.relay(
                 route.tasks(), weights, on_reply=route.on_reply, work=lambda task, _: float(len(task.labels))
             )
@@ -84,12 +85,14 @@ class SingleMode:
 
 @dataclass(frozen=True)
 class Task:
-    """A client, and the consecutive positions of the schedule that it trains.
+    """A client, and the consecutive entries of the schedule that it trains.
+
+    A label is represented by the index of its placeholder in ``Roster.holders.placeholders``.
 
     Args:
         client: The client's id.
-        places: The place of the placeholder at each of these positions (see ``Roster``), shape (n,).
-        refill: The places of the placeholders whose pools the client refills first.
+        places: The label of each of these entries, as such an index, shape (n,).
+        refill: The labels of which the client may use all samples again, as such indices.
     """
 
     client: int
@@ -100,15 +103,16 @@ class Task:
 class Route:
     """The path of the model from client to client: the part of the schedule that is left, and the queue of tasks.
 
-    Chunks of the schedule are planned ahead in blocks, because the plan of a chunk depends only on the available
-    clients. They are planned again when a client becomes unavailable, or when positions that were not trained are put
-    back.
+    The schedule is cut into chunks of consecutive positions. Several chunks get their clients in advance, because this
+    choice depends only on the available clients. It is repeated when a client becomes unavailable, or when positions
+    that were not trained are put back.
 
     Args:
         roster: The clients that can be asked.
-        wanted: The place of the placeholder to train at each position (see ``Roster``), shape (L,).
+        wanted: The label to train at each position of the schedule, as an index in ``roster.holders.placeholders``,
+            shape (L,).
         chunk_size: The number of positions in a chunk; see ``selection.assign_runs``.
-        retain: The part of a placeholder's available clients that may train it in a chunk.
+        retain: The part of a label's available clients that may train it in a chunk, in (0, 1].
     """
 
     def __init__(self, roster: Roster, wanted: Ints, *, chunk_size: int, retain: float) -> None:
@@ -122,12 +126,12 @@ class Route:
         self._planned: deque[list[tuple[int, Ints]]] = deque()
         self._block = FIRST_BLOCK
         self._sent: list[Task] = []
-        """The tasks of this relay, in order."""
+        """The tasks of this relay (one journey of the model from client to client), in order."""
         self._trained: dict[int, Ints] = {}
-        """A mapping from a task's index in ``_sent`` to the places of the placeholders that it trained."""
+        """A mapping from a task's index in ``_sent`` to the labels that it trained, as in ``Task.places``."""
 
     def open(self) -> bool:
-        """Prepare for a new relay; return True if positions are left to train."""
+        """Prepare for another journey of the model; return True if positions of the schedule are left to train."""
         self._sent, self._trained = [], {}
         return len(self._left) > 0 or len(self._queue) > 0
 
@@ -150,7 +154,7 @@ class Route:
         """Note the result of a task.
 
         Args:
-            position: The index of the task in this relay.
+            position: The index of the task among the tasks that were sent.
             reply: The client's reply; None if the task failed. This may be called with None after a reply, if the
                 failure is noticed later.
         """
@@ -170,15 +174,15 @@ class Route:
         if roster.available[rows].any():
             roster.available[rows] = False
             self._replan()
-        # If a pool has no sample right after a refill, the client has none of the label, and is not asked again.
+        # If a client has no sample of a label although it may use all of them again, it is not asked again.
         places = roster.places[rows]
         roster.present[rows[np.isin(places, list(task.refill)) & ~np.isin(places, trained)]] = False
         self._put_back(task.places[missing])
 
     def _put_back(self, places: Ints) -> None:
-        """Put placeholders that were not trained back into the rest of the schedule, each at a random position.
+        """Put labels that were not trained back into the rest of the schedule, each at a random position.
 
-        This is line 17 of Algorithm 3. ``places`` are the indices of the placeholders.
+        This is line 17 of Algorithm 3. ``places`` are the indices of the labels, as in ``Task.places``.
         """
         if len(places):
             self._replan()
@@ -203,7 +207,11 @@ class Route:
             self._left = self._left[self.chunk_size :]
 
     def _plan_block(self) -> None:
-        """Plan the next chunks; refill placeholders without unused samples, and skip those without present holders."""
+        """Choose the clients of the next chunks.
+
+        If all samples of a label are used, its clients may use them again. If none of its clients is present, the label
+        is removed from the schedule.
+        """
         roster = self.roster
         while len(block := self._left[: self._block * self.chunk_size]):
             left = np.bincount(roster.places[roster.available], minlength=len(roster.holders.placeholders))

@@ -1,4 +1,6 @@
-"""Enrolment at the client: it replies to requests about its labels, and decrypts totals over all clients.
+"""Enrolment (before the first round) at the client: it reports its labels, and decrypts totals over all clients.
+
+A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels.
 
 The secret keys come from the key ring of the client's context (``key_store.KeyRing``). No reply contains them.
 """
@@ -41,7 +43,7 @@ from fedstrata.stratify.masking.slot_layout import TOLERANCE, SlotLayout
 from fedstrata.stratify.messages import LabelReply, LabelReport
 
 _WHOLE = 0.1
-"""The largest distance of a decrypted total from an integer that is accepted. CKKS's error is below 0.001 for 1,000
+"""The largest accepted distance of a decrypted total from an integer. The encryption's error is below 0.001 for 1,000
 clients."""
 
 
@@ -70,7 +72,7 @@ def report_labels(client: Client, request: LabelReport) -> LabelReply:
 
 @handles(Assign)
 def assign(client: Client, request: Assign) -> Assigned:
-    """Store which label each placeholder stands for."""
+    """Store which label each placeholder (a number of the server) stands for."""
     labels, _ = presented(client)
     _remember(client, labels, request.placeholders.numpy())
     return Assigned(len(labels))
@@ -100,7 +102,7 @@ def report_tags(client: Client, request: TagReport) -> TagReply:
 
 @handles(SealLabels)
 def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
-    """Send all labels, encrypted; one ciphertext holds many labels."""
+    """Send all labels, encrypted, so that the server can compare them with its encrypted list of labels."""
     keys = ring_of(client.context).open()
     labels, _ = presented(client)
     sheets = SlotLayout(request.classes).sheets_of(labels)
@@ -109,7 +111,7 @@ def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
 
 @handles(Compare)
 def compare(client: Client, request: Compare) -> CompareReply:
-    """Decrypt the scrambled differences between labels and entries of the unique list, and report which are zero."""
+    """Decrypt the scrambled differences between labels and the server's list of labels; report which are zero."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     opener = keys.comparing
@@ -122,7 +124,7 @@ def compare(client: Client, request: Compare) -> CompareReply:
 
 @handles(Enlist)
 def enlist(client: Client, request: Enlist) -> Enlisted:
-    """Send the labels that the request names, encrypted as entries of the unique list."""
+    """Send the labels that the request names, encrypted so that the server can add them to its list of labels."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     pages = grid.entries(labels[request.labels.numpy()], request.places.numpy())
@@ -131,7 +133,7 @@ def enlist(client: Client, request: Enlist) -> Enlisted:
 
 @handles(CountReport)
 def report_counts(client: Client, request: CountReport) -> CountReply:
-    """Send the encrypted number of samples of each placeholder, and store which label each placeholder stands for."""
+    """Send the encrypted number of samples of each label, and store which label each placeholder stands for."""
     keys = ring_of(client.context).open()
     labels, counts = presented(client)
     placeholders = request.placeholders.numpy()
@@ -154,6 +156,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report the number of the client's samples of each placeholder, divided by that of all clients."""
+    """Report the number of the client's samples of each of its labels, divided by that of all clients."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

@@ -1,7 +1,7 @@
 """Count samples under encryption: the server adds up the clients' encrypted counts, and a client decrypts the totals.
 
-N(p) is the number of samples of placeholder p over all clients, and E(…) is an encrypted number. The server numbers the
-placeholders. Clients know each placeholder by another, random number, its *name*.
+A *placeholder* is a number that stands for a label. The server numbers the placeholders 0 … P − 1. Clients know each
+placeholder by another, random number, its *name*.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ TOGETHER = 64
 
 
 def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) -> tuple[Held, tuple[bytes, ...]]:
-    """Tell clients their placeholders and add up their encrypted counts.
+    """Tell clients the numbers that stand for their labels (placeholders), and add up their encrypted counts.
 
     Args:
         federation: The federation, to ask clients.
         public: The clients' public keys.
-        held: A mapping from client to its placeholders.
-        names: The name of each placeholder, shape (P,).
+        held: A mapping from each client to its placeholders, as the server numbers them.
+        names: The random number by which clients know each placeholder, shape (P,).
 
     Returns:
-        The entries of ``held`` for the clients that answered; and the ciphertexts of the placeholders' numbers of
-        samples N(p), summed over exactly these clients and sorted by name.
+        The entries of ``held`` for the clients that answered; and the encrypted number of samples of each placeholder,
+        summed over exactly these clients. The numbers are sorted by name, and each ciphertext contains many.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
@@ -52,16 +52,16 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
 
 
 def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints) -> Ints:
-    """Return N(p), decrypted by the first client that answers.
+    """Return the number of samples of each placeholder over all clients, decrypted by the first client that answers.
 
     Args:
         federation: The federation, to ask clients.
-        pages: The ciphertexts of N(p), sorted by name.
-        held: A mapping from each client whose samples are in N(p) to its placeholders.
-        names: The name of each placeholder, shape (P,).
+        pages: The ciphertexts of these totals, sorted by name.
+        held: A mapping from each client whose samples were counted to its placeholders (numbers that stand for labels).
+        names: The random number by which clients know each placeholder, shape (P,).
 
     Returns:
-        N(p), shape (P,).
+        The totals, shape (P,).
 
     Raises:
         QuorumError: No client could decrypt the totals. Clients refuse totals that are not close to an integer.
@@ -78,12 +78,12 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
 
 def shares(federation: Federation, held: Held, totals: Ints) -> Held:
-    """Ask clients for their shares of the totals; return n_k(p), each client's number of samples of each placeholder.
+    """Ask clients for their shares of the totals; return each client's number of samples of each of its labels.
 
     Args:
         federation: The federation, to ask clients.
-        held: A mapping from client to its placeholders.
-        totals: N(p), shape (P,).
+        held: A mapping from each client to its placeholders (numbers that stand for its labels).
+        totals: The number of samples of each placeholder over all clients, shape (P,).
 
     Returns:
         A mapping from each client that answered to its counts, in the order of its placeholders. It is empty if the
@@ -105,7 +105,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
 
 
 def _per_placeholder(values: Held, held: Held, size: int) -> Ints:
-    """Return the sum of the clients' values for each placeholder, shape (size,)."""
+    """Return the sum of the clients' values for each placeholder, shape (size,); ``held`` has their placeholders."""
     sums = np.zeros(size, dtype=np.int64)
     for client, counts in values.items():
         sums[held[client]] += counts

@@ -39,18 +39,18 @@ Watch = Callable[[str], None]
 
 @record("Roll")
 class Roll:
-    """The placeholders that each client holds, as the server knows them.
+    """The placeholders (numbers that stand for labels) that each client holds, as the server knows them.
 
     Args:
         masking: The mode of masking; see ``enrol``.
-        names: The name of each of the P placeholders: a permutation of 0 … P − 1. All other fields use the numbers that
-            the server gave to placeholders in the order of discovery.
-        held: A mapping from client to its placeholders, in the client's order of its labels.
-        counts: A mapping from client to its number of samples of each of these placeholders. Only clients that reported
-            their counts are in it. They do so without masking, or if selection is weighted.
-        totals: N(p), the number of samples of each placeholder over all clients, shape (P,).
-        register: The server's knowledge about the labels, for clients that join later: an ``OpenRegister``,
-            ``TagRegister`` or ``PackedRegister``.
+        names: The random number by which clients know each of the P placeholders: a permutation of 0 … P − 1. All other
+            fields use the server's numbers 0 … P − 1, in the order in which labels were discovered.
+        held: A mapping from each client to its placeholders, in the client's order of its labels.
+        counts: A mapping from each client to its number of samples of each of these placeholders. Only clients that
+            reported their counts are in it. They do so without masking, or if selection is weighted.
+        totals: The number of samples of each placeholder over all clients, shape (P,).
+        register: The server's knowledge about the labels, with which it recognises the labels of clients that join
+            later: an ``OpenRegister``, ``TagRegister`` or ``PackedRegister``.
     """
 
     masking: str
@@ -61,10 +61,10 @@ class Roll:
     register: Tree
 
     def holders(self) -> Holders:
-        """Return the holders of each placeholder and their numbers of samples.
+        """Return the clients that hold each placeholder (a number that stands for a label), and their sample counts.
 
-        If some holders of a placeholder did not report their counts, the samples of N(p) that other clients did not
-        report are spread evenly over these holders.
+        If some of them did not report their counts, they are assumed to have equal shares of the samples that are in
+        the total but were not reported.
         """
         rest, unknown = self.totals.copy(), np.zeros_like(self.totals)
         for client, placeholders in self.held.items():
@@ -90,7 +90,7 @@ class OpenRegister:
     """The server's knowledge about the labels without masking: the labels themselves.
 
     Args:
-        labels: The label of each placeholder, shape (P,).
+        labels: The label for which each placeholder 0 … P − 1 stands, shape (P,).
     """
 
     labels: Ints
@@ -102,7 +102,7 @@ class TagRegister:
 
     Args:
         keys: The clients' public keys.
-        tags: The keyed hash of each placeholder's label, 16 bytes each.
+        tags: The keyed hash of the label for which each placeholder 0 … P − 1 stands, 16 bytes each.
     """
 
     keys: PublicKeys
@@ -130,16 +130,17 @@ def enrol(
     before: Roll | None = None,
     watch: Watch = lambda phase: None,
 ) -> Roll:
-    """Ask clients which labels they hold, and give each label a placeholder.
+    """Ask clients which labels they hold, and give each label a placeholder, the number that stands for it.
 
     Args:
         federation: The federation, to ask its clients.
         masking: What clients send: their labels (``none``), a keyed hash of each (``prf``), or encrypted labels that
             are compared under encryption (``ckks``).
-        weighted: Whether clients also report their share of each placeholder's samples.
-        before: The roll of an earlier enrolment. Only clients that are not on it are asked, and its placeholders keep
-            their labels.
-        watch: A function that is called with the name of each phase when it begins: "unique list", "mapping", "counts".
+        weighted: Whether clients also report their share of all samples of each of their labels.
+        before: The result of an earlier enrolment. Only clients that are not in it are asked, and its placeholders
+            stand for the same labels as before.
+        watch: A function that is called with the name of each phase when it begins: "unique list" (find all labels),
+            "mapping" (find each client's labels), "counts".
 
     Returns:
         The roll of all clients that answered every request. Events record why other clients are missing.
@@ -218,7 +219,7 @@ _MODES: dict[str, _Mode] = {"none": _in_the_clear, "prf": _by_tag, "ckks": _pack
 
 
 def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | None, *, comparing: bool) -> Public:
-    """Return the clients' public keys: from an earlier roll, or from the first client that answers."""
+    """Return the clients' public keys: from an earlier enrolment, or from the first client that answers."""
     if before:
         return Public(before.register.keys)
     _, keys = ask_until(federation, clients, OpenKeys(comparing), "send keys")
@@ -226,13 +227,16 @@ def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | 
 
 
 def _names(before: Roll | None, size: int) -> Ints:
-    """Return a random name for each of ``size`` placeholders; placeholders of an earlier roll keep their names."""
+    """Return the random numbers by which clients know the ``size`` placeholders.
+
+    Placeholders of an earlier enrolment keep theirs.
+    """
     old = before.names if before else np.empty(0, dtype=np.int64)
     return np.concatenate([old, len(old) + shuffled(size - len(old))])
 
 
 def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Held:
-    """Ask clients one by one until the unique list has all classes, then match the labels of all other clients."""
+    """Ask clients one by one until the list of labels has all classes, then compare all other clients with the list."""
     watch("unique list")
     held, rest = unique.discover(clients)
     watch("mapping")
@@ -245,8 +249,8 @@ def _counted(
     """Add up the encrypted counts, let a client decrypt the totals, and ask for shares if selection is weighted.
 
     Returns:
-        The placeholders of each client that answered; N(p), shape (P,); and the counts of each client (empty if
-        selection is not weighted).
+        The placeholders (numbers that stand for labels) of each client that answered; the number of samples of each
+        placeholder over all clients, shape (P,); and the counts of each client (empty if selection is not weighted).
     """
     held, pages = sum_packed(federation, public, held, names)
     totals = open_totals(federation, pages, held, names)
@@ -275,7 +279,7 @@ def _discover(known: list[Any], presented: dict[ClientId, list[Any]]) -> Held:
 
 
 def _assign(federation: Federation, held: Held, names: Ints) -> Held:
-    """Tell clients their placeholders; return the entries of ``held`` for the clients that confirmed."""
+    """Tell clients which numbers stand for their labels; return the entries of ``held`` for clients that confirmed."""
     requests = {client: Assign(torch.from_numpy(names[placeholders])) for client, placeholders in held.items()}
     replies: dict[ClientId, Assigned] = federation.ask(requests, requests)
     return {client: held[client] for client in replies}

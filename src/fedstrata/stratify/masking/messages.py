@@ -1,9 +1,10 @@
 """The requests and replies of an enrolment, in which the server learns which clients share a label.
 
-A *placeholder* is a number that stands for a label. Each client puts its labels in a random order (see ``presented`` in
-``fedstrata.stratify.masking.client``). All arrays over a client's labels have this order. C is the number of classes, L
-the number of a client's labels, and P the number of placeholders. Ciphertexts are bytes that TenSEAL serialised, and
-``key`` is the fingerprint of the keys with which they were made.
+A *placeholder* is a number that stands for a label. The *unique list* is the server's list of all labels, encrypted.
+Each client puts its labels in a random order (see ``presented`` in ``fedstrata.stratify.masking.client``). All arrays
+over a client's labels have this order. C is the number of classes, L the number of a client's labels, and P the number
+of placeholders. Ciphertexts are bytes that TenSEAL serialised, and ``key`` is the fingerprint of the keys with which
+they were made.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ class Assigned(Reply):
 
 @record("Assign")
 class Assign(Request):
-    """Tell a client the placeholders of its labels.
+    """Tell a client the numbers that stand for its labels in later requests (placeholders).
 
     Args:
-        placeholders: One placeholder for each of the client's labels, int64.
+        placeholders: One such number for each of the client's labels, int64.
     """
 
     reply_type: ClassVar[type[Reply]] = Assigned
@@ -103,7 +104,7 @@ class TagReply(Reply):
 
 @record("TagReport")
 class TagReport(Request):
-    """Ask for a keyed hash of each of the client's labels (mode ``prf``)."""
+    """Ask for a keyed hash of each of the client's labels (masking ``prf``)."""
 
     reply_type: ClassVar[type[Reply]] = TagReply
     rule = RequestRule("a keyed hash of each of its labels", phase="enrolment")
@@ -130,7 +131,7 @@ class SealedLabels(Reply):
 
 @record("SealLabels")
 class SealLabels(Request):
-    """Ask for the client's labels, encrypted, in the layout that can be compared with the unique list (mode ``ckks``).
+    """Ask for the client's labels, encrypted, so that the server can compare them with its list (masking ``ckks``).
 
     Args:
         classes: C, the number of classes.
@@ -142,18 +143,19 @@ class SealLabels(Request):
     classes: int
 
     def check(self, reply: SealedLabels) -> None:
-        """Refuse sheets for more labels than there are classes."""
+        """Refuse a reply with more ciphertexts than all classes need, or with none."""
         if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
             raise ReplyRefusedError(f"{len(reply.sheets)} sheets for {self.classes} classes")
 
 
 @record("CompareReply")
 class CompareReply(Reply):
-    """The places at which the unique list has the client's labels. The *unique list* has every label once, encrypted.
+    """The entries of the server's encrypted list of labels (the unique list) that equal the client's labels.
 
     Args:
-        places: For each label, i · width + c if the label's difference in column c of the request's ciphertext i is
-            zero; −1 if none of its differences is zero. int64, shape (L,). ``SlotLayout`` defines the width.
+        places: For each label of the client: i · width + c if its difference in column c of the request's ciphertext i
+            is zero, so that the label equals the list's entry there; −1 if none of its differences is zero. int64,
+            shape (L,). ``SlotLayout`` defines columns and width.
     """
 
     places: Tensor
@@ -161,12 +163,12 @@ class CompareReply(Reply):
 
 @record("Compare")
 class Compare(Request):
-    """Ask which scrambled differences between the client's labels and the unique list are zero.
+    """Ask which scrambled differences between the client's labels and the server's list of labels are zero.
 
     Args:
         classes: C, the number of classes.
-        sheets: For each ciphertext of differences, the index of the client's sheet that it compares with the list,
-            int64.
+        sheets: For each ciphertext of differences, the index (in ``SealedLabels.sheets``) of the client's ciphertext
+            that it compares with the list, int64.
         differences: The ciphertexts of the differences.
     """
 
@@ -178,7 +180,7 @@ class Compare(Request):
     differences: tuple[bytes, ...]
 
     def check(self, reply: CompareReply) -> None:
-        """Refuse replies with places for more labels than there are classes."""
+        """Refuse replies about more labels than there are classes."""
         require_shape(reply.places, (-1,), torch.int64, "places")
         if len(reply.places) > self.classes:
             raise ReplyRefusedError(f"{len(reply.places)} places for {self.classes} classes")
@@ -186,7 +188,7 @@ class Compare(Request):
 
 @record("Enlisted")
 class Enlisted(Reply):
-    """New entries of the unique list, encrypted.
+    """New entries of the server's list of labels, encrypted.
 
     Args:
         key: The keys' fingerprint.
@@ -199,12 +201,13 @@ class Enlisted(Reply):
 
 @record("Enlist")
 class Enlist(Request):
-    """Ask for encrypted entries for the client's labels that are not on the unique list yet.
+    """Ask for encrypted entries for the client's labels that are not on the server's list of labels yet.
 
     Args:
         classes: C, the number of classes.
         labels: The indices of these labels in the order of the client's labels, int64.
-        places: The place of each on the list: page · width + column, int64. ``SlotLayout`` defines the width.
+        places: The index of the entry that each of them gets: page · width + column, int64. A page is one ciphertext of
+            the list; ``SlotLayout`` defines columns and width.
     """
 
     reply_type: ClassVar[type[Reply]] = Enlisted
@@ -215,7 +218,7 @@ class Enlist(Request):
     places: Tensor
 
     def check(self, reply: Enlisted) -> None:
-        """Refuse a reply without exactly one ciphertext for every page that gets an entry."""
+        """Refuse a reply without exactly one ciphertext for each ciphertext (page) of the list that gets an entry."""
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
@@ -228,8 +231,8 @@ class CountReply(Reply):
 
     Args:
         key: The keys' fingerprint.
-        pages: Ciphertexts of the number of samples of each of the P placeholders; 0 for labels that the client does not
-            hold.
+        pages: The ciphertexts, which together contain the client's number of samples of each of the P placeholders
+            (numbers that stand for labels): 0 for labels that the client does not hold.
     """
 
     key: str
@@ -238,11 +241,11 @@ class CountReply(Reply):
 
 @record("CountReport")
 class CountReport(Request):
-    """Tell a client the placeholders of its labels, and ask for the encrypted number of samples of each.
+    """Tell a client the numbers that stand for its labels (placeholders), and ask for its encrypted sample counts.
 
     Args:
         placeholders: One placeholder for each of the client's labels, int64.
-        size: P, the number of placeholders.
+        size: P, the number of placeholders: the number of labels of all clients.
     """
 
     reply_type: ClassVar[type[Reply]] = CountReply
@@ -262,16 +265,16 @@ class Totals(Reply):
     """The number of samples of each label over all clients, which one client has decrypted.
 
     Args:
-        totals: N(p), the number of samples of each placeholder over all clients, int64, shape (P,).
+        totals: The totals, int64, shape (P,), in the order of the placeholders (the numbers that stand for labels).
     """
 
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Refuse impossible totals: fewer samples than holders of a placeholder, or samples without a holder.
+        """Refuse impossible totals: fewer samples of a label than clients that hold it, or samples that nobody holds.
 
         Args:
-            holders: The number of holders of each placeholder, int64, shape (P,).
+            holders: The number of clients that hold each label, int64, shape (P,).
         """
         totals = self.totals.numpy()
         if (totals < holders).any() or (totals[holders == 0] != 0).any():
@@ -283,8 +286,8 @@ class OpenTotals(Request):
     """Ask a client to decrypt the number of samples of each label over all clients.
 
     Args:
-        pages: The ciphertexts of these numbers.
-        size: P, the number of placeholders.
+        pages: The ciphertexts, of which each contains many of these numbers.
+        size: P, the number of labels.
     """
 
     reply_type: ClassVar[type[Reply]] = Totals
@@ -294,7 +297,7 @@ class OpenTotals(Request):
     size: int
 
     def check(self, reply: Totals) -> None:
-        """Refuse a reply without one total per placeholder."""
+        """Refuse a reply without one total per label."""
         require_shape(reply.totals, (self.size,), torch.int64, "totals")
 
 
@@ -303,7 +306,8 @@ class ShareReply(Reply):
     """For each of a client's labels, the client's share of all samples of the label.
 
     Args:
-        shares: n_k(p) / N(p) for each of the client's labels p, float64, shape (L,).
+        shares: The client's number of samples of each of its labels, divided by that of all clients, float64, shape
+            (L,).
     """
 
     shares: Tensor
@@ -316,7 +320,7 @@ class ShareReport(Request):
     The share is the client's number of samples divided by that of all clients. Only weighted selection needs it.
 
     Args:
-        totals: N(p), the number of samples over all clients, for each of the client's labels, int64, shape (L,).
+        totals: The number of samples over all clients, for each of the client's labels, int64, shape (L,).
     """
 
     reply_type: ClassVar[type[Reply]] = ShareReply

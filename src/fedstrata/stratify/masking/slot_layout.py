@@ -2,11 +2,11 @@
 
 A ciphertext encrypts a vector of numbers, one per slot. The *unique list* has every label that a client has presented,
 once. One subtraction of ciphertexts compares several labels of a client with the whole list. For this, the slots are
-laid out as a table. Label y of C has the code y + 1. In a ciphertext of the list, each *column* holds the code of one
-entry, the same in all *rows*. In a ciphertext of a client, each row holds the code of one of its labels, the same in
-all columns. A client with more labels than rows sends several ciphertexts, called *sheets*. If C exceeds the number of
-slots, the list has several ciphertexts, called *pages*. Code 0 is an empty column, and C + 1 an unused row: neither
-equals the code of a label.
+laid out as a table. Of C classes, class y = 0 … C − 1 has the code y + 1. In a ciphertext of the list, each *column*
+holds the code of one entry, the same in all *rows*. In a ciphertext of a client, each row holds the code of one of its
+labels, the same in all columns. A client with more labels than rows sends several ciphertexts, called *sheets*. If C
+exceeds the number of slots, the list has several ciphertexts, called *pages*. Code 0 is an empty column, and C + 1 an
+unused row: neither equals the code of a label.
 
 A difference d must only tell whether it is zero. Multiplication by a random number is not enough, because the product
 r·d of real numbers still shows the magnitude of d. The server therefore computes
@@ -46,7 +46,7 @@ class SlotLayout:
     """The layout of ciphertexts for C classes; the module's docstring describes it.
 
     Args:
-        classes: C, the largest number of entries of the unique list.
+        classes: C, the largest number of labels on the unique list, the encrypted list of all labels.
         slots: The number of slots of a ciphertext.
 
     >>> layout = SlotLayout(10)
@@ -59,33 +59,33 @@ class SlotLayout:
 
     @property
     def width(self) -> int:
-        """The number of columns of a page."""
+        """The number of columns of a page: the number of entries in one ciphertext of the unique list."""
         return min(self.classes, self.slots)
 
     @property
     def rows(self) -> int:
-        """The number of rows, which is the number of labels on a sheet."""
+        """The number of rows: the number of a client's labels in one of its ciphertexts (a sheet)."""
         return self.slots // self.width
 
     @property
     def pages(self) -> int:
-        """The number of pages of the unique list."""
+        """The number of ciphertexts (pages) of the unique list."""
         return -(-self.classes // self.width)
 
     @property
     def prime(self) -> int:
-        """p, the smallest prime above C + 1."""
+        """The smallest prime above ``classes`` + 1: p in the module's docstring."""
         candidate = self.classes + 2
         while any(candidate % d == 0 for d in range(2, int(candidate**0.5) + 1)):
             candidate += 1
         return candidate
 
     def sheets(self, labels: int) -> int:
-        """Return the number of sheets for a client with ``labels`` labels; a client without labels sends one, too."""
+        """Return the number of ciphertexts (sheets) of a client with ``labels`` labels: at least one."""
         return max(1, -(-labels // self.rows))
 
     def sheets_of(self, labels: Ints) -> list[Floats]:
-        """Return a client's sheets before encryption.
+        """Return the vectors that a client encrypts to compare its labels with the unique list: its *sheets*.
 
         Args:
             labels: The indices of the client's classes, shape (L,).
@@ -100,11 +100,12 @@ class SlotLayout:
         return list(sheets)
 
     def entries(self, labels: Ints, places: Ints) -> dict[int, Floats]:
-        """Return the vectors that a client encrypts to add labels to the unique list.
+        """Return the vectors that a client encrypts to add labels to the server's list of labels (the unique list).
 
         Args:
             labels: The indices of the classes to add, shape (L,).
-            places: The place of each on the list, page · width + column, shape (L,).
+            places: The index of the entry that each class gets in the list, shape (L,): page · width + column, where a
+                page is one ciphertext of the list.
 
         Returns:
             A mapping from each page that gets an entry to the array to add to it, of shape (slots,). The array is zero
@@ -118,7 +119,7 @@ class SlotLayout:
         return pages
 
     def blind(self) -> tuple[Floats, Floats]:
-        """Draw the factor r and the mask p·s + u for every slot, shape (slots,) each.
+        """Draw the random numbers that hide differences: r and p·s + u of the module's docstring, shape (slots,) each.
 
         The numbers come from the operating system's randomness. If they depended on the experiment's seed, clients
         could repeat the draws, because they know the seed.
@@ -131,7 +132,9 @@ class SlotLayout:
         return factors.astype(np.float64), multiples + flood
 
     def find(self, opened: Sequence[Ints], sheets: Ints, labels: int) -> Ints:
-        """Find the labels of a client that are on the unique list: those with a zero among the decrypted differences.
+        """Find the labels of a client that are on the server's list of labels (the unique list).
+
+        These are the labels of which a decrypted difference to an entry of the list is zero.
 
         Args:
             opened: The decrypted differences, one array of shape (slots,) for each ciphertext.
@@ -139,8 +142,8 @@ class SlotLayout:
             labels: L, the number of labels that the client sent.
 
         Returns:
-            The place of each label, shape (L,): i · width + c if its difference in column c of ciphertext i is zero,
-            and −1 if none of its differences is zero.
+            For each label, where its difference is zero, shape (L,): i · width + c for column c of ciphertext i, and −1
+            if none of its differences is zero.
 
         Raises:
             FedstrataError: A label equals two entries of the list, or an unused row equals an entry. This cannot happen

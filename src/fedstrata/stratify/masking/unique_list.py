@@ -33,7 +33,7 @@ TOGETHER = 8
 class PackedRegister:
     """The encrypted list of all labels, which the server keeps for clients that join later (masking ``ckks``).
 
-    The list is divided into pages. A page is one ciphertext with a fixed number of entries, its width.
+    The list is divided into *pages*. A page is one ciphertext with a fixed number of entries, its *width*.
 
     Args:
         keys: The clients' public keys.
@@ -48,7 +48,9 @@ class PackedRegister:
 
 
 class UniqueList:
-    """The unique list at the server. Its entries are numbered in the order in which their labels were discovered.
+    """The encrypted list of all different labels, at the server. Clients' labels are compared with it, or added to it.
+
+    A label's *placeholder* is a number that stands for it: 0 for the label that was added first, 1 for the next, ….
 
     Args:
         federation: The federation, to ask clients. Its number of classes tells when the list is complete.
@@ -64,7 +66,7 @@ class UniqueList:
         stored = register.pages if register else {}
         self.pages: dict[int, Cipher] = {page: self._load(data) for page, data in stored.items()}
         self.places = register.places.tolist() if register else []
-        # Entries are in random columns, so that the column of a match does not tell which client added the label.
+        # A new label goes to a random free entry, so that clients cannot tell from the entry who added the label.
         taken = set(self.places)
         self._free = [place for place in shuffled(self.classes).tolist() if place not in taken]
 
@@ -72,7 +74,7 @@ class UniqueList:
         return len(self.places)
 
     def register(self) -> PackedRegister:
-        """Return the list as a record."""
+        """Return the list as a record, for clients that join later."""
         pages = {page: cipher.serialize() for page, cipher in self.pages.items()}
         return PackedRegister(self.public.keys, pages, np.array(self.places, dtype=np.int64))
 
@@ -81,14 +83,15 @@ class UniqueList:
         return self.ask(clients, SealLabels(self.classes), check=self.public.check_labels)
 
     def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
-        """Compare clients with the list.
+        """Compare the encrypted labels of clients with the list.
 
         Args:
-            clients: A mapping from client to its encrypted labels.
+            clients: A mapping from each client to its encrypted labels.
 
         Returns:
-            A mapping from client to the placeholders of its labels, with −1 for a label that is not on the list.
-            Clients that do not answer, or whose answer is impossible, are left out.
+            A mapping from each client to the placeholder of each of its labels (the number that stands for the label),
+            with −1 for a label that is not on the list. Clients that do not answer, or whose answer is impossible, are
+            left out.
         """
         requests, order = {}, {}
         for client, sealed in clients.items():
@@ -137,7 +140,8 @@ class UniqueList:
         """Compare clients with the list one after another, and add their new labels, until the list is complete.
 
         Returns:
-            A mapping from each client that answered to its placeholders; and the clients that were not asked.
+            A mapping from each client that answered to its placeholders, the numbers that stand for its labels; and the
+            clients that were not asked.
         """
         held: dict[ClientId, Ints] = {}
         for position, client in enumerate(clients):
@@ -155,7 +159,10 @@ class UniqueList:
         return held, ()
 
     def locate(self, clients: Sequence[ClientId]) -> dict[ClientId, Ints]:
-        """Return each client's placeholders, after the list is complete; refuse clients with other labels."""
+        """Return the numbers that stand for each client's labels; refuse clients with labels that are not on the list.
+
+        The list must be complete.
+        """
         held: dict[ClientId, Ints] = {}
         for begin in range(0, len(clients), TOGETHER):
             matched = self.match(self.sealed(clients[begin : begin + TOGETHER]))
@@ -167,8 +174,8 @@ class UniqueList:
 
         Args:
             client: The client.
-            placeholders: The placeholders of its labels, −1 for labels that are not on the list.
-            room: The number of entries that the list can still get.
+            placeholders: The number that stands for each of its labels, −1 for labels that are not on the list.
+            room: The number of labels that can still be added to the list.
         """
         known = placeholders[placeholders >= 0]
         new = len(placeholders) - len(known)
@@ -209,14 +216,17 @@ class UniqueList:
         return product.serialize()  # type: ignore[no-any-return]
 
     def _resolve(self, places: Ints, order: list[tuple[int, int]]) -> Ints | None:
-        """Convert a client's answer to placeholders.
+        """Find the entries of the list that equal a client's labels, from the client's answer to ``Compare``.
 
         Args:
-            places: The places of the differences that are zero; see ``CompareReply``.
-            order: For each ciphertext of the request, the indices of the sheet and the page that it compared.
+            places: For each label of the client: the ciphertext and the column in which the difference is zero, as one
+                number; −1 if there is none. See ``CompareReply``.
+            order: For each ciphertext of the request: the index of the client's ciphertext (sheet) and of the list's
+                ciphertext (page) that it compares.
 
         Returns:
-            The placeholder of each label, −1 if the label is not on the list; None if the answer is impossible.
+            The placeholder of each label (the number that stands for it), −1 if the label is not on the list; None if
+            the answer is impossible.
         """
         placeholder_at = {place: placeholder for placeholder, place in enumerate(self.places)}
         placeholders = np.full(len(places), -1, dtype=np.int64)
