@@ -118,6 +118,7 @@ members = _of("sites/members.py", "sites/test_members.py")
 certificates = _of("sites/certificates.py", "sites/test_check.py")
 predictor = _of("runs/predictor.py", "runs/test_predictor.py")
 statistics = _of("reporting/statistics.py", "reporting/test_statistics.py", "papers/test_judging.py")
+judging = _of("papers/judging.py", "papers/test_judging.py")
 tables = _of("reporting/tables.py", "reporting/test_tables.py")
 fedssar = _of("sampling/fedssar.py", "sampling/test_fedssar.py", "methods/test_fedssar.py")
 sketches = _of(
@@ -724,16 +725,13 @@ MUTANTS = [
     ),
     statistics("one interval at a time", "/ 2 / together, n - 1)", "/ 2, n - 1)"),
     statistics("the rounding of one number", "resolution / 6**0.5)", "resolution / 12**0.5)"),
-    statistics(
-        "comparisons that were not run do not count", "holm([1.0 if p is None else p for p in tested])", "holm(tested)"
+    statistics("two seeds are enough", "if self.n < MIN_SEEDS or", "if self.n < 2 or"),
+    judging(
+        "a claim is corrected to be confirmed", "if right == len(alone)", "if together.count(wanted) == len(alone)"
     ),
-    statistics(
-        "two seeds are enough",
-        "t_interval(mean, sd, len(known)) if len(known) >= MIN_SEEDS",
-        "t_interval(mean, sd, len(known)) if len(known) > 1",
-    ),
-    statistics(
-        "an interval upside down", "(-self.interval[1], -self.interval[0])", "(-self.interval[0], -self.interval[1])"
+    judging("a part of a claim is not corrected", "for count in (1, len(places))", "for count in (1, 1)"),
+    judging(
+        "a part is supported without correction", "if wanted in together and right", "if wanted in alone and right"
     ),
     tables("clients that were not heard of", ' and not name.startswith(f"{_CLIENTS}unheard.")', ""),
     fedssar("clients away count", " * (available_sizes / sizes)[selection.stratum]", ""),

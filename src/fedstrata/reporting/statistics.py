@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -112,11 +112,6 @@ class Difference:
     interval: Range | None = None
     p: float | None = None
     corrected: float | None = None
-
-    def __neg__(self) -> Difference:
-        mean = None if self.mean is None else -self.mean
-        interval = None if self.interval is None else (-self.interval[1], -self.interval[0])
-        return replace(self, mean=mean, interval=interval)
 
     def order(self, margin: float = 0.0) -> Order:
         """Return the order that the interval, moved up by ``margin``, shows; or the reason why it shows none.
