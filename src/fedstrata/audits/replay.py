@@ -88,7 +88,8 @@ def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
     """Return the second-to-last checkpoint of a run (None if there is only one), and the last checkpoint.
 
     Raises:
-        CheckpointError: The run does not have a checkpoint, or its clients were at sites, which keep their states.
+        CheckpointError: The run does not have a checkpoint; or its checkpoints do not contain the clients' states,
+            because the clients were at real sites, which keep these.
     """
     last = checkpoint.load(folder / "checkpoint")
     if last is None:

@@ -516,7 +516,10 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _targets(targets: Any) -> dict[str, Any]:
-    """Return the arguments of ``History`` for a spec's targets: a list, or a mapping from a metric to its list."""
+    """Return the arguments of ``History`` for a spec's targets.
+
+    These are a list of accuracies, or a mapping from each metric to its list.
+    """
     if not isinstance(targets, dict):
         return {"targets": targets, "metric_targets": {}}
     others = {name: values for name, values in targets.items() if name != "accuracy"}

@@ -61,8 +61,8 @@ class RequestRule:
         description: The contents of the reply, as the rest of a sentence that begins with "It sends".
         phase: The phase in which the request comes.
         order: The class that checks the sequence of requests. Default: any sequence is allowed.
-        after: A request of the enrolment that a client must have answered before this one. It is ignored in jobs that
-            do not send it.
+        after: A request before the first round (enrolment) that a client must have answered before this one. It is
+            ignored in jobs that do not send it.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether clients may answer together and let the server add up their tensors meanwhile. If one of them
             fails, the same request may come again.

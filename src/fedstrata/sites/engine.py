@@ -22,7 +22,7 @@ from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Answers, Ask, Begin, Begun, Commit, Done, Failed, Hop, Hopped, Save, Survey, Surveyed
 
 BEGIN_AGAIN = 10.0
-"""Seconds after which a site that could not begin is asked again, if the run waits for sites."""
+"""Seconds after which a site that could not begin the run is asked again, if the run waits until enough sites can."""
 
 
 class NVFlareEngine(Engine):

@@ -89,7 +89,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     @collab.main  # type: ignore[untyped-decorator]
     def main(self) -> None:
-        """Run all plans. If a plan raises a ``FedstrataError``, write it to the run folder and run the next plan."""
+        """Run all experiments. If one raises a ``FedstrataError``, write it to the run folder, and run the next one."""
         end = JobEnd(collab.fl_ctx.get_run_abort_signal())
         calls = {site.name: _caller(site, end) for site in collab.clients}
         root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()

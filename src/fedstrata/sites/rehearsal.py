@@ -1,4 +1,7 @@
-"""A rehearsal of a deployment in one process: reads the sites' files, encodes all messages, and has the same result."""
+"""Run an experiment over sites in one process, to try it out before it runs on real machines.
+
+The sites' files are read and all messages are encoded as on real machines, and the result is the same.
+"""
 
 from __future__ import annotations
 

@@ -152,7 +152,10 @@ class SiteServer:
         return records.encode(answer)
 
     def note(self, kind: str, **about: Any) -> None:
-        """Make a ledger entry about a question, with the fields ``about``; it is written before the answer leaves."""
+        """Make an ``Entry`` about a question, with the fields ``about``.
+
+        It is written to the ledger (the site's log of all answers) before the answer leaves the site.
+        """
         if self.ledger is not None:
             run = "" if self._run is None else self._run.guard.declaration.job
             run = self._asking if kind in BEGINNINGS else run

@@ -14,7 +14,7 @@ GRACE = 10.0
 """Seconds that processes have to end after SIGTERM, before they are killed."""
 
 ROUNDED = 60.0
-"""The start time of a process may be wrong by at most these seconds."""
+"""The start time that the operating system gives for a process may be wrong by at most these seconds."""
 
 
 def stop(kit: Path) -> int:

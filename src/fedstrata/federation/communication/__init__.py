@@ -1,1 +1,1 @@
-"""Compression of models and updates: codecs, error feedback, and deliveries of the changes that a client missed."""
+"""Compression of the models that clients receive and of the updates that they send."""

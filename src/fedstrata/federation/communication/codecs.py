@@ -436,7 +436,7 @@ class PowerSGD(WithMemory):
 
 
 def with_frame(payload: Payload, frame: Payload) -> Payload:
-    """Add the factors P to an encoded change of ``PowerSGD`` that has only the factors Q.
+    """Add the factors P of ``PowerSGD``'s products P Qᵀ to an encoded change that has only the factors Q.
 
     Args:
         payload: A client's term of the second sum, or this sum.
@@ -531,8 +531,9 @@ class Communication(Setting):
 
     Args:
         up: Codec of the updates that clients send.
-        down: Codec of the model that clients receive. ``none`` sends the whole model. Other codecs send the encoded
-            updates that a client missed, or the whole model if that is smaller.
+        down: Codec of the model that clients receive. ``none`` sends the whole model. Other codecs encode the change
+            from one version of the model to the next, and send a client the changes since its version, or the whole
+            model if that is smaller.
     """
 
     up: AnyCodec = Uncompressed()

@@ -56,7 +56,7 @@ class Sums(Order):
         self._last = self._pending = 0
 
     def refusal(self, request: Any) -> str:
-        """Refuse a first request whose exchange is over, and a second request without a first one."""
+        """Refuse ``Encoded`` requests of earlier exchanges, and ``Coefficients`` that do not follow a first sum."""
         if isinstance(request, Encoded) and request.exchange <= self._last:
             return f"exchange {request.exchange} comes after {self._last}; accepted: larger numbers"
         if isinstance(request, Coefficients) and request.exchange != self._pending:
