@@ -26,7 +26,7 @@ class FedSTS(Recipe):
             weights; clients are then drawn with replacement.
     """
 
-    paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework"
+    paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework (IEEE TNNLS)"
 
     strata: PositiveInt = 10
     centres: int = Field(default=9, ge=1, le=255)
@@ -56,7 +56,7 @@ class FedSTS(Recipe):
 class FedSTaS(FedSTS):
     """FedSTS whose clients train on a random part of their samples: about the same number in total in each round."""
 
-    paper = "FedSTaS: Client Stratification and Client-Level Sampling for Efficient FL (2024)"
+    paper = "Slessor et al. 2024, FedSTaS: Client Stratification and Client Level Sampling for Efficient FL"
 
     fraction: float = Field(default=0.1, gt=0, le=1)
     samples: PositiveInt | None = None

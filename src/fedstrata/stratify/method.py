@@ -80,7 +80,7 @@ class Stratify(Method):
             three values.
     """
 
-    paper = "Stratify: label-aware sampling for federated learning on non-IID data, Algorithms 1 to 4"
+    paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"
 
     mode: Literal["batch", "single", "hybrid"] = "batch"
     schedule: Rule = "capped"
