@@ -110,7 +110,7 @@ class Metric(Setting):
 
 
 class _ByClient(Metric):
-    """A base class of metrics that define ``by_client``, which computes all clients' values at once, and not ``of``."""
+    """A base class of metrics that define ``by_client`` instead of ``of``: it computes all clients' values at once."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:

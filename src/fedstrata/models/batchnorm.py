@@ -153,7 +153,12 @@ class SharedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return ∂J/∂x = (∂J/∂x̂ − Σ ∂J/∂x̂ / m − (x − centre) / √(σ² + ε) Σ x̂ ∂J/∂x̂ / m) / √(σ² + ε)."""
+        """Return the gradient ∂J/∂x of the loss J for the inputs x, by the formula of BatchNorm.
+
+        ∂J/∂x = (g − A / m − (x − centre) B / (m √(σ² + ε))) / √(σ² + ε). Here g = ∂J/∂x̂ is the gradient for the
+        normalised inputs x̂, A is the sum of g and B the sum of x̂ g, both over the m values of a channel at all clients
+        of the group. The class describes ``centre``.
+        """
         x, weight, mean, inverse, centre = ctx.saved_tensors
         axes = _reduced(x)
         normal = (x - _by_channel(mean, x)).mul_(_by_channel(inverse, x))

@@ -280,7 +280,7 @@ class Model:
         """Move the module, with its initial values, to ``device``; return the model itself.
 
         Raises:
-            RuntimeError: The model is loaded.
+            RuntimeError: The model is in use inside a ``with model.loaded(...)`` block.
         """
         self._refuse_loaded("moved")
         self.module.to(device)
@@ -291,7 +291,7 @@ class Model:
         """Return an independent model with the same initial values, for another thread.
 
         Raises:
-            RuntimeError: The model is loaded.
+            RuntimeError: The model is in use inside a ``with model.loaded(...)`` block.
         """
         self._refuse_loaded("cloned")
         twin = Model(copy.deepcopy(self.module), self.head_name)

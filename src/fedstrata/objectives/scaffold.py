@@ -43,7 +43,10 @@ class Scaffold(Objective):
         return "the change of its control variate, a mean of gradients over its samples"
 
     def tells_counts(self, config: FederationConfig) -> bool:
-        """Return True if K follows from a client's size: the model and Δc_k disclose K, and thereby the size."""
+        """Return True if the number of local steps K depends on a client's size.
+
+        The server can compute K from the client's model and Δc_k, and then the size from K.
+        """
         return config.training.local_steps is None
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:

@@ -178,7 +178,8 @@ class Answers(Message):
     """The clients' answers, in the order of the clients in the question.
 
     Args:
-        outcomes: A reply or ``Failed`` for each of the next clients of the question.
+        outcomes: A reply or ``Failed`` for each client of the question, in its order. A message that lacks some of
+            them is continued by the next one.
         left: The number of answers that did not fit into this message; ``More`` asks for them.
         ledger: The head of the site's ledger after these answers; empty if the site does not have a ledger.
     """
