@@ -127,7 +127,7 @@ class BatchMode:
     def _sum_of_batch(self, plan: BatchPlan, request: Gradient, together: bool) -> Summed | None:
         """Return the sum of the clients' replies for one batch; None if no client is left.
 
-        A client that fails is left out of this batch. Its samples of later batches are replaced by those of other clients.
+        A client that fails is left out of this batch. Other clients' samples replace its samples of later batches.
         """
         federation, steps = plan.roster.federation, self.local_steps
         while samples := plan.work(request.batch):
