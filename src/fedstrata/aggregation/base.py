@@ -213,8 +213,8 @@ def _chance(selection: Selection) -> Floats:
 def _population(selection: Selection, sizes: Ints, per_stratum: NDArray[Any]) -> int:
     """Return the total size of the strata, without invited strata from which no client replied.
 
-    Strata without a draw are left out, too, except if their number of draws was random (``stratum_chance``): then all
-    weights are divided by ``_chance``, which makes up for them on average.
+    Strata that had no draw are left out too. There is one exception: if the numbers of draws are random
+    (``stratum_chance``), these strata count, because ``_chance`` corrects the weights for strata without a draw.
     """
     missing = per_stratum == 0
     if selection.stratum_chance is not None:

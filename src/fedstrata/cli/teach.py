@@ -108,7 +108,7 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 NOT_BY_HAND = ("communication.codec", "evaluation.metrics", "callbacks", "data.schema.columns.NAME")
-"""Sections whose keys ``--set`` cannot change: those in a list, and one with ``NAME``, a name that the user chooses."""
+"""Sections that ``--set`` cannot change, because they are lists of tables, or because the user chooses their name."""
 
 
 def _example(entry: dict[str, Any]) -> str:

@@ -131,7 +131,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             spec = spec.model_copy(update={"tracking": Tracking()})
         resume = (folder / SPEC).exists()
         if resume and is_over(folder, spec.training.rounds):
-            return  # the run was complete before; the job only brings the result, which does not need the sites
+            return  # the run is complete already: this job only lets the administrator fetch the result
         site_of_client = plan.site_of_client(sorted(transport.sites))
         prepared = prepare_server(spec, settings.data, len(site_of_client)) if plan.own_data else prepare(spec)
         self._sums = Sums(plan.patience)

@@ -394,7 +394,9 @@ class PowerSGD(WithMemory):
         return {name: {part: form for part, form in parts.items() if part != "p"} for name, parts in whole.items()}
 
     def next_basis(self, payload: Payload, before: Payload) -> Payload:
-        """Return the matrices Q with which the next exchange begins: those of the second sum, divided by their norms.
+        """Return the matrices Q with which the next exchange begins: Σ M_kᵀ P over the clients k, divided by its norm.
+
+        An exchange has two sums over the clients' matrices M_k: first Σ M_k Q, from which P follows, then Σ M_kᵀ P.
 
         Args:
             payload: The second sum of this exchange, Σ M_kᵀ P for each matrix.
