@@ -244,6 +244,19 @@ def test_a_full_disk_is_named_with_the_file(capsys):
     assert re.fullmatch(r"fedstrata: out/\w+\.\w+: File too large\n", capsys.readouterr().err)
 
 
+@pytest.mark.slow
+def test_a_full_memory_is_one_line(tmp_path):
+    spec = 'model = { name = "mlp", hidden = [4000, 4000] }\ntraining = { rounds = 1, workers = 1 }\n'
+    (tmp_path / "spec.toml").write_text(spec)
+    limit = "import resource, sys; import torch; from fedstrata.cli import main; "
+    # As much address space as is in use now, and 150 MB more: less than three copies of the model.
+    limit += "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize(); "
+    limit += "resource.setrlimit(resource.RLIMIT_AS, (used + 150_000_000,) * 2); sys.exit(main(['run', 'spec.toml', '--quiet']))"
+    done = subprocess.run([sys.executable, "-c", limit], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("fedstrata: the memory is full. Use a smaller model")
+
+
 def test_a_nul_character_is_an_error_in_one_line(capsys):
     Path("s.toml").write_text(BASE + '[compare."a\\u0000b".method]\nname = "fedavg"\n')
     for command in ("run", "compare", "partition"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import select
 import sys
 import warnings
@@ -87,6 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _is_reader_gone():
             return 0
         print_lines(f"fedstrata: {_flat(error)}", file=sys.stderr)
+        return FAILED
+    except (MemoryError, RuntimeError) as error:
+        # PyTorch has no class of its own for memory of the CPU that runs out.
+        if not isinstance(error, MemoryError) and not re.search("allocate memory|out of memory", str(error)):
+            raise
+        advice = "Use a smaller model or batch, or fewer training.workers, or free memory and repeat the command."
+        print_lines(f"fedstrata: the memory is full. {advice}", file=sys.stderr)
         return FAILED
     except (KeyboardInterrupt, Terminated) as stop:
         how, code = ("told to end", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
