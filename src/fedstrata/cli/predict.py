@@ -55,7 +55,7 @@ def _predict(options: argparse.Namespace) -> int:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*map(csv_cell, names), "predicted", *(f"p_{label}" for label in predictor.classes)])
     for cells, label, of_row in zip(kept, predicted, probabilities, strict=True):
-        writer.writerow([*(csv_cell(cell or "") for cell in cells.values()), label, *of_row])
+        writer.writerow([*(csv_cell("" if cell is None else cell) for cell in cells.values()), label, *of_row])
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.out, text.getvalue().encode())

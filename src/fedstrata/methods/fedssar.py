@@ -23,7 +23,7 @@ class FedSSAR(Recipe):
         alpha: Strength of the proximal term, α.
     """
 
-    paper = "Lu et al. 2023, Federated learning based on stratified sampling and regularization (CAIS 9, 2)"
+    paper = "Lu et al. 2023, Federated learning based on stratified sampling and regularization (Complex Intell. Syst.)"
     renamed: ClassVar[Mapping[str, str]] = {"alpha": "mu"}
 
     min_samples: int = Field(default=2, ge=2)

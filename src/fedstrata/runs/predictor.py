@@ -294,7 +294,8 @@ def _require_model(folder: Path) -> None:
     """Raise ``SpecError`` if a file of the final model is missing."""
     if not (folder / WEIGHTS).is_file():
         if not (folder / "spec.toml").is_file():
-            runs = sorted({path.parent.relative_to(folder).as_posix() for path in folder.glob(f"**/{WEIGHTS}")})
+            below = [*folder.glob(f"*/{WEIGHTS}"), *folder.glob(f"*/*/{WEIGHTS}")]
+            runs = sorted(path.parent.relative_to(folder).as_posix() for path in below)
             hint = f". Use one of its runs: {', '.join(runs[:6])}{' …' * (len(runs) > 6)}" if runs else ""
             problem = f"is not a run folder: it has neither {WEIGHTS} nor spec.toml{hint}"
             raise SpecError("run_dir", problem, str(folder))
