@@ -65,7 +65,9 @@ def test_columns_are_kept_beside_the_predictions(run: fs.Predictor, capsys: pyte
     assert main(["predict", "run", "new.csv", "--keep", "note", "--json"]) == 0
     assert [row["note"] for row in json.loads(capsys.readouterr().out)] == ["first", "second"]
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(parquet.pa.table({"id": [0, 1], "kind": ["x", "y"], "age": [3, 4]}), "new.parquet")
+    parquet.write_table(
+        pytest.importorskip("pyarrow").table({"id": [0, 1], "kind": ["x", "y"], "age": [3, 4]}), "new.parquet"
+    )
     assert main(["predict", "run", "new.parquet", "--keep", "id"]) == 0
     assert [row.partition(",")[0] for row in capsys.readouterr().out.splitlines()] == ["id", "0", "1"]
     assert main(["predict", "run", "new.parquet", "--keep", "id", "--json"]) == 0
