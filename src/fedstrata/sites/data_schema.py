@@ -75,7 +75,8 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
         begin: The server's first message, which describes the run.
         data: The site's own data file; None if it has none.
         keys: The keys with which clients mask their labels.
-        tells: Whether the server may see this site's metrics separately, in addition to the sums over all sites.
+        tells: Whether the site sends the values of its metrics, in addition to the sums from which the server computes
+            the metrics of all sites.
 
     Raises:
         SpecError: The spec is wrong, a data file is missing, or the site has a file although the spec names the data.

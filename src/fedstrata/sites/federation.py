@@ -32,7 +32,8 @@ class SiteEntry(Setting):
         keys: The folder on the site's machine with the keys that all sites share to mask labels.
         allow: Top-level packages at the site. A spec may name code in them, as ``module:Class``.
         catalog: Data sets and files on the site's machine that a spec may name, for a trial without own data.
-        tells: Whether the server may see this site's metrics separately, in addition to the sums over all sites.
+        tells: Whether the site sends the values of its metrics, in addition to the sums from which the server computes
+            the metrics of all sites.
     """
 
     data: str | None = None
