@@ -114,7 +114,7 @@ def test_a_model_of_the_users_own_is_imported_only_when_it_is_trusted(capsys: py
     )
     assert main(["run", "spec.toml", "--quiet", "--out", "run"]) == 0
     assert main(["predict", "run", "rows.csv"]) == 2
-    assert "names code, which this command does not import" in capsys.readouterr().err
+    assert "names Python code, which this command does not import" in capsys.readouterr().err
     assert main(["predict", "run", "rows.csv", "--trust"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 13
 

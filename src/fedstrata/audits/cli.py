@@ -23,29 +23,31 @@ def add_audit(commands: common.Commands) -> None:
     help = "reconstruct labels and images from gradients of Stratify, by number of samples"
     parser = _add_kind(kinds, "gradients", help, examples)
     parser.add_argument(
-        "--sizes", type=int, nargs="+", metavar="N", help="numbers of samples per gradient (default: 1 2 4 8)"
+        "--sizes", type=int, nargs="+", metavar="N", help="numbers of samples per gradient to try (default: 1 2 4 8)"
     )
-    parser.add_argument("--parts", type=int, default=12, help="largest number of gradients of each size (default: 12)")
+    parser.add_argument(
+        "--parts", type=int, default=12, help="attack at most this many gradients of each size (default: 12)"
+    )
     parser.set_defaults(work=_audit_gradients)
     examples = """
         fedstrata audit prototypes runs/rebafl
         fedstrata audit prototypes runs/rebafl --clients 5 --out audit
     """
     parser = _add_kind(kinds, "prototypes", "reconstruct clients' images from the prototypes that they sent", examples)
-    parser.add_argument("--clients", type=int, default=3, help="largest number of clients to attack (default: 3)")
-    help = "images of the attacker: the test set (default), or training samples that no client holds"
+    parser.add_argument("--clients", type=int, default=3, help="attack at most this many clients (default: 3)")
+    help = "images that the attacker has: the test set (default), or training samples that no client holds (spare)"
     parser.add_argument("--held-out", choices=("test", "spare"), default="test", help=help)
     parser.set_defaults(work=_audit_prototypes)
 
 
 def _add_kind(kinds: common.Commands, name: str, help: str, examples: str) -> argparse.ArgumentParser:
     parser = common.add_command(kinds, name, help, examples)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the result (default: RUN/audit)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run to attack")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to store the result in (default: RUN/audit)")
     parser.add_argument(
         "--steps", type=int, default=300, help="number of optimisation steps of each attack (default: 300)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the attacks (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the attacks' random numbers (default: 0)")
     common.add_trust(parser)
     common.add_output(parser)
     return parser

@@ -57,15 +57,15 @@ def add_command(
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add the argument ``--trust``."""
-    help = "permission to import the code that the spec names, as 'run' does"
+    help = "import the Python code that the spec names, as 'fedstrata run' does"
     parser.add_argument("--trust", action="store_true", dest="imports", help=help)
 
 
 def add_output(parser: argparse.ArgumentParser, progress: bool = True) -> None:
     """Add the argument ``--json``, and with ``progress`` the argument ``--quiet``."""
     if progress:
-        parser.add_argument("--quiet", action="store_true", help="no progress output")
-    parser.add_argument("--json", action="store_true", help="output of the result as JSON, and nothing else")
+        parser.add_argument("--quiet", action="store_true", help="do not print the progress")
+    parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
 
 
 def print_json(result: object) -> None:
@@ -82,7 +82,7 @@ def print_result(options: argparse.Namespace, result: object, *lines: str) -> No
         print_lines(*lines)
 
 
-SPEC_HELP = "TOML file of the experiment (default: all defaults)"
+SPEC_HELP = "TOML file that describes the experiment (default: an experiment with default settings)"
 
 
 def add_spec(parser: argparse.ArgumentParser, help: str = SPEC_HELP) -> None:
@@ -94,7 +94,7 @@ def add_spec(parser: argparse.ArgumentParser, help: str = SPEC_HELP) -> None:
 def add_overrides(
     parser: argparse.ArgumentParser,
     metavar: str = "SECTION.KEY=VALUE",
-    help: str = "value for a setting, such as training.lr=0.1; overrides the file",
+    help: str = "set a key, such as training.lr=0.1; overrides the file; may be repeated",
 ) -> None:
     """Add the argument ``--set``, which may be repeated."""
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar=metavar, help=help)

@@ -61,13 +61,15 @@ def add_settings(commands: Commands) -> None:
         fedstrata settings method.client_sampler sampler:Rotating
         fedstrata explain alpha
     """
-    help = "list the sections, names and keys of a spec"
+    help = "list the sections, names and keys that a spec may contain"
     parser = add_command(commands, "settings", help, examples, imports=True, work=_settings)
-    parser.add_argument("section", nargs="?", help="section, such as availability or method.objective (default: all)")
     parser.add_argument(
-        "name", nargs="?", help="name in the section, such as bernoulli, or module:Class of your own code"
+        "section", nargs="?", help="section to list, such as availability or method.objective (default: all)"
     )
-    help = "folder in which to write all sections as Markdown files, as in docs/reference/spec"
+    parser.add_argument(
+        "name", nargs="?", help="name in the section to list, such as bernoulli, or module:Class of your own code"
+    )
+    help = "write all sections to this folder, as Markdown files"
     parser.add_argument("--markdown", type=Path, metavar="DIR", help=help)
     add_output(parser, progress=False)
 
@@ -130,7 +132,9 @@ def add_partition(commands: Commands) -> None:
     help = "show how many samples of each label each client gets"
     parser = add_command(commands, "partition", help, examples, work=_partition)
     common.add_spec(parser)
-    parser.add_argument("--out", type=Path, default=Path("partition.png"), help="image file (default: partition.png)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("partition.png"), help="image file to write (default: partition.png)"
+    )
     common.add_trust(parser)
     add_output(parser, progress=False)
 
@@ -166,9 +170,16 @@ def add_strata(commands: Commands) -> None:
     """
     help = "plot the strata (client groups) that a sampler found"
     parser = add_command(commands, "strata", help, examples, work=_strata)
-    common.add_spec(parser, "TOML file of the experiment, or folder of a run (default: all defaults)")
-    parser.add_argument("--rounds", type=int, default=1, help="number of rounds to run first, for a spec (default: 1)")
-    parser.add_argument("--out", type=Path, default=Path("strata.png"), help="image file (default: strata.png)")
+    common.add_spec(
+        parser,
+        "TOML file that describes the experiment, or folder of a run (default: an experiment with default settings)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="how many rounds to run first, if spec is a file (default: 1)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("strata.png"), help="image file to write (default: strata.png)"
+    )
     common.add_trust(parser)
     add_output(parser, progress=False)
 
@@ -203,8 +214,8 @@ def add_report(commands: Commands) -> None:
     """
     help = "write an HTML report of runs and comparisons"
     parser = add_command(commands, "report", help, examples, work=_report)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders of runs and comparisons")
-    parser.add_argument("--out", type=Path, help="HTML file (default: report.html in the first folder)")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders of runs or comparisons to show")
+    parser.add_argument("--out", type=Path, help="HTML file to write (default: report.html in the first folder)")
     add_output(parser, progress=False)
 
 

@@ -28,8 +28,8 @@ from fedstrata.cli.common import Commands
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 NOT_IMPORTED = (
-    "names code, which this command does not import. If you trust the author, give --trust where the command has it, "
-    "or use a command that trains"
+    "names Python code, which this command does not import. If you trust its author, add --trust (if the command has "
+    "it), or use a command that trains"
 )
 
 GROUPS = {

@@ -16,7 +16,7 @@ def add_keys(commands: Commands) -> None:
     """
     parser = add_command(commands, "keys", "create the keys with which clients mask their labels", examples, work=_keys)
     parser.add_argument(
-        "--out", type=Path, default=Path("keys"), metavar="DIR", help="folder for the keys (default: keys)"
+        "--out", type=Path, default=Path("keys"), metavar="DIR", help="folder to store the keys in (default: keys)"
     )
     add_output(parser, progress=False)
 

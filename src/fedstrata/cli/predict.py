@@ -24,14 +24,19 @@ def add_predict(commands: Commands) -> None:
         fedstrata predict runs/visits/fedavg/seed-0 new-visits.csv --keep visit --out predictions.csv
     """
     help = "predict the class of each row of a table with the model of a run"
-    more = "Rows have the columns that the model was trained on. Other columns, such as the label, are ignored."
+    more = "The rows need the columns that the model was trained on. Other columns, such as the label, are ignored."
     parser = add_command(commands, "predict", help, examples, more, work=_predict)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run on a table, or of a job's result")
-    parser.add_argument("rows", type=Path, metavar="ROWS", help="CSV or Parquet file with the rows")
     parser.add_argument(
-        "--keep", default="", metavar="COLUMN,…", help="columns to copy beside the predictions, such as an id"
+        "run", type=Path, metavar="RUN", help="folder of a run whose data is a table, or of the result of a job"
     )
-    parser.add_argument("--out", type=Path, help="CSV file for the predictions (default: standard output)")
+    parser.add_argument("rows", type=Path, metavar="ROWS", help="CSV or Parquet file with the rows to predict")
+    parser.add_argument(
+        "--keep",
+        default="",
+        metavar="COLUMN,…",
+        help="comma-separated columns to copy beside the predictions, such as an id",
+    )
+    parser.add_argument("--out", type=Path, help="CSV file to write the predictions to (default: standard output)")
     add_trust(parser)
     add_output(parser, progress=False)
 

@@ -31,18 +31,20 @@ def add_table(commands: Commands) -> None:
     """
     help = "print a table that compares methods with a baseline"
     parser = add_command(commands, "table", help, examples, work=_table)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders of comparisons and runs")
-    parser.add_argument("--baseline", metavar="LABEL", help="label of the baseline (default: the first label)")
-    metrics = "comma-separated results, such as final_accuracy, rounds_to_0.8 or a column of metrics.jsonl"
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders of comparisons or runs to read")
+    parser.add_argument(
+        "--baseline", metavar="LABEL", help="label of the method to compare the others with (default: the first label)"
+    )
+    metrics = "comma-separated results to show, such as final_accuracy, rounds_to_0.8 or a column of metrics.jsonl"
     parser.add_argument("--metric", help=metrics)
     budgets = (
-        "budget at which to compare the primary metric: bytes, samples, seconds or simulated_seconds (default amount: "
-        "the most that all runs reached)"
+        "compare the primary metric at a budget of bytes, samples, seconds or simulated_seconds (default amount: the "
+        "largest that all runs reached)"
     )
     parser.add_argument("--at", action="append", metavar="WHAT[=AMOUNT]", help=budgets)
-    tests = "significance test of paired differences (default: t)"
+    tests = "significance test of the differences, paired by seed: t (default) or wilcoxon"
     parser.add_argument("--test", choices=("t", "wilcoxon"), default="t", help=tests)
-    by_client = "result for a table with a row per client, on its own test part (default: accuracy)"
+    by_client = "show this result of each client on its own test samples, a row per client (default: accuracy)"
     parser.add_argument("--by-client", nargs="?", const="accuracy", metavar="RESULT", help=by_client)
     parser.add_argument("--format", choices=FORMATS, default="console", help="format of the table (default: console)")
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="same as --format json")
@@ -141,16 +143,18 @@ def add_sweep(commands: Commands) -> None:
     defaults = {"work": _sweep, "after_interrupt": common.WITH_OUT}
     parser = add_command(commands, "sweep", help, examples, more, imports=True, **defaults)
     parser.add_argument("spec", nargs="?", help=common.SPEC_HELP)
-    overrides = "values to try for a setting; a single value overrides it"
+    overrides = "try these values of a key; a single value only sets it; may be repeated"
     common.add_overrides(parser, "SECTION.KEY=VALUE,VALUE", overrides)
-    ranges = "range for Optuna to search: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32"
+    ranges = "let Optuna search a range: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32"
     parser.add_argument("--search", action="append", default=[], metavar="SECTION.KEY=RANGE", help=ranges)
-    trials = "number of trials of a search, including earlier ones (default: 20)"
+    trials = "number of trials of a search, earlier ones included (default: 20)"
     parser.add_argument("--trials", type=int, default=20, help=trials)
-    parser.add_argument("--no-pruning", action="store_true", help="complete all trials of a search, also poor ones")
-    parser.add_argument("--seeds", help="comma-separated seeds of every setting (default: the seed of the spec)")
-    parser.add_argument("--out", type=Path, help="folder of the sweep (default: runs/sweep-DATA-TIME)")
-    parser.add_argument("--jobs", type=int, help="number of runs at the same time (default: one per processor)")
+    parser.add_argument("--no-pruning", action="store_true", help="complete all trials of a search, even poor ones")
+    parser.add_argument(
+        "--seeds", help="comma-separated seeds to run each setting with (default: the seed of the spec)"
+    )
+    parser.add_argument("--out", type=Path, help="folder to store the sweep in (default: runs/sweep-DATA-TIME)")
+    parser.add_argument("--jobs", type=int, help="how many runs to do at the same time (default: one per processor)")
     add_output(parser)
 
 

@@ -29,13 +29,15 @@ def add_run(commands: Commands) -> None:
     defaults = {"work": _run, "after_interrupt": "go on from the last checkpoint with 'fedstrata run --resume DIR'"}
     parser = common.add_command(commands, "run", "run one experiment", examples, more, imports=True, **defaults)
     common.add_spec(parser)
-    parser.add_argument("--out", type=Path, help="run folder (default: runs/METHOD-DATA-TIME)")
+    parser.add_argument("--out", type=Path, help="folder to store the run in (default: runs/METHOD-DATA-TIME)")
     parser.add_argument(
-        "--engine", default="local", help="engine that runs the clients: local (default), ray or nvflare"
+        "--engine", default="local", help="program that runs the clients: local (default), ray or nvflare"
     )
-    sites = "federation to simulate on this machine, with the data files of its sites"
+    sites = "simulate, on this machine, the federation that this file lists, with its data files"
     parser.add_argument("--sites", type=Path, metavar="TOML", help=sites)
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="folder of a run to resume from its last checkpoint")
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help="resume the run in this folder from its last checkpoint"
+    )
     common.add_output(parser)
 
 
@@ -92,16 +94,16 @@ def add_compare(commands: Commands) -> None:
     defaults = {"work": _compare, "after_interrupt": common.WITH_OUT}
     parser = common.add_command(commands, "compare", help, examples, more, imports=True, **defaults)
     common.add_spec(parser)
-    labels = "comma-separated methods or labels of [compare.LABEL] (default: all labels)"
+    labels = "comma-separated methods, or labels of [compare.LABEL] tables (default: all labels)"
     parser.add_argument("--methods", help=labels)
-    parser.add_argument("--seeds", help="comma-separated seeds (default: the seed of the spec)")
-    parser.add_argument("--out", type=Path, help="folder of the comparison (default: runs/compare-DATA-TIME)")
+    parser.add_argument("--seeds", help="comma-separated seeds to run each method with (default: the seed of the spec)")
+    parser.add_argument("--out", type=Path, help="folder to store the comparison in (default: runs/compare-DATA-TIME)")
     parser.add_argument(
-        "--engine", default="local", help="engine that runs the clients: local (default), ray or nvflare"
+        "--engine", default="local", help="program that runs the clients: local (default), ray or nvflare"
     )
-    references = "comma-separated references without federated learning: local (each client alone), centralised"
+    references = "also run without federated learning: local (each client alone), centralised, or both, comma-separated"
     parser.add_argument("--references", help=references)
-    parser.add_argument("--jobs", type=int, help="number of runs at the same time (default: one per processor)")
+    parser.add_argument("--jobs", type=int, help="how many runs to do at the same time (default: one per processor)")
     common.add_output(parser)
 
 

@@ -13,15 +13,15 @@ from fedstrata.cli.common import Commands, add_command, add_output, print_json, 
 TEMPLATES = Path(__file__).with_name("templates")
 
 KINDS = {
-    "spec": "an experiment",
+    "spec": "a spec, the TOML file that describes an experiment",
     "demo": "a comparison of four methods under label skew and dropouts",
-    "method": "a method",
-    "sampler": "a client sampler, which draws the clients of a round",
+    "method": "a method of your own, in Python, like all kinds below",
+    "sampler": "a client sampler, which chooses the clients of a round",
     "data-sampler": "a data sampler, which decides which of its samples a client uses",
-    "objective": "an objective, which clients minimise",
+    "objective": "an objective, the loss that clients minimise",
     "aggregator": "an aggregator, which combines the clients' models",
     "availability": "an availability model, which decides when clients are online",
-    "partition": "a partition, which divides samples among clients",
+    "partition": "a partition, which assigns samples to clients",
     "metric": "a metric of the model's quality",
 }
 """A mapping from each kind of file that ``fedstrata new`` can write to its purpose. The folder ``templates`` contains
@@ -42,14 +42,14 @@ def add_new(commands: Commands) -> None:
         fedstrata new sampler && fedstrata run --set method.client_sampler=sampler:LongestAway
         fedstrata new availability nights.py && fedstrata run --set availability=nights:Nights
     """
-    help = "write a commented file to start from, which runs as it is"
+    help = "write a commented example file, which runs unchanged"
     more = "\n".join(f"  {kind:<14}{purpose}" for kind, purpose in KINDS.items())
     parser = add_command(commands, "new", help, examples, more, work=_new)
-    parser.add_argument("kind", metavar="KIND", help=f"kind of the file: {', '.join(KINDS)}")
+    parser.add_argument("kind", metavar="KIND", help=f"what to write: {', '.join(KINDS)}")
     parser.add_argument(
-        "file", nargs="?", type=Path, metavar="FILE", help="path of the file (default: KIND.toml or KIND.py)"
+        "file", nargs="?", type=Path, metavar="FILE", help="file to write (default: KIND.toml or KIND.py)"
     )
-    parser.add_argument("--force", action="store_true", help="permission to overwrite an existing file")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     add_output(parser, progress=False)
 
 
@@ -82,9 +82,11 @@ def add_explain(commands: Commands) -> None:
         fedstrata explain dirichlet
         fedstrata explain availability
     """
-    help = "explain a key, section or name of a spec"
+    help = "explain a key, section or name that a spec may contain"
     parser = add_command(commands, "explain", help, examples, work=_explain)
-    parser.add_argument("key", metavar="KEY", help="key, section, name, or key with its section")
+    parser.add_argument(
+        "key", metavar="KEY", help="key, section or name to explain, such as alpha, training.lr or dirichlet"
+    )
     add_output(parser, progress=False)
 
 

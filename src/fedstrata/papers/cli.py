@@ -23,20 +23,20 @@ def add_reproduce(commands: common.Commands) -> None:
     help = "reproduce the tables of the four papers, and judge their claims"
     parser = common.add_command(commands, "reproduce", help, examples, imports=True, work=_reproduce)
     parser.set_defaults(after_interrupt="go on from the last checkpoint with the same command")
-    help = "PAPER or PAPER/TABLE, such as rebafl/fashion20 (default: all)"
+    help = "paper or table to reproduce, such as rebafl or rebafl/fashion20 (default: all)"
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=help)
     parser.add_argument(
-        "--quick", action="store_true", help="small scale, in minutes, which does not test the papers' claims"
+        "--quick", action="store_true", help="run a small version in minutes, which does not test the papers' claims"
     )
-    parser.add_argument("--seeds", help="comma-separated seeds (default: those of each table)")
+    parser.add_argument("--seeds", help="comma-separated seeds to run (default: those of each table)")
     parser.add_argument(
-        "--out", type=Path, help="folder for pages and results (default: reproduced, or quick with --quick)"
+        "--out", type=Path, help="folder to store pages and results in (default: reproduced, or quick with --quick)"
     )
-    parser.add_argument("--runs", type=Path, help="parent of the run folders (default: OUT/runs)")
+    parser.add_argument("--runs", type=Path, help="folder that contains the run folders (default: OUT/runs)")
     parser.add_argument(
-        "--list", action="store_true", help="list of the tables, their missing runs and the hours that these take"
+        "--list", action="store_true", help="list the tables, their missing runs, and the hours that these runs take"
     )
-    parser.add_argument("--show", action="store_true", help="pages of existing results only, without new runs")
+    parser.add_argument("--show", action="store_true", help="write pages for existing results only, and run nothing")
     common.add_output(parser)
 
 

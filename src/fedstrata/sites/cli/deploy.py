@@ -20,16 +20,16 @@ def add_deploy(commands: common.Commands) -> None:
         fedstrata deploy spec.toml --sites sites.toml --out kits
         fedstrata deploy spec.toml --sites sites.toml --out trial --try
     """
-    help = "create certificates, start-up kits and the job for real sites (NVFlare)"
+    help = "create certificates, a start-up folder (kit) per party, and the job for real sites"
     parser = common.add_command(commands, "deploy", help, examples, imports=True, work=_deploy)
-    parser.add_argument("spec", help="TOML file of the experiment")
+    parser.add_argument("spec", help="TOML file that describes the experiment")
     common.add_overrides(parser)
     parser.add_argument(
-        "--sites", type=Path, required=True, metavar="TOML", help="TOML file with the server and the sites"
+        "--sites", type=Path, required=True, metavar="TOML", help="TOML file that lists the server and the sites"
     )
-    help = "folder for the deployment; each party gets a folder in it"
+    help = "folder to create, with a folder for each party in it"
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=help)
-    help = "trial on this machine: start all parties, run, fetch the result to DIR/result, shut down"
+    help = "try it on this machine: start all parties, run the job, store the result in DIR/result, stop"
     parser.add_argument("--try", action="store_true", dest="trial", help=help)
     common.add_output(parser, progress=False)
 
@@ -71,8 +71,10 @@ def add_submit(commands: common.Commands) -> None:
     parser.add_argument(
         "admin", type=Path, metavar="ADMIN", help="folder of the administrator, from 'fedstrata deploy'"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the result")
-    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for sites to join (default: 60)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to store the result in")
+    parser.add_argument(
+        "--wait", type=float, default=60.0, help="how long to wait for sites to join, in seconds (default: 60)"
+    )
     common.add_output(parser, progress=False)
 
 
@@ -107,11 +109,13 @@ def add_status(commands: common.Commands) -> None:
     help = "folder of the administrator, the server or a site, or a run folder"
     parser.add_argument("folder", type=Path, metavar="DIR", help=help)
     how = parser.add_mutually_exclusive_group()
-    help = "update every two seconds, until the run ends (at a site: until Ctrl-C)"
+    help = "repeat every two seconds, until the run ends (at a site: until Ctrl-C)"
     how.add_argument("--watch", action="store_true", help=help)
-    help = "port of a page with live curves, for this machine only (default: a free port)"
+    help = "show a web page with live curves at this port, on this machine only (default: a free port)"
     how.add_argument("--serve", type=_port, nargs="?", const=0, metavar="PORT", help=help)
-    parser.add_argument("--json", action="store_true", help="output as JSON; with --watch, one line per update")
+    parser.add_argument(
+        "--json", action="store_true", help="print only the result, as JSON; with --watch, one line per update"
+    )
 
 
 def _port(text: str) -> int:
@@ -139,7 +143,7 @@ def add_check(commands: common.Commands) -> None:
     """Add the command ``fedstrata check``."""
     help = "check that a site can take part: settings, data, certificates, server, clock"
     parser = common.add_command(commands, "check", help, "fedstrata check kits/hospital-a", work=_check)
-    parser.add_argument("kit", type=Path, metavar="DIR", help="folder of the site")
+    parser.add_argument("kit", type=Path, metavar="DIR", help="folder of the site, from 'fedstrata deploy'")
     common.add_output(parser, progress=False)
 
 
@@ -154,13 +158,28 @@ def _check(options: argparse.Namespace) -> int:
 def add_renew(commands: common.Commands) -> None:
     """Add the command ``fedstrata renew``."""
     examples = "fedstrata renew kits/authority kits/hospital-a/startup/client.crt --days 365"
-    help = "issue new certificates for the same keys, which replace the old ones"
+    help = "issue new certificates for the same keys, to replace certificates that expire"
     parser = common.add_command(commands, "renew", help, examples, work=_renew)
-    parser.add_argument("authority", type=Path, metavar="AUTHORITY", help="folder with the root's private key")
     parser.add_argument(
-        "certificates", type=Path, nargs="+", metavar="CRT", help="certificate file from a party's startup/ folder"
+        "authority",
+        type=Path,
+        metavar="AUTHORITY",
+        help="folder with the private key of the root certificate, from 'fedstrata deploy'",
     )
-    parser.add_argument("--days", type=int, default=365, metavar="N", help="days of validity (default: 365)")
+    parser.add_argument(
+        "certificates",
+        type=Path,
+        nargs="+",
+        metavar="CRT",
+        help="certificate files to renew, from the startup/ folders of the parties",
+    )
+    parser.add_argument(
+        "--days",
+        type=int,
+        default=365,
+        metavar="N",
+        help="how long the new certificates are valid, in days (default: 365)",
+    )
     common.add_output(parser, progress=False)
 
 
@@ -177,9 +196,9 @@ def add_revoke(commands: common.Commands) -> None:
     """Add the command ``fedstrata revoke``."""
     help = "remove a site from the server's list of sites that may connect"
     parser = common.add_command(commands, "revoke", help, "fedstrata revoke kits/server hospital-a", work=_revoke)
-    parser.add_argument("server", type=Path, metavar="SERVER", help="folder of the server")
-    parser.add_argument("site", metavar="SITE", help="name of the site")
-    parser.add_argument("--undo", action="store_true", help="return of the site to the list")
+    parser.add_argument("server", type=Path, metavar="SERVER", help="folder of the server, from 'fedstrata deploy'")
+    parser.add_argument("site", metavar="SITE", help="name of the site to remove")
+    parser.add_argument("--undo", action="store_true", help="put the site back on the list")
     common.add_output(parser, progress=False)
 
 
@@ -192,10 +211,10 @@ def _revoke(options: argparse.Namespace) -> int:
 
 def add_verify(commands: common.Commands) -> None:
     """Add the command ``fedstrata verify``."""
-    help = "check that a result is as the administrator signed it, and show its origin"
+    help = "check the signature of a result, and show its spec and its data"
     parser = common.add_command(commands, "verify", help, "fedstrata verify result --kit kits/hospital-a", work=_verify)
     parser.add_argument("run", type=Path, metavar="RESULT", help="folder of the result, from 'fedstrata submit'")
-    help = "folder of any party, for the federation's root certificate"
+    help = "folder of any party, which contains the root certificate of the federation"
     parser.add_argument("--kit", type=Path, required=True, metavar="DIR", help=help)
     common.add_output(parser, progress=False)
 
@@ -218,8 +237,8 @@ def add_asks(commands: common.Commands) -> None:
     help = "explain in plain English what a job asks of each site"
     parser = common.add_command(commands, "asks", help, examples, work=_asks)
     common.add_spec(parser)
-    parser.add_argument("--json", action="store_true", help="output as JSON")
-    help = "folder of a site, to test whether its policy accepts the job"
+    parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
+    help = "also test whether the policy of the site in this folder accepts the job"
     parser.add_argument("--policy", type=Path, metavar="KIT", help=help)
     common.add_trust(parser)
 
@@ -256,7 +275,9 @@ def add_approve(commands: common.Commands) -> None:
     """
     help = "approve a job at a site, by the hash of its spec"
     parser = common.add_command(commands, "approve", help, examples, work=_approve)
-    parser.add_argument("job", metavar="HASH|SPEC", help="hash that 'fedstrata asks' prints, or the spec file")
+    parser.add_argument(
+        "job", metavar="HASH|SPEC", help="hash of the job, as 'fedstrata asks' prints it, or the job's spec file"
+    )
     parser.add_argument(
         "--kit", type=Path, required=True, metavar="DIR", help="folder of the site, from 'fedstrata deploy'"
     )

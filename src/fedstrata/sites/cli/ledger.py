@@ -21,15 +21,17 @@ def add_ledger(commands: common.Commands) -> None:
         fedstrata ledger kits/hospital-a --verify --told result
         fedstrata ledger kits/hospital-a --csv
     """
-    help = "show what a site answered, from its own ledger, and check that the ledger is complete"
+    help = "show what a site sent, from its own log (ledger), and check that the log is complete"
     parser = common.add_command(commands, "ledger", help, examples, work=_ledger)
-    parser.add_argument("kit", type=Path, metavar="KIT", help="folder of the site")
-    help = "check of every checksum and of the head; exit code 1 if one is wrong"
+    parser.add_argument("kit", type=Path, metavar="KIT", help="folder of the site, from 'fedstrata deploy'")
+    help = "verify every checksum, and that no entry is missing at the end; exit code 1 on failure"
     parser.add_argument("--verify", action="store_true", help=help)
-    help = "with --verify: run folder or ledgers.jsonl of the server, to compare with the ledger"
+    help = "with --verify: compare with what the server recorded: a run folder, or its ledgers.jsonl"
     parser.add_argument("--told", type=Path, metavar="RUN", help=help)
-    parser.add_argument("--site", metavar="NAME", help="name of the site at the server (default: name of the folder)")
-    parser.add_argument("--csv", action="store_true", help="output of every entry as a line of CSV")
+    parser.add_argument(
+        "--site", metavar="NAME", help="name by which the server knows the site (default: name of the folder)"
+    )
+    parser.add_argument("--csv", action="store_true", help="print every entry as a line of CSV")
     common.add_output(parser, progress=False)
 
 
