@@ -29,7 +29,7 @@ class Aggregator(Setting):
     """Base class of the aggregators, which compute the weight a_k of each client's update.
 
     Args:
-        server: Optimiser that applies the combined update. By default, the update is added to the model.
+        server: Optimiser that applies the combined update to the global model. Default: the update is added.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
@@ -114,7 +114,7 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
 
 
 class MeanBySize(Aggregator):
-    """Weights a_k = n_k / Σ n (FedAvg), where n_k is the number of samples that client k used.
+    """Weights a_k = n_k / Σ n (FedAvg), where n_k is the number of samples that client k used in the round.
 
     The sum is over the clients that replied. If clients were drawn in proportion to their size, every draw has the same
     weight instead, because size would otherwise count twice.
@@ -137,7 +137,7 @@ class MeanBySize(Aggregator):
 
 
 class Mean(Aggregator):
-    """Equal weights a_k = 1 / r for r replies. A client that was drawn twice counts as two replies."""
+    """Equal weights a_k = 1 / r for r replies. The reply of a client that was drawn twice counts twice."""
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return weights in proportion to the number of draws of each client."""

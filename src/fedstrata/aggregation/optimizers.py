@@ -30,11 +30,11 @@ class ServerOptimizer(Setting):
             v ← v − (1 − β₂) g² sign(v − g²)) or ``adagrad`` (FedAdagrad: v ← v + g², with β₁ = 0).
         lr: Learning rate η of the server. Default: 1 for ``sgd``, which then adds the update unchanged; 0.01 for the
             other optimisers.
-        schedule: Change of the learning rate over the rounds: ``inverse`` or ``cosine``, as for ``training.schedule``.
-            Default: constant.
+        schedule: How the learning rate changes over the rounds: ``inverse`` or ``cosine``, as in ``training.schedule``.
+            Default: it is constant.
         momentum: Momentum of ``sgd``.
         betas: Coefficients β₁ and β₂ of ``adam`` and ``yogi``.
-        eps: Adaptivity τ, which ``adam``, ``adagrad`` and ``yogi`` add to the square root of v.
+        eps: Constant τ that ``adam``, ``adagrad`` and ``yogi`` add to the square root of v.
         weight_decay: Factor of the L2 penalty: this factor times the parameters is added to the gradient.
     """
 

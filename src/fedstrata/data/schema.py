@@ -38,22 +38,22 @@ SHOWN = 12
 
 
 class Column(Setting):
-    """A column of a table that is used as a feature.
+    """A column that is used as a feature.
 
     Args:
         type: ``number``; ``category``, where each value becomes a feature that is 0 or 1; or ``boolean``. Default: the
-            type that other settings imply, such as ``categories``; otherwise guessed from the cells; at real sites,
+            type that other keys imply, such as ``categories``; otherwise guessed from the cells; at real sites,
             ``number``.
-        unit: Unit of a number. Only messages use it.
+        unit: Unit of a number, which only messages use.
         range: Smallest and largest number that the column may contain.
-        categories: Accepted categories. Default: the categories of the table.
-        missing: Cells that mean a missing value in this column, in addition to those of the schema.
-        impute: Replacement of missing values: the ``mean``, the ``median`` (the lower of two middle values) or the
+        categories: Categories that the column may contain. Default: those in the table.
+        missing: Cells that stand for a missing value in this column, in addition to those of the schema.
+        impute: What replaces missing values: the ``mean``, the ``median`` (the lower of two middle values) or the
             ``most-frequent`` value (if tied, the smallest, or the first category) of the training rows; the
             ``constant`` in ``value``; or a ``separate-category``. Default: missing values are refused.
         step: Numbers are rounded to multiples of ``step`` before ``median`` or ``most-frequent`` is computed. Required
-            at real sites, which disclose how often each rounded value occurs: a larger step discloses less.
-        value: Replacement of missing values for ``impute = "constant"``.
+            at real sites, which disclose how often each rounded number occurs: a larger step discloses less.
+        value: What replaces missing values if ``impute = "constant"``.
         indicator: Whether to add a feature that is 1 where the value is missing, and 0 elsewhere.
     """
 
@@ -177,22 +177,22 @@ def _columns(value: object, info: ValidationInfo) -> object:
 
 
 class Schema(Setting):
-    """The meaning of the columns of a table.
+    """The roles of a table's columns.
 
     Args:
         label: Column with the label.
-        client: Column that identifies the client of each row, for the partition ``natural``.
-        features: Columns that are features. Default: all columns without another role; at real sites, the columns in
+        client: Column that says to which client each row belongs, for the partition ``natural``.
+        features: Columns that are features. Default: all columns without another role; at real sites, those in
             ``columns``.
-        columns: A table from each feature to its settings, or to its type as a text. Types of other features are
-            guessed from their cells. Real sites need an entry for every feature.
+        columns: Table from each feature to its settings, or to its type as a text. Other types are guessed from the
+            cells. Real sites need an entry for every feature.
         classes: Possible labels, in order. Default: the labels of the table, sorted.
-        missing: Cells that mean a missing value, in addition to empty cells.
-        ignore: Columns to leave out. Use it instead of ``features``.
-        test: Share of rows to hold out as test samples, per client and with its labels in proportion (at least one row
+        missing: Cells that stand for a missing value, in addition to empty cells.
+        ignore: Columns that are not used. Set it instead of ``features``.
+        test: Share of each client's rows to hold out as test samples, with its labels in proportion (at least one row
             of each client that has two). Or the name of a column that marks each row as ``test`` or ``train``, or as
             ``true`` or ``false``.
-        delimiter: Character between the cells of a text file.
+        delimiter: Character between the cells of a CSV file.
     """
 
     label: str

@@ -49,28 +49,28 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message='Field name "(name|schema)" in "Data" shadows', category=UserWarning)
 
     class Data(Setting):
-        """The data set, and its preparation.
+        """Which data set is used, and how it is prepared.
 
         Args:
             name: A known name (see ``fedstrata datasets``); NAME for a file NAME.npz in ``$FEDSTRATA_DATA`` or
                 ``~/.cache/fedstrata``; the path of a ``.npz``, ``.csv`` or ``.parquet`` file; or ``"hub:owner/name"``
-                (``"hub:owner/name:configuration"``) for the Hugging Face hub.
-            normalize: Scaling of each channel or feature, computed on the training set. ``standard``: to mean 0 and
-                standard deviation 1. ``unit``: to [0, 1]. ``none``: no scaling.
+                or ``"hub:owner/name:configuration"`` for the Hugging Face hub.
+            normalize: How each channel or feature is scaled, by statistics of the training set. ``standard``: to mean 0
+                and standard deviation 1. ``unit``: to [0, 1]. ``none``: not at all.
             limit: Number of training samples to use, for quick trials. They are drawn at random, with the classes in
-                proportion. Default: all samples.
-            client: Column of a hub data set that identifies the client of each sample, for the partition ``natural``.
-            schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file. A text instead of a table is the
-                name of the label column.
-            shape: Shape of one sample of arrays: (channels, height, width) or (features,). Arrays of another shape are
-                refused, and normalisation then uses only samples that clients train on. Sites with their own arrays
+                proportion. Default: all.
+            client: Column of a Hugging Face data set that says to which client each sample belongs, for the partition
+                ``natural``.
+            schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file; or, as a text, the name of the
+                label column.
+            shape: Shape of one sample in an array file: (channels, height, width) or (features,). Other shapes are
+                refused, and normalisation then uses only samples that clients train on. Real sites with array files
                 need ``shape`` and ``classes``.
-            classes: Number C of classes of arrays. Labels must be 0 … C−1.
-            range: Smallest and largest value that arrays may contain.
-            shift: Numbers to subtract from each channel or feature. Default: computed as ``normalize`` says.
-            scale: Numbers by which each channel or feature is multiplied after the subtraction. Set it together with
-                ``shift``.
-            custom: Description of arrays passed from Python. Written by fedstrata; do not set it.
+            classes: Number C of classes in an array file. Labels must be 0 … C−1.
+            range: Smallest and largest value that an array file may contain.
+            shift: Number to subtract from each channel or feature. Default: computed as ``normalize`` says.
+            scale: Number by which each channel or feature is multiplied after ``shift``. Set both or neither.
+            custom: Description of arrays that were passed from Python. fedstrata writes it; do not set it.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

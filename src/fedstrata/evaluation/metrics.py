@@ -153,7 +153,7 @@ class _OfCounts(_ByClient):
 
 
 class Accuracy(_OfCounts):
-    """Share of samples whose largest logit is that of their label. For a single class, this is its recall."""
+    """Share of samples that are classified correctly. For a single class, this is its recall."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -180,7 +180,7 @@ class AUROC(_ByClient):
     upper bound of its error.
 
     Args:
-        bins: Number of bins of each class's histogram of scores, which real sites send instead of scores.
+        bins: Number of bins in each class's histogram of scores. Real sites send histograms instead of scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400
@@ -252,7 +252,7 @@ class LogLoss(Metric):
 
 
 class ECE(_ByClient):
-    """Expected calibration error (Guo et al. 2017): how far the confidence of predictions is from their accuracy.
+    """Expected calibration error: how far the confidence of predictions is from their accuracy (Guo et al. 2017).
 
     Samples are sorted into bins by their confidence, the largest of a sample's probabilities. The error is the absolute
     difference between mean confidence and accuracy in a bin, averaged over bins with their sample counts as weights.

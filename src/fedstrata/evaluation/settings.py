@@ -17,35 +17,34 @@ TARGETS = [0.5, 0.8, 0.9, 0.95]
 
 
 class Evaluation(Setting):
-    """Settings of a run's evaluations and checkpoints.
+    """When and how models are evaluated, and when checkpoints are written.
 
     When a run is resumed, ``weight_diversity`` and the settings that decide which samples are used for training
     (``validation``, ``client_test`` and ``test_clients``) must stay the same. All other settings may change.
 
     Args:
-        every: Number of rounds between evaluations. The last round is always evaluated; with 0, only the last.
-        batch_size: Number of samples per batch of an evaluation.
-        metrics: Metrics to compute; the loss is always computed.
-        primary: Metric that selects the best round and the best settings, and that tables, figures and tests show
-            first: ``accuracy``, ``loss`` or a metric of ``metrics``.
+        every: Number of rounds between evaluations; 0 evaluates only after the last round, which is always evaluated.
+        batch_size: Number of samples per batch in evaluations.
+        metrics: Metrics to compute. The loss is always computed.
+        primary: Metric that selects the best round and the best settings, and that tables and figures show first:
+            ``accuracy``, ``loss`` or one of ``metrics``.
         targets: Accuracies in (0, 1]; the summary states the first round that reached each. For other metrics, give a
-            table that maps each metric to its list, such as ``{ macro-f1 = [0.5] }``.
+            table from each metric to its list, such as ``{ macro-f1 = [0.5] }``.
         validation: Share of each class of the training samples to hold out before the partition (of each client's
-            samples, if the data define the clients). The best round and early stopping then use these samples, and
-            never the test set.
-        client_test: Share of each client's samples to hold out as its own test part, spread over its labels (at least
-            one sample). Real sites hold out such a part only if they have no separate test samples.
+            samples, if the data define the clients). The best round and early stopping then use these samples, not the
+            test set.
+        client_test: Share of each client's samples to hold out as its own test samples, spread over its labels (at
+            least one sample). Real sites hold them out only if they have no separate test samples.
         test_clients: Share of the clients that never train. The model is evaluated on all their samples.
         fine_tune: Number of epochs in which each client fine-tunes the global model on its training samples, before it
-            evaluates this personal model on its own test part. With 0, it evaluates without fine-tuning, but with its
-            own state, such as BatchNorm's statistics.
-        unheard: Number of evaluations without a used reply after which a client counts as unheard. Results of unheard
-            clients are also reported separately.
-        checkpoint_every: Number of rounds between checkpoints; with 0, there are no checkpoints.
-        per_class: Whether to record accuracy, and each other metric that is defined for single classes, for every
-            class.
-        weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean (ReBaFL,
-            Eq. 24). SFL and Stratify cannot record it.
+            evaluates this personal model on its own test samples. With 0, it only uses its own state, such as
+            BatchNorm's statistics.
+        unheard: Number of evaluations after which a client counts as unheard if none of its replies was used. Their
+            results are also reported separately.
+        checkpoint_every: Number of rounds between checkpoints; 0 writes none.
+        per_class: Whether to record accuracy, and each other metric that a single class can have, for every class.
+        weight_diversity: Whether to record the mean squared distance of the clients' models from their mean (Λ in
+            ReBaFL, Eq. 24). SFL and Stratify cannot.
     """
 
     every: Annotated[int, Field(ge=0), MayChange()] = 1

@@ -60,16 +60,16 @@ class Availability(Setting):
     """A model of which clients are online, and of the time that they need to answer.
 
     Args:
-        announced: Whether the server knows which clients are online, and invites only these. Otherwise, an invited
+        announced: Whether the server knows which clients are online, and invites only these. If false, an invited
             client that is offline does not reply.
-        deadline: Simulated seconds after which a reply is too late and is not used. Default: no deadline.
-        seconds_per_sample: Simulated seconds in which a client of median speed computes the gradient of one sample.
-        speed_spread: Standard deviation of the logarithm of the clients' speeds; 0 makes all speeds equal. Each
-            client's speed is constant.
-        bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: sending takes no time.
-        bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: receiving takes no
+        deadline: Simulated seconds after which the server no longer waits for replies in a round. Default: no deadline.
+        seconds_per_sample: Simulated seconds that a client of median speed needs for the gradient of one sample.
+        speed_spread: Standard deviation of the logarithm of the clients' speeds; with 0, all are equally fast. A
+            client's speed never changes.
+        bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: uploads take no time.
+        bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: downloads take no
             time.
-        latency: One-way network latency of each message, in simulated seconds.
+        latency: Simulated seconds that each message takes in addition, in one direction.
     """
 
     always_online: ClassVar[bool] = False
@@ -172,11 +172,11 @@ class Bernoulli(Availability):
 
 
 class Persistent(Availability):
-    """Whether a client is online is drawn every ``period`` rounds, and kept in between (ReBaFL §5.5.3).
+    """Each client is drawn to be online or offline for ``period`` rounds at a time (ReBaFL §5.5.3).
 
     Args:
         p: Probability that a client is online in a period.
-        period: Length s of a period, in rounds.
+        period: Length of a period, in rounds.
     """
 
     p: float = Field(default=0.5, gt=0, le=1)
@@ -200,7 +200,7 @@ class AvailabilityGroup(Setting):
 
 
 class Grouped(Availability):
-    """Groups of clients with consecutive ids; each group has its own probability ``p`` (ReBaFL, clustered setting).
+    """Groups of clients with consecutive ids; each group has its own probability of being online (ReBaFL).
 
     Args:
         groups: The groups in the order of the client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p =
@@ -226,11 +226,11 @@ class Grouped(Availability):
 
 
 class Trace(Availability):
-    """The rounds in which each client is online, read from a file.
+    """The rounds in which each client is online are read from a file.
 
     Args:
-        file: Path of a CSV file with the columns ``client,first,last``: the client is online from round first to round
-            last (counted from 1). A client may have several lines; a client without a line is never online.
+        file: Path of a CSV file with the columns ``client,first,last``: the client is online from round ``first`` to
+            round ``last`` (counted from 1). A client may have several lines. A client without a line is never online.
     """
 
     file: str

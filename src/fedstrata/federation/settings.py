@@ -34,19 +34,19 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 
 
 class Privacy(Setting):
-    """The smallest number of samples that may contribute to anything that a client sends.
+    """The smallest number of samples behind anything that a client sends.
 
     A client does not answer a request for an update, a count, a loss or a measurement if it has fewer samples for it.
     Prototypes, labels and counts of classes with fewer samples are left out of answers. A site may require more samples
     than the spec.
 
     Args:
-        min_samples: Smallest number of samples that may contribute to a client's update, to its gradient for a batch of
-            Stratify, to its prototype or count of a class, or to its mean of a column. A value with which no client
-            could ever answer is refused.
-        below: The behaviour of a client that has too few samples in a batch that Stratify draws from several clients.
-            ``hold-back``: it uses these samples together with those of its next batch (in the last batch of an epoch:
-            of its batch before), so that no sample is lost. ``refuse``: it does not answer for the rest of the epoch.
+        min_samples: Smallest number of samples behind a client's update, its gradient for a batch of Stratify, its
+            prototype or count of a class, or its mean of a column. A number with which no client could ever answer is
+            refused.
+        below: What a client does that has too few samples in a batch of Stratify. ``hold-back``: it uses them together
+            with those of its next batch (at the end of an epoch: of the batch before), so that no sample is lost.
+            ``refuse``: it does not answer for the rest of the epoch.
     """
 
     min_samples: PositiveInt = 1
@@ -59,34 +59,33 @@ class Privacy(Setting):
 
 
 class Training(Setting):
-    """The settings of a round's training.
+    """Rounds, local training and hardware.
 
     Args:
-        rounds: Number of rounds. A resumed run may have more rounds than before.
-        clients_per_round: Clients invited per round. Default: 10, or all clients if there are fewer.
-        local_epochs: Number of passes E of a client over its data per round. Default: 5.
-        local_steps: Number of mini-batch steps of a client per round. Use it instead of ``local_epochs``.
-        batch_size: Samples in a mini-batch. A client with fewer samples uses all of them in each mini-batch.
+        rounds: Number of rounds. It may be increased when a run is resumed.
+        clients_per_round: Number of clients invited per round. Default: 10, or all clients if there are fewer.
+        local_epochs: Number of epochs that a client trains per round. Default: 5.
+        local_steps: Number of mini-batch steps of a client per round. Set it instead of ``local_epochs``.
+        batch_size: Number of samples in a mini-batch. A client with fewer samples uses all of them in each.
         lr: Learning rate η of the clients' SGD.
-        momentum: Momentum of the clients' SGD. It is reset in each round.
+        momentum: Momentum of the clients' SGD, reset in each round.
         weight_decay: Factor of the L2 penalty of the clients' SGD: this factor times the parameters is added to the
             gradient.
         schedule: Learning rate in the rounds t = 0, 1, …: ``constant`` (η), ``inverse`` (η / (1 + t)), or ``cosine``
             (from η to zero along half a cosine wave).
-        clip: Largest norm of a gradient; longer gradients are scaled down to it. Default: no limit.
-        batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them like parameters.
-            ``local``: each client keeps its own, and the global model is evaluated with the statistics of the test
-            batches. Stratify, SFL and FedTAN require ``average``.
-        execution: ``fused``, which is faster: an engine may compute the sum over clients in one pass. ``per-client``:
-            results are equal bit by bit on every engine. Stratify is then several times slower; methods whose clients
-            train on their own, such as FedAvg, are equally fast.
-        threads: Number of threads that PyTorch uses for one operation. It may change the last bits of results.
-        workers: Number of processes that train clients on this machine. It does not change results. Default: one per
-            core if that is faster, otherwise one.
-        precision: Number format of local training: ``float32``; or ``bf16`` for the operations that PyTorch's autocast
+        clip: Largest norm of a gradient; longer gradients are scaled down. Default: no limit.
+        batch_norm: What happens to BatchNorm's running statistics. ``average``: the server averages them like
+            parameters. ``local``: each client keeps its own, and the global model is evaluated with the statistics of
+            the test batches. Stratify, SFL and FedTAN require ``average``.
+        execution: ``fused``: an engine may sum over clients in one pass, which is faster. ``per-client``: results are
+            equal bit by bit on every engine; only Stratify is then slower, several times.
+        threads: Number of threads that PyTorch uses for one operation; may change the last bits of results.
+        workers: Number of processes that train clients on this machine; does not change results. Default: one per core
+            if that is faster, otherwise one.
+        precision: Number format of local training: ``float32``, or ``bf16`` for the operations that PyTorch's autocast
             considers safe. Parameters and updates stay float32. Stratify and FedTAN always use float32.
-        device: Device for local training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if there is
-            one). Results differ between devices in the last bits.
+        device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if there is one).
+            Results of devices differ in the last bits.
     """
 
     rounds: Annotated[PositiveInt, MayChange(upwards=True)] = 20

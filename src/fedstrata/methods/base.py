@@ -140,10 +140,10 @@ class Recipe(Method):
     a spec replaces all choices that a setting affects, it must not contain the setting.
 
     Args:
-        client_sampler: Sampler that draws the clients of a round.
-        data_sampler: Sampler that decides which of its samples a client uses in a round.
-        objective: Loss that clients minimise in local training.
-        aggregator: Rule by which the server combines the clients' models.
+        client_sampler: How the clients of a round are chosen.
+        data_sampler: Which of its samples a client uses in a round.
+        objective: Loss that clients minimise.
+        aggregator: How the server combines the clients' models.
 
     >>> from pydantic import Field
     >>> from fedstrata.objectives.fedprox import Proximal

@@ -6,6 +6,6 @@ from fedstrata.methods.base import Recipe
 
 
 class FedAvg(Recipe):
-    """Averaging of the models of uniformly drawn clients, which train on all their data; weights are sample counts."""
+    """Averages the models of randomly drawn clients, weighted by their numbers of samples."""
 
     paper = "McMahan et al. 2017, Communication-Efficient Learning of Deep Networks (AISTATS)"

@@ -23,9 +23,9 @@ class HeadTuning(Setting):
 
     Args:
         per_class: Number of samples of each class on which the server trains the head.
-        steps: Number of gradient steps each time that the head is trained.
+        steps: Number of gradient steps of each training of the head.
         lr: Learning rate of the head's training.
-        momentum: Momentum of the head's training. It is reset each time that the head is trained.
+        momentum: Momentum of the head's training, reset before each training.
         weight_decay: Factor of the L2 penalty on the head.
     """
 

@@ -31,7 +31,7 @@ class SFL(Method):
     differences between clients.
 
     Args:
-        client_sampler: Sampler that draws the clients that the model visits.
+        client_sampler: How the clients that the model visits are chosen.
     """
 
     paper = "Li and Lyu 2023, Convergence Analysis of Sequential Federated Learning (NeurIPS)"

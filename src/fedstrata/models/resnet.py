@@ -26,7 +26,7 @@ class ResNet9(ModelSpec):
     parameters.
 
     Args:
-        norm: ``"bn"`` for BatchNorm, ``"gn"`` for GroupNorm, which does not use statistics over samples.
+        norm: Normalisation: BatchNorm (``bn``), or GroupNorm (``gn``), which does not use statistics over samples.
     """
 
     norm: Norm = "bn"
@@ -54,7 +54,7 @@ class ResNet18(ModelSpec):
     With 3 input channels and 10 classes, it has 11,173,962 parameters.
 
     Args:
-        norm: ``"bn"`` for BatchNorm, ``"gn"`` for GroupNorm.
+        norm: Normalisation: BatchNorm (``bn``) or GroupNorm (``gn``).
     """
 
     norm: Norm = "bn"

@@ -47,7 +47,7 @@ class MLP(ModelSpec):
     """Fully connected layers with ReLU, for flattened samples (McMahan et al. 2017; Lu et al. 2023, FedSSAR).
 
     Args:
-        hidden: Width of each hidden layer; an empty list gives multinomial logistic regression.
+        hidden: Width of each hidden layer; an empty list gives logistic regression.
 
     >>> sum(p.numel() for p in MLP().build((1, 28, 28), 10).parameters())
     178110
@@ -86,7 +86,7 @@ class CNN(ModelSpec):
     Convolutions are padded by 2, so that 8x8 images are large enough for three of them.
 
     Args:
-        channels: Number of channels of each convolution. For CIFAR-10, ReBaFL adds a third one with 64 channels.
+        channels: Number of channels of each convolution. ReBaFL adds a third one, with 64, for CIFAR-10.
         hidden: Width of the hidden layer, whose outputs are the features.
     """
 
@@ -107,7 +107,7 @@ class CNN64(ModelSpec):
 
 
 class CustomModel(ModelSpec):
-    """A placeholder for a user's own module, in the spec that fedstrata writes for a run. Do not set it.
+    """A module that was passed from Python, in the spec that fedstrata writes for a run. Do not set it.
 
     Args:
         custom: Description of the module.

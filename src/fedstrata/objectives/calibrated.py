@@ -107,8 +107,8 @@ class LogitMargins(Calibrated):
 
     Args:
         tau: Factor τ of all margins.
-        missing: Treatment of classes without samples. ``excluded``: the softmax excludes them. ``one``: they get the
-            margin τ, as if the client had one sample of each.
+        missing: What happens to classes that the client lacks. ``excluded``: the softmax leaves them out. ``one``: they
+            get the margin τ, as if the client had one sample of each.
     """
 
     tau: NonNegativeFloat = 1.0

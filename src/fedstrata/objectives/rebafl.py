@@ -52,10 +52,9 @@ class Rebalanced(PerSample):
             softmax).
         mu: Weight μ of the augmented loss; 0 turns the augmentation off. The paper uses 0.1, the published code 0.5
             (with ``training.momentum = 0.5``).
-        transfer: Factor λ of h − P[y], a sample's deviation from its prototype, in an augmented feature.
-        relaxed: Whether the prior is used. If false, both losses are plain cross-entropy, as in an ablation of the
-            paper.
-        keep_prototypes: Whether a client stores the prototypes that it sent last, for the leakage audit.
+        transfer: Factor λ of a sample's deviation from its prototype (h − P[y]) in an augmented feature.
+        relaxed: Whether to use the prior. If false, both losses are plain cross-entropy (an ablation of the paper).
+        keep_prototypes: Whether a client stores the prototypes that it sent last, for ``fedstrata audit prototypes``.
     """
 
     epsilon: float = Field(default=0.01, ge=0, le=1)

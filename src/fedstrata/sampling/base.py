@@ -188,7 +188,7 @@ def with_replacement(
 
 
 class Uniform(ClientSampler):
-    """A sampler that draws m clients with equal probabilities.
+    """Draws m clients per round, all with the same probability.
 
     Args:
         replacement: Whether a client may be drawn more than once per round.
@@ -254,7 +254,7 @@ class DataSampler(Setting):
 
 
 class AllData(DataSampler):
-    """A sampler with which all clients use all their samples."""
+    """Each client uses all its samples."""
 
     fixed_share = 1.0
 

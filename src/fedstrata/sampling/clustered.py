@@ -77,10 +77,10 @@ class ClusteredState:
 
 
 class Clustered(ClientSampler):
-    """A sampler that makes m draws from m distributions over similar clients, with unbiased aggregates.
+    """Draws each of the m clients from its own group of similar clients; the mean of the models is unbiased.
 
     Args:
-        algorithm: ``1``: clients are grouped by size. ``2``: by the directions of their last updates, with Ward's
+        algorithm: How clients are grouped. ``1``: by size. ``2``: by the direction of their last updates, with Ward's
             method; clients that never took part form one group.
         coordinates: Length of the random projection of each client's update that is stored; 0 to store the whole
             update.

@@ -19,7 +19,7 @@ from fedstrata.sampling.ldp import FedSTaSData
 
 
 class Everyone(ClientSampler):
-    """A sampler that invites all clients that it may in every round; ``training.clients_per_round`` is ignored."""
+    """Invites all available clients in every round; ``training.clients_per_round`` is ignored."""
 
     def check(self, config: FederationConfig) -> None:
         """Accept every federation, because ``training.clients_per_round`` is ignored."""
@@ -48,16 +48,18 @@ class AnswersState:
 
 
 class FedSamplingData(DataSampler):
-    """A sampler with which participants use each sample with probability K/ñ, the same for all clients.
+    """Each participant uses each of its samples with probability K/ñ, where ñ is the estimated size of all clients.
 
     ñ is an estimate of how many samples the participants hold together.
 
     Args:
-        samples: Number K of samples wanted per round, over all participants.
-        epsilon: Privacy parameter ε of local differential privacy for the answers about the clients' sizes.
-            Participants still report how many samples they used, which discloses sizes. Default: exact answers.
-        bound: Public bound M on the clients' sizes, used only with ``epsilon``. Larger sizes are reported as M − 1.
-        reuse: Whether each client is asked only once, so that ε is spent once. If false, participants answer in every
+        samples: Number K of samples to use per round, over all participants.
+        epsilon: Privacy parameter ε of local differential privacy for the clients' sizes (numbers of samples).
+            Participants still report how many samples they used, which discloses sizes. Default: clients report exact
+            sizes.
+        bound: Public upper bound M on the clients' sizes, used only with ``epsilon``. Larger sizes are reported as M −
+            1.
+        reuse: Whether each client is asked only once, so that it spends ε once. If false, participants answer in every
             round: errors average out, but T rounds spend T ε.
     """
 

@@ -42,22 +42,22 @@ class FedSSARState:
 
 
 class FedSSARSampler(ClientSampler):
-    """A sampler that clusters clients by their parameters, and draws from each cluster in proportion to its size.
+    """Clusters clients by their model parameters, and draws from each cluster in proportion to its size.
 
     In the first round every client trains once, so that the parameters of all clients are known. Clients that did not
     answer are asked again in the next round. Afterwards, the parameters of a client change only in rounds in which it
     takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: ``min_samples`` of OPTICS: number of clients, itself included, that a client needs in its
-            neighbourhood.
-        xi: ``xi`` of OPTICS: relative drop of reachability at which a cluster begins.
-        features: Vectors to cluster: ``parameters``, as in the paper; or ``updates``, the parameters minus the model
-            from which the client started. Updates of different rounds can be compared.
-        coordinates: Length K of the random projection of a client's parameters that is stored; 0 to store all
+        min_samples: Number of clients, itself included, that a client needs in its neighbourhood (``min_samples`` of
+            the clustering algorithm OPTICS).
+        xi: Relative drop of reachability at which a cluster begins (``xi`` of OPTICS).
+        features: What clients are compared by: their ``parameters``, as in the paper, or their ``updates`` (parameters
+            minus those that the client started from), which also compare well across rounds.
+        coordinates: Length of the random projection of each client's parameters that is stored; 0 to store all
             parameters.
-        optics_max: Largest number of clients for OPTICS, which takes quadratic time. Of more clients, a random subset
-            is clustered, and the others join the nearest cluster.
+        optics_max: Largest number of clients to cluster with OPTICS, which takes quadratic time. If there are more, a
+            random subset is clustered, and each other client joins the nearest cluster.
     """
 
     min_samples: int = Field(default=2, ge=2)

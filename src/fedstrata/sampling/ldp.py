@@ -29,17 +29,18 @@ class FedSTaSDataState:
 
 
 class FedSTaSData(DataSampler):
-    """A sampler that requests n* samples per round: participants use each sample with probability n*/ñ.
+    """Each participant uses each of its samples with the same probability, so that about n* are used in total.
 
     ñ is the server's estimate of how many samples the round's participants hold together.
 
     Args:
-        fraction: Fraction q: n* is q times the mean of the estimates ñ so far. Ignored if ``samples`` is set.
-        samples: Fixed number n* of samples per round. Use it instead of ``fraction``.
-        epsilon: Privacy parameter ε of local differential privacy for the clients' sizes. A client spends ε in every
-            round in which it takes part. Default: clients report their exact sizes.
-        bound: Public bound M on the clients' sizes, used only with ``epsilon``. Larger sizes are reported as M − 1; ñ
-            is then too small, and more samples are used than requested.
+        fraction: Share of the participants' samples to use per round: n* is this share of their estimated number,
+            averaged over the rounds so far. Ignored if ``samples`` is set.
+        samples: Number n* of samples to use per round. Set it instead of ``fraction``.
+        epsilon: Privacy parameter ε of local differential privacy for the clients' sizes (numbers of samples). A client
+            spends ε in every round in which it takes part. Default: clients report exact sizes.
+        bound: Public upper bound M on the clients' sizes, used only with ``epsilon``. Larger sizes are reported as M −
+            1; more samples are then used than requested.
     """
 
     fraction: float = Field(default=0.1, gt=0, le=1)

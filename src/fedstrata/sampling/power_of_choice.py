@@ -17,13 +17,13 @@ from fedstrata.sampling.messages import LossReport
 
 
 class PowerOfChoice(ClientSampler):
-    """A sampler that asks d candidates, drawn by size, for their loss, and invites the m with the largest loss.
+    """Draws d candidates by size, asks for their loss, and invites the m candidates with the largest loss.
 
     The sampler is biased on purpose: the expected aggregate is not the mean over all clients.
 
     Args:
-        candidates: Number of candidates, d. Default: twice the number of clients per round, but at most the number of
-            all clients.
+        candidates: Number of candidates, d. Default: twice the number of clients per round, but not more than there
+            are.
     """
 
     tells_sizes = True

@@ -93,29 +93,31 @@ class StratifiedState:
 
 
 class Stratified(ClientSampler):
-    """A sampler that divides clients into strata with similar gradients; large and diverse strata get more draws.
+    """Divides clients into strata (groups) with similar gradients; large and diverse strata get more draws.
 
     Args:
         strata: Number of strata, H.
         centres: Number of different values in a compressed gradient, d'.
-        coordinates: Length to which a random projection first reduces a gradient (our reading of the paper's
+        coordinates: Length to which a random projection first shortens each gradient (our reading of the paper's
             K_desired); 0 for no projection.
-        refresh: Clients whose compressed gradient is renewed in every round; others keep their last one. ``all``: as in
-            the paper (default up to 1,000 clients); ``participants``: default for more clients.
-        gradients: Source of the gradients. ``asked``: clients compute them at the global model, in a pass over their
-            data; with ``refresh = "participants"``, each round also asks as many clients without a gradient as it
-            invites. ``updates``: the participants' updates, divided by the learning rate times their steps; clients
-            that never took part form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
-        compared: Part of a compressed gradient from which strata, norms and spreads are computed: ``restored``, the
-            whole gradient, as in the paper; or ``centroids``, its d' different values, as in the published code of
-            FedSTaS, which requires ``gradients = "asked"``.
-        replacement: Whether to draw with replacement within a stratum. If not, Horvitz-Thompson weights are biased.
-        allocation: Number of draws of each stratum. ``neyman``: in proportion to its size times its spread, by largest
-            remainder, as in the published code; a stratum may get no draw, which biases the result. ``neyman-random``:
-            the same, rounded at random, which weights correct; every stratum gets on average at least half of an equal
-            share. ``neyman-at-least-one``: like ``neyman``, but at least one draw. ``proportional``: in proportion to
-            its size, at least one draw. Default: ``neyman-random`` with replacement; otherwise ``neyman`` with
-            ``refresh = "all"``, or ``neyman-at-least-one``.
+        refresh: Which compressed gradients are renewed in each round; other clients keep their last one. ``all``: those
+            of all clients, as in the paper (default up to 1,000 clients). ``participants``: those of the round's
+            clients (default for more).
+        gradients: Source of the gradients. ``asked``: each client computes its gradient at the global model, in a pass
+            over its data; with ``refresh = "participants"``, each round also asks as many clients without a gradient as
+            it invites. ``updates``: a participant's update, divided by the learning rate times its steps; clients that
+            never took part form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+        compared: What clients are compared by. ``restored``: the whole compressed gradient, as in the paper.
+            ``centroids``: only its d' different values, as in the published code of FedSTaS; requires ``gradients =
+            "asked"``.
+        replacement: Whether a client may be drawn more than once from its stratum. If not, Horvitz-Thompson weights are
+            biased.
+        allocation: Number of draws from each stratum. ``neyman``: in proportion to its size times its spread, by
+            largest remainder; a stratum may get none, which biases the result. ``neyman-random``: the same, rounded at
+            random, which the weights correct; on average, each stratum gets at least half of an equal share.
+            ``neyman-at-least-one``: like ``neyman``, but at least one. ``proportional``: in proportion to its size, at
+            least one. Default: ``neyman-random`` with replacement; otherwise ``neyman`` with ``refresh = "all"``, or
+            ``neyman-at-least-one``.
     """
 
     strata: PositiveInt = 10

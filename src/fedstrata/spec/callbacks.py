@@ -71,9 +71,9 @@ class _Best(Callback):
     """Base class of callbacks that find the best evaluation of a run.
 
     Args:
-        metric: The metric to compare: ``accuracy``, ``loss`` or another metric of ``evaluation.metrics``. Default:
+        metric: Metric to compare: ``accuracy``, ``loss`` or another of ``evaluation.metrics``. Default:
             ``evaluation.primary``.
-        mode: Whether the larger (``max``) or the smaller (``min``) value is better. Default: as the metric defines it.
+        mode: Whether the largest (``max``) or the smallest (``min``) value is best. Default: as the metric defines it.
     """
 
     metric: str | None = None
@@ -108,14 +108,14 @@ class _Best(Callback):
 
 
 class EarlyStopping(_Best):
-    """Stops a run that has stopped improving, and makes the model of the best round the final model.
+    """Stops a run that no longer improves, and makes the model of the best round the final model.
 
     It uses the validation samples (``evaluation.validation``), never the test set. The model of the best round is also
     the final model of a run that is not stopped.
 
     Args:
-        patience: Number of evaluations without an improvement after which the run ends.
-        min_delta: Change of the metric that must be exceeded to count as an improvement.
+        patience: Number of evaluations without an improvement after which the run stops.
+        min_delta: Change of the metric that an improvement must exceed.
     """
 
     patience: PositiveInt = 5

@@ -95,8 +95,7 @@ class TensorBoard(Tracker):
     Needs the extra ``tracking``.
 
     Args:
-        dir: Parent folder of the event files; each run gets a folder in it, named after the run. Default: the folder
-            ``tensorboard`` in the run folder.
+        dir: Folder in which each run gets a folder with its event files. Default: ``tensorboard`` in the run folder.
     """
 
     dir: Annotated[str | None, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)] = None
@@ -153,10 +152,10 @@ class MLflow(Tracker):
     Args:
         uri: Address of the tracking server or store, such as ``http://localhost:5000`` or ``sqlite:///mlflow.db``.
             Default: MLflow's own (``MLFLOW_TRACKING_URI``).
-        experiment: Name of the experiment in MLflow; it is created if it does not exist.
-        run: Name of the run in MLflow. Default: a name made of its method, data and seed.
-        tags: Additional tags: a table that maps the name of each tag to its value.
-        artifacts: Whether the files of the run folder, except checkpoints, are uploaded at the end.
+        experiment: Name of the experiment in MLflow, which is created if it does not exist.
+        run: Name of the run in MLflow. Default: its method, data and seed.
+        tags: Table from the name of each additional tag to its value.
+        artifacts: Whether to upload the run folder's files, except checkpoints, at the end.
     """
 
     uri: str | None = None
@@ -279,11 +278,11 @@ def _switched(value: object) -> object:
 
 
 class Tracking(Setting):
-    """The programs that show a run. A resumed run may use other ones.
+    """Programs that show a run. They may be changed when the run is resumed.
 
     Args:
-        tensorboard: Settings of TensorBoard, or ``true`` for their defaults.
-        mlflow: Settings of MLflow, or ``true`` for their defaults.
+        tensorboard: Settings of TensorBoard, or ``true`` for the defaults. Default: not used.
+        mlflow: Settings of MLflow, or ``true`` for the defaults. Default: not used.
     """
 
     tensorboard: Annotated[

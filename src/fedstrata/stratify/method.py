@@ -38,7 +38,7 @@ class StratifyState:
 
 
 class Stratify(Method):
-    """A method that trains one epoch of a stratified label schedule in each round.
+    """Trains one epoch per round on a schedule of labels that gives each class its share of every batch.
 
     The schedule is a random sequence of labels. Each of its positions trains one sample of a label, at a client that
     holds the label. In mode ``batch``, a batch consists of samples of many clients. Each batch is one step on the mean
@@ -54,30 +54,30 @@ class Stratify(Method):
     and ``training.batch_size`` is the size of a batch over all clients.
 
     Args:
-        mode: ``batch``: clients train their parts of each batch. ``single``: the model goes from client to client, one
-            step per sample. ``hybrid``: batches first, then single samples on data that arrive later.
+        mode: ``batch``: the clients that hold the samples of a batch train it together. ``single``: the model goes from
+            client to client, one step per sample. ``hybrid``: batches first, then single samples, on data that arrive
+            later.
         schedule: Number of samples of each label per epoch. ``uncapped``: all samples of the label. ``capped``: all
             samples, but at most the median over labels. ``uniform``: the mean over labels.
-        cap: Largest number of samples of a label for ``capped``. Default: the median over labels.
-        selection: Draw among the clients that hold a label: ``uniform``, or ``weighted`` by their number of samples of
-            it.
+        cap: Largest number of samples of a label with ``capped``. Default: the median over labels.
+        selection: How a client is drawn among those that hold a label: ``uniform``, or ``weighted`` by their number of
+            samples of it.
         batch_size: Number of samples in a batch, over all clients. Larger batches mean fewer exchanges, but also fewer
             steps. Default: ``training.batch_size``.
-        lr_rule: Factor of the learning rate, if ``batch_size`` is r times ``training.batch_size``: 1 (``none``), r
+        lr_rule: Factor of the learning rate if ``batch_size`` is r times ``training.batch_size``: 1 (``none``), r
             (``linear``) or √r (``sqrt``).
         local_steps: Batch mode: number of steps of a client on its part of a batch. With 1, a batch equals a step of
-            centralised SGD. With more, the clients' models drift apart within a batch.
+            centralised SGD. With more, the clients' models drift apart.
         server: Batch mode: optimiser of the server. Its ``lr`` (default 1) is multiplied by ``training.lr``. Default:
             SGD with the momentum and weight decay of ``training``.
-        chunk_size: Single-sample mode: number of consecutive positions of the schedule (a *chunk*) for which clients
-            are chosen together. The client that can train the most consecutive positions of a chunk gets them.
-        retain: Single-sample mode: share of a label's clients, drawn at random, that may train it in a chunk. With a
-            larger share, a client trains more consecutive positions, and clients that hold many labels are favoured.
-        pretraining: Hybrid mode: number of rounds of batches. Default: half of all rounds.
-        stream: Hybrid mode: share of every client's samples that arrives after the rounds of batches.
-        masking: Form in which the server sees the labels of clients. ``none``: labels; ``prf``: a keyed hash of each;
-            ``ckks``: encrypted labels, compared under encryption. With the same keys, training is the same with all
-            three values.
+        chunk_size: Single-sample mode: number of consecutive positions of the schedule (a chunk) for which clients are
+            chosen together. The client that can train the most of them gets them.
+        retain: Single-sample mode: share of a label's clients, drawn at random, that may train it in a chunk. A larger
+            share gives longer stretches to a client, and favours clients with many labels.
+        pretraining: Hybrid mode: number of rounds with batches. Default: half of all rounds.
+        stream: Hybrid mode: share of each client's samples that arrive after the rounds with batches.
+        masking: How the server sees the clients' labels: as they are (``none``), as keyed hashes (``prf``), or
+            encrypted (``ckks``). With the same keys, the trained model does not depend on it.
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"

@@ -116,7 +116,7 @@ class Partition(Setting):
     Your own scheme derives from this class and implements ``assign``; ``split`` checks its result.
 
     Args:
-        clients: Number of clients, N.
+        clients: Number of clients.
         min_size: Smallest number of samples that a client may hold; 0 allows empty clients.
     """
 

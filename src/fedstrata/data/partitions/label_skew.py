@@ -23,9 +23,9 @@ class Classes(Partition):
     by equally many clients (±1), and by at least one.
 
     Args:
-        per_client: Number of classes of each client, k.
-        size: Number of samples of each client, with equally many (±1) of each of its classes; other samples are not
-            used. ReBaFL: 1,000. Default: all samples are used.
+        per_client: Number of classes of each client.
+        size: Number of samples of each client, divided equally (±1) among its classes; other samples are not used.
+            Default: all are used.
     """
 
     per_client: PositiveInt = 2
@@ -62,8 +62,8 @@ class Groups(Partition):
     hold 2, 2, 3, 3 and 5 classes.
 
     Args:
-        groups: The groups, such as ``{clients = 4, classes = 2}``: numbers of clients, and of classes per client. The
-            sum over the groups replaces ``clients``.
+        groups: The groups, such as ``{clients = 4, classes = 2}``: number of clients, and of classes per client.
+            ``clients`` is their sum.
         size: Number of samples of each client, as for the partition ``classes``.
     """
 
@@ -114,9 +114,9 @@ class Domains(Partition):
     Stratify (section V) uses this division.
 
     Args:
-        per_client: Number of domains of each client, d. Default: 1.
-        alpha: Concentration α, instead of ``per_client``: each domain is divided among all clients by Dirichlet draws,
-            as the partition ``dirichlet`` divides classes.
+        per_client: Number of domains of each client. Default: 1.
+        alpha: Concentration α: each domain is divided among all clients by Dirichlet draws, as the partition
+            ``dirichlet`` divides classes. Set it instead of ``per_client``.
     """
 
     per_client: PositiveInt | None = None

@@ -17,13 +17,13 @@ from fedstrata.data.partitions.base import UNUSED, AnyPartition, Assignment, Cli
 
 
 class Natural(Partition):
-    """One client for each client id in the data, such as that of a hospital, a writer or a device.
+    """One client for each client id in the data, such as a hospital, writer or device.
 
     The ids are ``client_train`` of arrays and ``.npz`` files, the column ``data.client`` of a hub data set, or
     ``data.schema.client`` of a table. Clients are numbered in the order of their ids.
 
     Args:
-        clients: Number of clients, chosen at random. Default: all clients.
+        clients: Number of clients to draw at random. Default: all.
         min_size: Smallest number of samples of a client. Smaller clients are left out, with a warning.
     """
 
@@ -70,9 +70,8 @@ class SingleClient(Partition):
 
     Args:
         clients: Always 1.
-        of: The other partition, which divides the samples first.
-        only: Number of the one client (from 0) in the other partition whose samples are used. Default: the samples of
-            all clients.
+        of: The partition that assigns the samples first.
+        only: Index (from 0) of the client in ``of`` whose samples are used. Default: the samples of all clients.
     """
 
     clients: Literal[1] = 1

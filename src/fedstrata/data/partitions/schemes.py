@@ -39,13 +39,13 @@ class Dirichlet(Partition):
 
     Args:
         alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; 1e6 is nearly IID.
-        balance: Object of the Dirichlet draws. ``class``: the clients' shares of each class, so that client sizes vary
-            too (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022). Clients below ``min_size`` get samples from the
-            largest clients. ``client``: the class probabilities of each client (see ``prior``); all clients hold
-            equally many samples (±1). When a class is used up, all clients renormalise over the other classes.
-        prior: Dirichlet parameters for ``balance = "client"``. ``shares``: α times the share of each class in the whole
-            set (Hsu et al. 2019). ``flat``: α for every class, as in the published code of FedSTaS. With ten equal
-            classes, α = 0.001 with ``flat`` equals α = 0.01 with ``shares``.
+        balance: What is drawn. ``class``: how each class is divided among the clients, so that client sizes vary too
+            (Yurochkin et al. 2019; Li et al. 2022); clients below ``min_size`` get samples from the largest.
+            ``client``: the class probabilities of each client, from ``prior``; all clients have the same size (±1).
+            When a class is used up, clients draw from the others.
+        prior: Dirichlet parameters with ``balance = "client"``. ``shares``: α times the class's share of all samples
+            (Hsu et al. 2019). ``flat``: α for every class, as in the published code of FedSTaS. With ten equal classes,
+            α = 0.001 with ``flat`` equals α = 0.01 with ``shares``.
     """
 
     alpha: Alpha = 0.5
@@ -123,16 +123,16 @@ class PowerLaw(Partition):
 
 
 class Given(Partition):
-    """Explicit lists of the samples of each client, for divisions that another program computed.
+    """Lists of the samples of each client, which another program computed.
 
     Samples may be left out.
 
     Args:
-        indices: A list for each client with the indices of its samples in the training set. Its length replaces
-            ``clients``.
+        indices: For each client, the list of the indices of its samples in the training set. The number of lists
+            replaces ``clients``.
         file: Path of a ``.npz`` file, instead of ``indices``, relative to the folder of the spec or to the working
-            directory. Its arrays: ``indices``, client after client; and ``offsets``, (N + 1,), the start of each client
-            in ``indices`` and the end of the last.
+            directory. Its arrays: ``indices``, client after client; and ``offsets``, (N + 1,): where each client begins
+            in ``indices``, and where the last one ends.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

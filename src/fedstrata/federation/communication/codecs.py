@@ -167,7 +167,7 @@ def _numbers(piece: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Uncompressed(Codec):
-    """No encoding: changes are sent as they are."""
+    """No compression."""
 
     linear = True
 
@@ -208,8 +208,8 @@ class QSGD(Codec):
     most (M / s)² / 4, and a code takes ⌈log₂(2 s + 1)⌉ bits.
 
     Args:
-        levels: Number of quantisation steps on each side of 0, s.
-        bucket: Number of coordinates in a bucket, which share a scale.
+        levels: Number of quantisation steps on each side of 0.
+        bucket: Number of consecutive coordinates that share a scale.
     """
 
     levels: int = Field(default=7, ge=1, le=2**15 - 1)
@@ -263,9 +263,9 @@ class WithMemory(Codec):
     new model towards the old one. ``damping`` and ``forget_after`` limit this effect.
 
     Args:
-        damping: Factor by which the stored error is multiplied for each round of its age.
-        forget_after: Largest age of a stored error, in rounds; older errors are dropped. Default: no limit.
-        start: First round (counted from 1) with compression; updates of earlier rounds are sent without encoding.
+        damping: Factor by which the stored error is multiplied in each round.
+        forget_after: Number of rounds after which a stored error is dropped. Default: never.
+        start: First round (counted from 1) in which updates are compressed.
     """
 
     feedback = True
@@ -282,7 +282,7 @@ class WithMemory(Codec):
 
 
 class TopK(WithMemory):
-    """A codec that sends only the coordinates with the largest absolute values over all tensors, with error feedback.
+    """Sends only the coordinates with the largest absolute values over all tensors, with error feedback.
 
     The server learns which coordinates a client has changed most.
 
@@ -333,7 +333,7 @@ class PowerSGD(WithMemory):
 
     Args:
         rank: Rank of the approximation of each matrix.
-        factors: Data type of the factors P and Q that are sent. ``int8`` adds one byte per tensor for a scale. Error
+        factors: Number format of the two factors that are sent. ``int8`` adds one byte per tensor for a scale. Error
             feedback corrects this rounding too.
     """
 
@@ -529,13 +529,12 @@ AnyCodec = Annotated[Codec, FromRegistry(CODECS)]
 
 
 class Communication(Setting):
-    """The codecs of models and updates.
+    """How models and updates are encoded (compressed) before they are sent.
 
     Args:
         up: Codec of the updates that clients send.
-        down: Codec of the model that clients receive. ``none`` sends the whole model. Other codecs encode the change
-            from one version of the model to the next, and send a client the changes since its version, or the whole
-            model if that is smaller.
+        down: Codec of the model that clients receive. ``none`` sends the whole model. Other codecs send a client the
+            changes since its last version, or the whole model if that is smaller.
     """
 
     up: AnyCodec = Uncompressed()
