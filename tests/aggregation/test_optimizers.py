@@ -125,7 +125,7 @@ def test_any_settings_that_are_accepted_can_step(name, size):
         params, state = optimizer.apply(params, {"w": torch.ones(3)}, state)
     stepper = Stepper(optimizer, {"w": torch.ones(3)}, None, lr=size * size)  # the server's rate times the clients'
     stepper.step({"w": torch.ones(3)}, 2)
-    with pytest.raises(SpecError, match=r"lr = 1.7e\+308: too large; accepted: at most 1e\+18"):
+    with pytest.raises(SpecError, match=r"lr = 1.7e\+308: is too large\. Use at most 1e\+18\."):
         ServerOptimizer(optimizer=name, lr=1.7e308)
 
 

@@ -37,7 +37,9 @@ def test_pixels_lead_to_what_the_model_sees(kind, channels):
 def test_pixels_of_tables_and_of_tiny_images_are_refused():
     table = from_arrays(np.eye(4), np.arange(4), np.eye(4), np.arange(4))
     for data in (table, dataset(side=6)):
-        with pytest.raises(SpecError, match="the audit compares images of at least 7x7"):
+        with pytest.raises(
+            SpecError, match="the audit requires images of at least 7x7 pixels, but the samples have the"
+        ):
             Pixels.of(data)
 
 

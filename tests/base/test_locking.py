@@ -10,5 +10,8 @@ from fedstrata.base.locking import occupied
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "/dev/null/inside"], ids=["null", "long", "file"])
 def test_a_name_that_no_folder_can_have_is_refused(name):
-    with pytest.raises(SpecError, match=r"^out = '.*: cannot be made a folder: ."), occupied(Path(name)):
+    with (
+        pytest.raises(SpecError, match="the folder cannot be created: "),
+        occupied(Path(name)),
+    ):
         pass

@@ -13,8 +13,11 @@ from fedstrata.cli.main import main
     ("arguments", "message"),
     [
         (["compare", "--methods", "fedavg", "--seeds", "0,0"], "--seeds = '0,0': must be different whole numbers"),
-        (["compare", "--set", "compare.fedavg=3"], "compare.fedavg = 3: expected a table of sections"),
-        (["compare", "--set", "compare.fedavg.method=3"], "compare.fedavg.method = 3: expected a name or a table"),
+        (
+            ["compare", "--set", "compare.fedavg=3"],
+            "compare.fedavg = 3: must be a table of sections. Write, for example, [compare.LABEL.method].",
+        ),
+        (["compare", "--set", "compare.fedavg.method=3"], "compare.fedavg.method = 3: must be a name or a table."),
         (["partition", "--out", "p.foo"], "--out = 'p.foo': is not an image file"),
         (["run", "--set", "training.lr=inf"], "training.lr = inf: must be a finite number"),
     ],

@@ -86,8 +86,11 @@ def test_data_sets_have_tables_of_their_own(compared, capsys):
             "--baseline = 'plan': is not a label of a finished run. Use one of: plain, best; did you mean 'plain'?",
         ),
         (["--at", "bytes=much"], "--at = 'bytes=much': is not of the form WHAT=AMOUNT with a number"),
-        (["--at", "byte"], "--at = 'byte': expected bytes, samples"),
-        (["--metric", "los"], "--metric = 'los': there are: final_accuracy"),
+        (["--at", "byte"], "--at = 'byte': is not a budget. Use one of: bytes, samples, seconds, simulated_seconds,"),
+        (
+            ["--metric", "los"],
+            "--metric = 'los': is not a result of these runs. Use one of: final_accuracy, best_accuracy,",
+        ),
     ],
 )
 def test_what_there_is_not(compared, capsys, arguments, message):
@@ -106,7 +109,7 @@ def test_a_sweep_is_refused_before_anything_is_written(capsys):
         (["training.lr=0.1"], "--set: no setting has several values to try"),
         (["training.lr=0.1,-1"], "training.lr = -1: must be greater than 0"),
         (["training.lr.x=0.1,1"], "training.lr"),
-        (["training.lr=0.1,0.1"], "--set = 'lr=0.1': a value to try is there twice"),
+        (["training.lr=0.1,0.1"], "--set = 'lr=0.1': two values to try are equal. Remove one of them."),
     ]:
         assert main(["sweep", *(part for each in arguments for part in ("--set", each))]) == 2
         assert message in capsys.readouterr().err

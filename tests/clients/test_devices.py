@@ -19,14 +19,16 @@ def spec(device: str, method: str = "fedavg") -> fs.Experiment:
 
 
 def test_a_device_that_is_none_says_which_there_are():
-    with pytest.raises(SpecError, match=r"training\.device = 'gpu': expected cpu, cuda, cuda:N or auto"):
+    with pytest.raises(SpecError, match=r"training\.device = 'gpu': must be one of: cpu, cuda, cuda:N, auto\."):
         spec("gpu")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7"])
 def test_without_a_gpu_one_is_refused_before_anything_is_written(device, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SpecError, match=rf"training\.device = '{device}': PyTorch sees 0 CUDA devices here; .*'auto'$"):
+    with pytest.raises(
+        SpecError, match=rf"training\.device = '{device}': PyTorch finds 0 CUDA devices on this machine. .*'auto'$"
+    ):
         fs.run(spec(device), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -35,7 +37,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(device_of(name)) for name in ("cpu", "cuda", "cuda:1", "auto")] == ["cpu", "cuda", "cuda:1", "cuda"]
-    with pytest.raises(SpecError, match=r"sees 2 CUDA devices here; accepted: 'cpu', 'auto', 'cuda:N'"):
+    with pytest.raises(SpecError, match=r"PyTorch finds 2 CUDA devices on this machine\. Use one of: 'cpu', 'auto',"):
         device_of("cuda:2")
 
 

@@ -89,7 +89,7 @@ def test_limit_keeps_the_classes_in_proportion_and_their_names(folder):
 
 def test_a_class_that_the_limit_leaves_nothing_of_is_named(folder):
     write(folder / "mine.npz", y_train=np.repeat([0, 1, 2, 3], [10, 5, 4, 1]))
-    with pytest.warns(UserWarning, match="y_train has no sample of '3', and 1 of 4 test samples are"):
+    with pytest.warns(UserWarning, match="y_train lacks the labels '3', which 1 of 4 test samples have"):
         Data("mine", limit=10).load()
 
 
@@ -142,7 +142,7 @@ def test_settings_round_trip_and_refuse():
         build(Data, {"limit": 0})
     with pytest.raises(
         SpecError,
-        match=r"accepted here: name, normalize, limit, .*scale, custom; did you mean 'limit'",
+        match=r"Use one of: name, normalize, limit, .*scale, custom; did you mean 'limit'",
     ):
         build(Data, {"limits": 1})
 
@@ -176,10 +176,18 @@ def claims(shape, descr="<f8"):
         ("x_train", claims((1, 1), "|V2000000000"), "is damaged: EOF: reading array data, expected 2000000000 bytes"),
         ("x_train", claims((-4, -2)) + bytes(64), "is damaged: "),
         ("y_train", npy(np.arange(20) % 4)[:-1], "is damaged: EOF: reading array data, expected 160 bytes"),
-        ("classes", npy(np.array("abcd")), r"classes: of type <U4 and shape \(\); must be a list of names"),
-        ("classes", npy(np.array([["a"], ["b"]])), r"classes: of type <U1 and shape \(2, 1\); must be a list"),
-        ("classes", npy(np.array([b"\xff"])), r"classes: holds the bytes b'\\xff', which are not UTF-8"),
-        ("domains", npy(np.array(0)), "domains: of type int64"),
+        ("classes", npy(np.array("abcd")), r"classes: is of type <U4 and shape \(\)\. Give a list of names\."),
+        (
+            "classes",
+            npy(np.array([["a"], ["b"]])),
+            r"classes: is of type <U1 and shape \(2, 1\)\. Give a list of names\.",
+        ),
+        (
+            "classes",
+            npy(np.array([b"\xff"])),
+            r"classes: contains the bytes b'\\xff', which are not UTF-8\. Give strings\.",
+        ),
+        ("domains", npy(np.array(0)), r"domains: is of type int64 and shape \(\)\. Give a list of names\."),
     ],
     ids=lambda value: repr(value)[:40],
 )
@@ -205,7 +213,7 @@ def test_an_archive_that_memory_cannot_hold_is_refused_by_what_it_declares(folde
     with zipfile.ZipFile(folder / "bomb.npz", "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("classes.npy", bytes(1 << 20))
         archive.getinfo("classes.npy").file_size = 1 << 60
-    with pytest.raises(DataError, match=r"bomb.npz holds 1,073,741,824.0 GiB of arrays; accepted: at most 256"):
+    with pytest.raises(DataError, match=r"bomb.npz contains 1,073,741,824.0 GiB of arrays. Use at most 256"):
         Data("bomb").load()
 
 

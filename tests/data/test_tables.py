@@ -114,21 +114,25 @@ def test_a_mapping_is_read_as_a_frame_is():
     }
     frame = pandas.DataFrame({name: list(cells) for name, cells in columns.items()} | {"site": [7, 8, 7]})
     same(fs.from_dataframe(columns, **schema), fs.from_dataframe(frame, **schema))
-    with pytest.raises(DataError, match=r"table: columns of different lengths: .*'b': 2.*; accepted: one cell per row"):
+    with pytest.raises(
+        DataError, match=r"table: the columns have different lengths: \{'a': 3, 'b': 2, 'y': 3, 'site': 3,"
+    ):
         fs.from_dataframe({**columns, "b": ["x", "y"]}, **schema)
 
 
 @pytest.mark.parametrize("frame", [[1, 2], np.zeros((3, 2)), {"a": 1}, {"a": np.float64(1)}])
 def test_what_is_no_data_frame(frame):
-    with pytest.raises(DataError, match="table: no data frame of pandas or polars"):
+    with pytest.raises(
+        DataError, match="table: is neither a data frame of pandas or polars nor a mapping from names to"
+    ):
         fs.from_dataframe(frame, label="y")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has no rows below its first line"),
-        ("a,y\n", "has no rows below its first line, which names the columns"),
+        ("", "has no rows below the first line"),
+        ("a,y\n", "has no rows below the first line, which names the columns"),
         ("a,a,y\n1,2,0\n", "line 1: the column 'a' occurs twice"),
         ("a,y\n1,0\n2\n", "line 3: the row has 1 cells, but line 1 has 2"),
         ("a,y\n1,0\n2,1,5\n", "line 3: the row has 3 cells, but line 1 has 2"),
@@ -252,9 +256,7 @@ def test_parquet_with_bytes_is_read_as_text(tmp_path):
 @pytest.mark.parametrize("unit", ["D", "s", "ns"])
 def test_dates_of_numpy_are_refused_as_dates(unit):
     days = np.arange(4).astype(f"datetime64[{unit}]")
-    with pytest.raises(
-        DataError, match=r"row 0, column 'day' = datetime\..*: is a date or a time, which no model takes"
-    ):
+    with pytest.raises(DataError, match="is a date or a time, which a model cannot use directly: derive a number"):
         fs.from_dataframe({"day": days, "y": list("abab")}, label="y", test=0.5)
 
 

@@ -163,7 +163,7 @@ def test_the_same_seed_holds_out_the_same():
         (
             {"client_test": 0.2},
             fs.Given(indices=[[0, 1], [2]]),
-            "evaluation.client_test = 0.2: client 1 has one sample, and a test part takes one of at least two",
+            "evaluation.client_test = 0.2: client 1 has one sample, but needs at least two, one of them for its test",
         ),
         (
             {"client_test": 0.2},
@@ -173,7 +173,7 @@ def test_the_same_seed_holds_out_the_same():
         (
             {"test_clients": 0.9},
             fs.IID(clients=2),
-            "evaluation.test_clients = 0.9: of 2 clients 2 would never train",
+            r"evaluation.test_clients = 0.9: 2 of 2 clients would never train\. Use a smaller share, so that at least",
         ),
         (
             {"validation": 0.1},

@@ -193,8 +193,8 @@ def test_a_class_of_ones_own(module):
     [
         (lambda labels, shares: shares[:, 1] / 0, "fails on predictions of 3 classes: "),
         (lambda labels, shares: shares.shape[7], "fails on predictions of 3 classes: IndexError: "),
-        (lambda labels, shares: "good", "gives a str; a metric is a number, or None"),
-        (lambda labels, shares: shares.mean(axis=1), "gives a ndarray; a metric is a number, or None"),
+        (lambda labels, shares: "good", "returns a str. Return a number, or None"),
+        (lambda labels, shares: shares.mean(axis=1), "returns a ndarray. Return a number, or None"),
     ],
 )
 def test_a_function_that_is_no_metric(module, function, problem):
@@ -211,5 +211,5 @@ def test_a_name_that_is_none(module):
         METRICS.parse("f1")
     with pytest.raises(SpecError, match="my_metrics:number is not a metric"):
         METRICS.parse("my_metrics:number")
-    with pytest.raises(SpecError, match="module 'my_metrics' has no 'nothing'"):
+    with pytest.raises(SpecError, match=r"the module 'my_metrics' does not define 'nothing'\. Check the name\."):
         METRICS.parse("my_metrics:nothing")

@@ -185,7 +185,10 @@ def test_data_and_a_model_of_ones_own():
 def test_a_model_that_does_not_fit_the_data_is_said_before_anything_is_written(tmp_path):
     for problem, arguments in {
         "clients_per_round": {"spec": spec(training={"clients_per_round": 11})},
-        "no such engine": {"spec": spec(), "engine": "locl"},
+        r"is not an engine\. Use one of: local, ray, nvflare; did you mean 'local'\?": {
+            "spec": spec(),
+            "engine": "locl",
+        },
         "at most 1437": {"spec": spec(partition={"clients": 2000})},
     }.items():
         with pytest.raises(SpecError, match=problem):
@@ -200,9 +203,11 @@ def test_a_run_is_never_written_over(tmp_path):
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(SpecError, match=r"already holds a run. Give another folder, or resume this run"):
         fs.run(spec(), out=tmp_path / "run")
-    with pytest.raises(SpecError, match="seed = 1: this run has 0"):
+    with pytest.raises(
+        SpecError, match=r"seed = 1: the run in this folder has 0\. Use the old value, or another folder than"
+    ):
         fs.run(spec(seed=1), out=tmp_path / "run", resume=True)
-    with pytest.raises(SpecError, match="resume: needs the run's folder, out"):
+    with pytest.raises(SpecError, match=r"resume: requires the folder of the run\. Set out\."):
         fs.run(spec(), resume=True)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
@@ -210,7 +215,7 @@ def test_a_run_is_never_written_over(tmp_path):
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("in the way")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(SpecError, match="cannot be made a folder"):
+        with pytest.raises(SpecError, match=r"the folder cannot be created: Not a directory\. Give another folder\."):
             fs.run(spec(), out=out)
 
 
@@ -323,6 +328,6 @@ def test_records_that_end_before_their_checkpoint_are_damaged(tmp_path):
     fs.run(table, out=tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text(lines[0])
-    with pytest.raises(DataError, match="ends before its checkpoint, which is of round 2"):
+    with pytest.raises(DataError, match="ends before round 2, which has a checkpoint"):
         fs.run(table, out=tmp_path, resume=True)
     assert (tmp_path / "model.safetensors").exists()

@@ -60,8 +60,8 @@ def rounds_run(out: Path) -> dict[str, list[int]]:
         ("uniform:0..inf", r"expected uniform:LOW\.\.HIGH"),
         ("int:0.5..2", "of whole numbers"),
         ("int:1.." + "9" * 400, "of whole numbers"),
-        ("choice:8", "a choice is of at least two different values"),
-        ("choice:8, 8", "a choice is of at least two different values"),
+        ("choice:8", r"training\.lr: a choice requires at least two different values\."),
+        ("choice:8, 8", r"training\.lr: a choice requires at least two different values\."),
     ],
 )
 def test_what_is_no_range(text, problem):
@@ -69,7 +69,7 @@ def test_what_is_no_range(text, problem):
         Range.parse("training.lr", text)
 
 
-@pytest.mark.parametrize(("seeds", "problem"), [([], "expected at least one"), ([-1], "seed = -1")])
+@pytest.mark.parametrize(("seeds", "problem"), [([], r"is empty\. Give at least one seed\."), ([-1], "seed = -1")])
 def test_seeds_that_are_none_are_refused_before_anything_is_written(tmp_path, seeds, problem):
     with pytest.raises(SpecError, match=problem):
         fs.search(TABLES, SPACE, out=tmp_path / "out", trials=2, jobs=1, seeds=seeds)
@@ -92,10 +92,10 @@ def test_ranges_say_what_specs_can_hold():
 @pytest.mark.parametrize(
     ("space", "changes", "message"),
     [
-        ({}, {}, "--search: a search needs a setting and its range"),
+        ({}, {}, r"--search: is required for a search\. Give a key and its range, such as"),
         ({"training.lr": "log:0.1..1"}, {"evaluation": {}}, "evaluation.validation: is required for a sweep"),
         ({"training.lr": "uniform:-1..1"}, {}, r"training.lr = -1\.0: must be greater than 0"),
-        ({"training.lrr": "uniform:0..1"}, {}, "training.lrr = 0.0: unknown key"),
+        ({"training.lrr": "uniform:0..1"}, {}, "training.lrr = 0.0: is not a known key"),
         ({"training.clients_per_round": "int:1..5"}, {}, "training.clients_per_round = 5"),
         ({"method.name": "choice:fedavg,fedvag"}, {}, "not a known method"),
     ],
@@ -300,14 +300,17 @@ def test_the_command_line_says_what_it_takes(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = ["sweep", "--set", "evaluation.validation=0.2", "--quiet"]
     for arguments, message in [
-        (["--search", "training.lr"], "--search = 'training.lr': expected SECTION.KEY=RANGE"),
+        (
+            ["--search", "training.lr"],
+            "--search = 'training.lr': is not of the form SECTION.KEY=RANGE. Use, for example,",
+        ),
         (["--search", "training.lr=0.1"], "--search = '0.1': training.lr takes uniform:…"),
-        (["--search", "training.lr=log:0.1..1", "--search", "training.lr=log:0.1..1"], "is there twice"),
+        (["--search", "training.lr=log:0.1..1", "--search", "training.lr=log:0.1..1"], "is given twice. Remove one."),
         (
             ["--search", "training.lr=log:0.1..1", "--trials", "0"],
-            "--trials = 0: expected a whole number of at least 1",
+            "--trials = 0: must be a whole number of at least 1.",
         ),
-        (["--search", "training.lr=log:0.1..1", "--set", "seed=0,1"], "beside --search give --search seed=choice:…"),
+        (["--search", "training.lr=log:0.1..1", "--set", "seed=0,1"], "several values of a key form a grid, which"),
     ]:
         assert main([*base, *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -106,12 +106,12 @@ def test_trace(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("client,from,to\n0,1,2\n", "line 1: expected the columns client,first,last"),
-        ("", "line 1: expected the columns client,first,last"),
-        ("client,first,last\n0,1,2\n1,x,2\n", "line 3: expected three whole numbers"),
-        ("client,first,last\n0,1\n", "line 2: expected three whole numbers"),
-        ("client,first,last\n0,3,2\n", "line 2: expected 1 <= first <= last"),
-        ("client,first,last\n0,0,2\n", "line 2: expected 1 <= first <= last"),
+        ("client,from,to\n0,1,2\n", "cannot be read as a trace: line 1 must be: client,first,last"),
+        ("", "cannot be read as a trace: line 1 must be: client,first,last"),
+        ("client,first,last\n0,1,2\n1,x,2\n", "cannot be read as a trace: line 3 must have three whole numbers"),
+        ("client,first,last\n0,1\n", "cannot be read as a trace: line 2 must have three whole numbers"),
+        ("client,first,last\n0,3,2\n", "cannot be read as a trace: line 2 must have 1 <= first <= last"),
+        ("client,first,last\n0,0,2\n", "cannot be read as a trace: line 2 must have 1 <= first <= last"),
         (b"\x80\xff\x00", "cannot be read as a trace"),
     ],
 )

@@ -162,7 +162,7 @@ def test_every_rule_of_allocation_acts(start, rule):
 
 
 def test_what_leaves_strata_out_cannot_be_weighted():
-    with pytest.raises(SpecError, match="leaves strata without a draw in every round"):
+    with pytest.raises(SpecError, match="can leave a stratum without a draw in every round, which weights cannot"):
         fs.prepare(spec({**FEDSTAS, "allocation": "neyman", "aggregation": "horvitz-thompson"}))
 
 

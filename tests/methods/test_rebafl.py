@@ -165,7 +165,10 @@ def test_a_client_that_sends_other_shapes_is_refused(start, seven):
 
 def test_sizes_that_clients_keep_private_are_not_told_by_prototypes():
     private = {"name": "fedstas", "epsilon": 3.0, "objective": "rebafl", "strata": 2}
-    with pytest.raises(SpecError, match=r"^method\.objective = 'rebafl': tells sizes"):
+    with pytest.raises(
+        SpecError,
+        match=r"^method\.objective = 'rebafl': discloses the clients' sizes, which data_sampler keeps private\. Use",
+    ):
         run(private, training={"rounds": 1})
     silent = run({**private, "objective": {"name": "rebafl", "mu": 0}}, training={"rounds": 1})
     assert len(silent) == 1

@@ -97,7 +97,10 @@ def test_statistics_of_ones_own_do_not_travel(seven):
 )
 def test_a_relay_has_no_models_to_learn_from(sampler, clients):
     spec = fs.Experiment(method={"name": "sfl", "client_sampler": sampler}, partition=fs.IID(clients=clients))
-    with pytest.raises(SpecError, match=r"^method\.client_sampler = '.*': learns from the models"):
+    with pytest.raises(
+        SpecError,
+        match=r"^method\.client_sampler = '.*': requires a model from every client, but SFL returns only one\. Use",
+    ):
         fs.prepare(spec)
 
 

@@ -60,11 +60,12 @@ def test_clients_that_are_others_in_each_seed_are_refused():
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(
-        SpecError, match=r"no results of single clients\. Give test samples client ids, or set evaluation\.client_test"
-    ):
+    with pytest.raises(SpecError, match=r"these runs have no results of single clients\. Give the test samples client"):
         by_client({"a": [History([])]})
-    with pytest.raises(SpecError, match=r"--by-client = 'aurok': no such result; there are: auroc"):
+    with pytest.raises(
+        SpecError,
+        match=r"--by-client = 'aurok': is not a result of these runs\. Use one of: auroc; did you mean 'auroc'\?",
+    ):
         by_client(RUNS, "aurok")
 
 

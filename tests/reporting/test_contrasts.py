@@ -125,13 +125,22 @@ def test_the_primary_metric_is_compared() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"baseline": "bas"}, "baseline = 'bas': there are: base, better, same; did you mean 'base'"),
-        ({"metrics": ["acuracy"]}, "metric = 'acuracy': there are: final_accuracy.*did you mean 'accuracy'"),
+        (
+            {"baseline": "bas"},
+            r"baseline = 'bas': is not a label of these runs\. Use one of: base, better, same; did you mean",
+        ),
+        (
+            {"metrics": ["acuracy"]},
+            r"metric = 'acuracy': is not a result of these runs\. Use one of: final_accuracy, best_accuracy,",
+        ),
         ({"metrics": ["rounds_to_go"]}, "metric = 'rounds_to_go'"),
-        ({"at": {"byte": None}}, "at = 'byte': expected bytes, samples"),
-        ({"at": {"bytes": None}}, "at = 'bytes': some run recorded no bytes"),
-        ({"at": {"bytes": -1.0}}, "at = 'bytes=-1': expected an amount above 0"),
-        ({"test": "z"}, "test = 'z': expected one of t, wilcoxon"),
+        (
+            {"at": {"byte": None}},
+            r"at = 'byte': is not a budget\. Use one of: bytes, samples, seconds, simulated_seconds,",
+        ),
+        ({"at": {"bytes": None}}, r"at = 'bytes': at least one run did not record bytes\. Use another budget\."),
+        ({"at": {"bytes": -1.0}}, r"at = 'bytes=-1': must be an amount above 0\."),
+        ({"test": "z"}, r"test = 'z': is not a test\. Use one of: t, wilcoxon\."),
     ],
 )
 def test_what_there_is_not(arguments: dict, message: str) -> None:

@@ -18,5 +18,5 @@ def test_a_seed_that_lacks_a_methods_own_column_does_not_count(tmp_path):
     band = over_seeds(seeds, "idle_clients")
     assert (band.rounds.tolist(), band.mean.tolist(), band.sd.tolist()) == ([1, 2], [2.0, 4.0], [0.0, 0.0])
     fs.plot({"bsm": seeds}, "idle_clients", tmp_path / "idle.png")
-    with pytest.raises(SpecError, match="no column of numbers"):
+    with pytest.raises(SpecError, match=r"is not a column of numbers\. Use one of: accuracy"):
         over_seeds(seeds, "idle_clientz")

@@ -56,7 +56,7 @@ def test_the_metrics_of_a_round_are_the_strata(tmp_path):
 
 @pytest.mark.parametrize("method", ["fedavg", {"name": "clustered", "algorithm": 1}, "stratify"])
 def test_methods_without_strata_say_so(method):
-    with pytest.raises(SpecError, match="fedsts, fedssar and clustered"):
+    with pytest.raises(SpecError, match=r"does not form strata\. Use the client sampler fedsts, fedssar, or clustered"):
         strata_after(fs.prepare(spec(method)), 1)
 
 

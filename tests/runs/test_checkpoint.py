@@ -209,7 +209,7 @@ def test_when_all_checkpoints_are_damaged_that_is_said(tmp_path, undisturbed, ca
         fs.run(experiment("scaffold"), out=folder, resume=True)
     assert main(["run", "--resume", str(folder), "--quiet"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("fedstrata: no checkpoint in ")
+    assert error.startswith("fedstrata: none of the checkpoints in ")
     assert error.count("\n") == 1
     assert (folder / "metrics.jsonl").read_bytes() == before
 

@@ -50,16 +50,16 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 
 
 OTHERS = {
-    "training.lr = 0.2: this run has 0.1": {"training": {"lr": 0.2}},
-    "seed = 3: this run has 0": {"seed": 3},
-    "training.momentum = 0.9: this run has 0.0": {"training": {"momentum": 0.9}},
-    "training.precision = 'bf16': this run has 'float32'": {"training": {"precision": "bf16"}},
-    "partition.clients = 5: this run has 4": {"partition": {"clients": 5}},
-    "data.limit = 150: this run has 200": {"data": {"limit": 150}},
-    "model.hidden = [9]: this run has [8]": {"model": {"hidden": [9]}},
-    "method.name = 'scaffold': this run has 'fedavg'": {"method": "scaffold"},
-    "availability.name = 'bernoulli': this run has 'always'": {"availability": "bernoulli"},
-    "training.rounds = 1: this run has 2 (it may only grow)": {"training": {"rounds": 1}},
+    "training.lr = 0.2: the run in this folder has 0.1": {"training": {"lr": 0.2}},
+    "seed = 3: the run in this folder has 0": {"seed": 3},
+    "training.momentum = 0.9: the run in this folder has 0.0": {"training": {"momentum": 0.9}},
+    "training.precision = 'bf16': the run in this folder has 'float32'": {"training": {"precision": "bf16"}},
+    "partition.clients = 5: the run in this folder has 4": {"partition": {"clients": 5}},
+    "data.limit = 150: the run in this folder has 200": {"data": {"limit": 150}},
+    "model.hidden = [9]: the run in this folder has [8]": {"model": {"hidden": [9]}},
+    "method.name = 'scaffold': the run in this folder has 'fedavg'": {"method": "scaffold"},
+    "availability.name = 'bernoulli': the run in this folder has 'always'": {"availability": "bernoulli"},
+    "training.rounds = 1: the run in this folder has 2 (it may only grow)": {"training": {"rounds": 1}},
 }
 
 
@@ -70,8 +70,8 @@ def test_what_decides_a_result_may_not_differ(folder: Path, message: str) -> Non
     with pytest.raises(SpecError) as caught:
         fs.run(spec(**OTHERS[message]), out=folder, resume=True)
     # Several keys may differ where a section has another name; the first is named.
-    assert str(caught.value).split(";")[0] == message or caught.value.key.startswith(message.split(".")[0])
-    assert "give another folder" in str(caught.value)
+    assert str(caught.value).split(". Use")[0] == message or caught.value.key.startswith(message.split(".")[0])
+    assert "Use the old value, or another folder than" in str(caught.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
@@ -80,7 +80,7 @@ def test_an_edited_spec_file_is_not_what_the_run_was(folder: Path, edited: str, 
     """An empty one finished as the experiment of all defaults."""
     (folder / "spec.toml").write_text(edited)
     assert main(["run", "--resume", str(folder), "--quiet"]) == 2
-    assert "this run has" in capsys.readouterr().err
+    assert "Use the old value, or another folder than" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_more_rounds_are_refused_where_their_number_decides_every_round(
     tmp_path: Path, table: dict[str, Any], why: str
 ) -> None:
     fs.run(spec(**table), out=tmp_path / "run")
-    with pytest.raises(SpecError, match=f"{why}.* their number decides every round"):
+    with pytest.raises(SpecError, match=f"{why}.* every round depends on their number"):
         fs.run(
             spec(**{**table, "training": {**table.get("training", {}), "rounds": 3}}), out=tmp_path / "run", resume=True
         )
@@ -168,7 +168,7 @@ def test_changed_data_behind_the_same_name_are_noticed(tmp_path: Path) -> None:
     own = spec(data={"name": str(tmp_path / "own.npz")})
     fs.run(own, out=tmp_path / "run")
     np.savez(tmp_path / "own.npz", x_train=X[::-1], y_train=Y, x_test=X, y_test=Y)
-    with pytest.raises(SpecError, match="data: this run was on other data"):
+    with pytest.raises(SpecError, match="data: differs from the data of the run in this folder"):
         fs.run(
             own.model_copy(update={"training": fs.Training(rounds=3, local_steps=2)}), out=tmp_path / "run", resume=True
         )
@@ -187,13 +187,13 @@ def test_changed_code_of_the_users_own_is_noticed(tmp_path: Path, monkeypatch: p
 
     linecache.checkcache()
     importlib.reload(importlib.import_module("mine_of_identity"))
-    with pytest.raises(SpecError, match="code: module 'mine_of_identity' is not what it was"):
+    with pytest.raises(SpecError, match="code: the module 'mine_of_identity' has changed since the run in this folder"):
         fs.run(mine, out=tmp_path / "run", resume=True)
 
 
 def test_another_results_version_is_another_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "RESULTS", identity.RESULTS + 1)
-    with pytest.raises(SpecError, match="a version of fedstrata whose results were others"):
+    with pytest.raises(SpecError, match="the run in this folder was made by a version of fedstrata that computes"):
         fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
 
 
@@ -211,14 +211,17 @@ def test_a_folder_that_does_not_say_what_it_was_is_left_alone(folder: Path, key:
     shutil.rmtree(folder / "checkpoint")
     whole = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({"identity": {**whole["identity"], key: None}} if key else {}))
-    with pytest.raises(SpecError, match="does not say what it was"):
+    with pytest.raises(SpecError, match=r"contains a run without a readable run\.json, which says what was run\. Give"):
         fs.run(spec(), out=folder, resume=True)
 
 
 def test_the_checkpoint_says_it_where_run_json_was_edited(folder: Path) -> None:
     text = (folder / "run.json").read_text()
     (folder / "run.json").write_text(text.replace('"training.lr": 0.1', '"training.lr": 0.2'))
-    with pytest.raises(SpecError, match=r"training\.lr = 0\.2: this run has 0\.1"):
+    with pytest.raises(
+        SpecError,
+        match=r"training\.lr = 0\.2: the run in this folder has 0\.1\. Use the old value, or another folder than",
+    ):
         fs.run(spec(training={"lr": 0.2}), out=folder, resume=True)
 
 
@@ -229,7 +232,10 @@ def test_damaged_events_are_found_said_and_kept(folder: Path) -> None:
     (folder / "events.jsonl").write_bytes(bytes(len(whole)))
     fs.run(spec(training={"rounds": 4}), out=folder, resume=True)
     assert (folder / "events.jsonl.damaged").read_bytes() == bytes(len(whole))
-    assert "events.jsonl, line 1: no JSON object" in " ".join(e["reason"] for e in read_jsonl(folder / "events.jsonl"))
+    assert (
+        "events.jsonl, line 1: is not a JSON object. The lines before it are intact.; the file as it was"
+        in " ".join(e["reason"] for e in read_jsonl(folder / "events.jsonl"))
+    )
 
 
 @pytest.mark.parametrize("damage", ["flipped", "deleted", "twice", "swapped", "zeros"])
@@ -245,9 +251,12 @@ def test_damaged_records_are_found_and_a_run_does_not_go_on_over_them(folder: Pa
         "zeros": [lines[0], bytes(40) + b"\n", *lines[2:]],
     }[damage]
     path.write_bytes(b"".join(changed))
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line \d: .*what stands before can be read"):
+    with pytest.raises(
+        DataError,
+        match=r"metrics\.jsonl, line \d: is not a JSON object\. The lines before it are intact\.",
+    ):
         fs.History.load(folder)
-    with pytest.raises(FedstrataError, match="ends before its checkpoint"):
+    with pytest.raises(FedstrataError, match="ends before round 4"):
         fs.run(spec(training={"rounds": 5}), out=folder, resume=True)
     assert (folder / "metrics.jsonl.damaged").read_bytes() == b"".join(changed)
 
@@ -263,11 +272,11 @@ def test_events_that_were_lost_whole_are_missed(folder: Path, damage: str) -> No
         path.unlink()
     fs.run(spec(training={"rounds": 4}), out=folder, resume=True)
     told = " ".join(event["reason"] for event in read_jsonl(path))
-    assert "events.jsonl is not what it was when the checkpoint of round 3 was made" in told
+    assert "events.jsonl was changed after the checkpoint of round 3" in told
     before = path.read_bytes()
     fs.run(spec(training={"rounds": 5}), out=folder, resume=True)  # said once, and then known
     assert path.read_bytes().startswith(before)
-    assert path.read_text().count("is not what it was") == 1
+    assert path.read_text().count("was changed after the checkpoint") == 1
 
 
 def test_events_after_a_checkpoint_are_no_damage(folder: Path) -> None:
@@ -281,13 +290,13 @@ def test_events_after_a_checkpoint_are_no_damage(folder: Path) -> None:
         ):
             run.begin(simulation)
     fs.run(longer, out=folder, resume=True)
-    assert "is not what it was" not in (folder / "events.jsonl").read_text()
+    assert "was changed after the checkpoint" not in (folder / "events.jsonl").read_text()
 
 
 def test_records_of_another_run_are_not_this_runs(folder: Path, tmp_path: Path) -> None:
     fs.run(spec(seed=1), out=tmp_path / "other")
     shutil.copy(tmp_path / "other" / "metrics.jsonl", folder / "metrics.jsonl")
-    with pytest.raises(DataError, match=r"metrics\.jsonl is not what it was when the checkpoint of round 2 was made"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl was changed after the checkpoint of round 2 was written"):
         fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
 
 
@@ -307,7 +316,7 @@ def test_long_lists_of_indices_lie_beside_the_spec(tmp_path: Path, capsys: pytes
     assert prepare_again(out, "folder").spec == own
     assert main(["run", "--resume", str(out), "--set", "training.rounds=3", "--quiet"]) == 0
     assert len(fs.run(spec(partition=long_division(), training={"rounds": 4}), out=out, resume=True)) == 4
-    with pytest.raises(SpecError, match=r"partition\.indices = '4 items.*: this run has '4 items"):
+    with pytest.raises(SpecError, match=r"partition\.indices = '4 items.*: the run in this folder has '4 items"):
         fs.run(spec(partition=long_division(1), training={"rounds": 5}), out=out, resume=True)
     (out / "partition.npz").write_bytes(long_division(1).packed())
     assert main(["run", "--resume", str(out), "--set", "training.rounds=5", "--quiet"]) == 2
@@ -332,14 +341,14 @@ def test_how_a_run_is_measured_may_change_and_who_trains_on_what_may_not(folder:
     (_, *noted) = [event["reason"] for event in read_jsonl(folder / "events.jsonl") if event["kind"] == "resumed"]
     assert any("evaluation.metrics was ['accuracy'] and is ['accuracy', 'macro-f1']" in reason for reason in noted)
     for key in ("validation", "client_test", "test_clients"):
-        with pytest.raises(SpecError, match=f"evaluation.{key} = 0.2: this run has 'left out'"):
+        with pytest.raises(SpecError, match=f"evaluation.{key} = 0.2: the run in this folder has 'left out'"):
             fs.run(spec(training={"rounds": 4}, evaluation={key: 0.2}), out=folder, resume=True)
-    with pytest.raises(SpecError, match=r"callbacks = .*: this run has 'left out'"):
+    with pytest.raises(SpecError, match=r"callbacks = .*: the run in this folder has 'left out'"):
         fs.run(spec(training={"rounds": 4}, callbacks=["keep-best"]), out=folder, resume=True)
 
 
 @pytest.mark.parametrize("what", ["data", "model", "partition"])
 def test_each_fingerprint_is_compared(what: str) -> None:
     now = fs.prepare(spec()).identity
-    with pytest.raises(SpecError, match=f"^{what}: this run was on other {what} "):
+    with pytest.raises(SpecError, match=f"^{what}: differs from the {what} of the run in this folder "):
         identity.require_same({**now, what: "0" * 64}, now, "here")

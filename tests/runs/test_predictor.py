@@ -127,14 +127,14 @@ def test_a_module_of_the_users_own(tmp_path: Path) -> None:
     assert model["class"] == f"{__name__}.Own"
     assert model["shapes"]["conv.weight"] == [8, 1, 3, 3]
     assert model["shapes"]["norm.num_batches_tracked"] == []
-    with pytest.raises(SpecError, match=r"model: .*a module of your own, .*\.Own, which no file holds; give one"):
+    with pytest.raises(SpecError, match="model: the run in"):
         fs.load(tmp_path / "run")
     with pytest.raises(SpecError, match=r"conv\.weight is float32 \(9, 1, 3, 3\) in the module, and float32 \(8, 1"):
         fs.load(tmp_path / "run", model=Own(9))
     for module, name in ((nn.Sequential(Own()), r"0\.conv"), (Own().double(), r"conv\.weight is float64")):
         with pytest.raises(SpecError, match=name):
             fs.load(tmp_path / "run", model=module)
-    with pytest.raises(SpecError, match=r"model = 'str': expected an nn\.Module"):
+    with pytest.raises(SpecError, match=r"model = 'str': must be an nn\.Module or a fedstrata Model, or omitted\."):
         fs.load(tmp_path / "run", model="mlp")
 
 
@@ -164,9 +164,7 @@ def test_a_factory_that_the_spec_names_is_called_again(tmp_path: Path, monkeypat
     del about["checksum"]  # it says that the file is as the run wrote it
     about["model"]["name"] = "no_such_module:net"
     write_json(tmp_path / "run" / "model.json", about)
-    with pytest.raises(
-        SpecError, match=r"the module 'no_such_module' was not found.*give the module itself: fedstrata\.load"
-    ):
+    with pytest.raises(SpecError, match=r"the module 'no_such_module' was not found\. Check the name and the working"):
         fs.load(tmp_path / "run")
     again = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
     assert accuracy(fs.load(tmp_path / "run", again), IMAGES["x_test"], IMAGES["y_test"]) == history.final_accuracy
@@ -268,11 +266,13 @@ def test_the_normalisation_comes_back_to_the_bit(tmp_path: Path) -> None:
 def test_samples_that_do_not_fit(trained) -> None:
     predictor = fs.load(trained[0])
     x = IMAGES["x_test"]
-    with pytest.raises(DataError, match=r"x: of shape \(360, 7, 8, 1\); this model takes samples of shape \(1, 8, 8\)"):
+    with pytest.raises(
+        DataError, match=r"x: has the shape \(360, 7, 8, 1\), but this model takes samples of shape \(1, 8,"
+    ):
         predictor.predict(x[:, 1:])
-    with pytest.raises(DataError, match=r"of shape \(8, 8\).*N = 1 for a single one"):
+    with pytest.raises(DataError, match=r"has the shape \(8, 8\), but this model takes samples of shape \(1, 8, 8\)\."):
         predictor.predict_proba(x[0, ..., 0])
-    with pytest.raises(DataError, match="not finite"):
+    with pytest.raises(DataError, match=r"128 values are NaN or infinite, the first at index \(0, 0, 0, 0\)\. Replace"):
         predictor.predict(np.full((2, 8, 8), np.nan))
     with pytest.raises(DataError, match="Use one of: "):
         predictor.predict(x[:0])
@@ -328,7 +328,9 @@ def test_no_run_and_damaged_files(trained, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"model\.hiden"):
         fs.load(out)
     (out / "model.json").unlink()
-    with pytest.raises(SpecError, match=r"has no model\.json.*--resume .* writes it"):
+    with pytest.raises(
+        SpecError, match=r"it has no model\.json, which says how to use model\.safetensors\. If the run"
+    ):
         fs.load(out)
     write_json(out / "model.json", whole)
     (out / "model.safetensors").write_bytes(b"\0" * 20)
@@ -345,10 +347,10 @@ def test_a_single_digit_or_bit_that_flipped_is_noticed(trained, tmp_path: Path, 
     # A digit of the batch size, or a byte of the last parameter.
     place = content.index(b'"batch_size": ') + 14 if name == "model.json" else len(content) - 3
     (out / name).write_bytes(content[:place] + bytes([content[place] ^ 2]) + content[place + 1 :])
-    with pytest.raises(DataError, match=f"{name} is damaged: .*not what the run wrote"):
+    with pytest.raises(DataError, match=f"{name} is damaged: "):
         fs.load(out)
     if name == "model.safetensors":
-        with pytest.raises(DataError, match="is damaged: it is not what the run wrote"):
+        with pytest.raises(DataError, match=r"is damaged: its checksum differs from the one in model\.json\."):
             _ = fs.History.load(out).params
 
 

@@ -239,15 +239,17 @@ def test_a_row_is_refused_as_the_run_refuses_it(trained: Path, case: str) -> Non
 
 def test_what_is_no_table(trained: Path) -> None:
     predictor = fs.load(trained)
-    with pytest.raises(DataError, match=r"x: columns of different lengths: \{'dose': 1, 'kind': 2\}; accepted: one c"):
+    with pytest.raises(
+        DataError, match=r"x: the columns have different lengths: \{'dose': 1, 'kind': 2\}\. Give one cell"
+    ):
         predictor.predict({"dose": [1], "kind": ["x", "y"]})
-    with pytest.raises(DataError, match=r"x: no data frame .* no mapping to lists: 'int' object has no attribute"):
+    with pytest.raises(DataError, match="x: is neither a data frame of pandas or polars nor a mapping from names to"):
         predictor.predict({"dose": 1})
-    with pytest.raises(DataError, match="no mapping to lists: 3 is a single cell, and a column is a list"):
+    with pytest.raises(DataError, match="is neither a data frame of pandas or polars nor a mapping from names to"):
         predictor.predict({"dose": np.int64(3)})
     with pytest.raises(DataError, match="x has no rows"):
         predictor.predict({name: [] for name in COLUMNS})
-    with pytest.raises(DataError, match=r"of shape \(2, 3\); this model takes .*; or rows of a table: dose, kind, age"):
+    with pytest.raises(DataError, match=r"has the shape \(2, 3\), but this model takes samples of shape \(7,\)\."):
         predictor.predict(np.zeros((2, 3)))
     with pytest.raises(SpecError, match=r"table has no such column. Use one of: kind"):
         predictor.predict(table_of({"kind": ["x"]}, "table"))

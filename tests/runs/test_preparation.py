@@ -16,10 +16,13 @@ from fedstrata.base.errors import SpecError
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"data": ([[1.0]], [0])}, r"data = '2 of them': expected a Dataset, a mapping, or four arrays: x_train"),
+        (
+            {"data": ([[1.0]], [0])},
+            "data = '2 of them': must be a Dataset, a mapping, or four arrays: x_train, y_train, x_test,",
+        ),
         ({"data": {"x_train": [[1.0]], "labels": [0]}}, r"data = \['labels', 'x_test', 'y_test', 'y_train'\]"),
-        ({"data": 3}, r"data = 'int': expected a Dataset"),
-        ({"model": "cnn"}, r"model = 'cnn': expected an nn\.Module, a fedstrata Model"),
+        ({"data": 3}, "data = 'int': must be a Dataset, a mapping, or four arrays: x_train, y_train, x_test,"),
+        ({"model": "cnn"}, r"model = 'cnn': must be an nn\.Module, a fedstrata Model, or a class or function that"),
         (
             {"model": nn.Sequential(nn.Flatten(), nn.Linear(64, 9))},
             r"logits of shape \(B, 10\); this one gave \(2, 9\)",
@@ -50,11 +53,17 @@ def test_a_model_that_no_reply_can_be_like_is_refused():
 def test_statistics_of_a_batch_of_one_are_refused_before_training():
     norm = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
     table = {"training": {"batch_norm": "local"}, "evaluation": {"batch_size": 1}}
-    with pytest.raises(SpecError, match=r"^evaluation\.batch_size = 1: .*two samples"):
+    with pytest.raises(
+        SpecError,
+        match=r"^evaluation\.batch_size = 1: with training\.batch_norm = 'local', statistics are computed from each",
+    ):
         fs.prepare(fs.Experiment.from_table(table), model=norm)
     with pytest.raises(SpecError, match=r"^training\.batch_norm = 'local': Stratify's statistics"):
         fs.prepare(fs.Experiment.from_table({**table, "method": "stratify", "evaluation": {}}), model=norm)
-    with pytest.raises(SpecError, match=r"^training\.batch_size = 1: BatchNorm needs at least two"):
+    with pytest.raises(
+        SpecError,
+        match=r"^training\.batch_size = 1: BatchNorm requires at least two samples in a batch\. Use at least 2\.",
+    ):
         fs.prepare(fs.Experiment.from_table({"method": "stratify", "training": {"batch_size": 1}}), model=norm)
 
 

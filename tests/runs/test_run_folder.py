@@ -75,7 +75,7 @@ def test_without_a_folder_the_history_is_kept_in_memory(prepared, whole, tmp_pat
 
 def test_nothing_goes_on_in_memory(prepared):
     with (
-        pytest.raises(SpecError, match="resume: needs the run's folder, out"),
+        pytest.raises(SpecError, match=r"resume: requires the folder of the run\. Set out\."),
         fs.RunFolder.open(None, prepared, resume=True),
     ):
         raise AssertionError
@@ -132,7 +132,7 @@ def test_records_that_end_before_their_checkpoint_are_damaged(prepared, tmp_path
     drive(tmp_path / "run", prepared, rounds=2)
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
-    with pytest.raises(DataError, match="ends before its checkpoint, which is of round 2"):
+    with pytest.raises(DataError, match="ends before round 2, which has a checkpoint"):
         drive(tmp_path / "run", prepared, resume=True)
 
 

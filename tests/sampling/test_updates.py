@@ -94,7 +94,10 @@ def test_who_is_asked_by_default(clients, refresh):
 
 def test_there_are_no_updates_of_everybody():
     spec = fs.Experiment(method={"name": "fedsts", "refresh": "all", "gradients": "updates"})
-    with pytest.raises(SpecError, match=r"method\.gradients = 'updates': there are updates of participants alone"):
+    with pytest.raises(
+        SpecError,
+        match=r"method\.gradients = 'updates': only participants send updates\. Set refresh = 'participants', or use",
+    ):
         fs.prepare(spec)
 
 

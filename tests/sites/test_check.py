@@ -70,7 +70,7 @@ def test_code_that_a_kits_spec_names_is_imported_from_what_the_kit_allows(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.syspath_prepend(tmp_path)
     spec.write_text(spec.read_text().replace('"mlp"', '"brought:net"'))
-    assert "a model of one's own may come from no package here" in problems(kit, server=False)
+    assert "accepts a model of your own from no package" in problems(kit, server=False)
     assert not Path("ran").exists()
     (kit / "local" / "fedstrata.toml").write_text('data = "own.csv"\nallow = ["brought"]\n')
     assert "brought" in problems(kit, server=False)
@@ -79,7 +79,7 @@ def test_code_that_a_kits_spec_names_is_imported_from_what_the_kit_allows(
 
 def test_what_is_wrong_with_settings_is_said(fed: Path) -> None:
     (fed / "a" / "local" / "fedstrata.toml").write_text('date = "own.csv"\n')
-    assert "date = 'own.csv': unknown key" in problems(fed / "a", server=False, data=False)
+    assert "date = 'own.csv': is not a known key" in problems(fed / "a", server=False, data=False)
     (fed / "a" / "local" / "fedstrata.toml").write_text('data = "gone.csv"\nkeys = "none"\n')
     found = problems(fed / "a", server=False)
     assert "the folder does not exist" in found
@@ -90,7 +90,7 @@ def test_what_is_wrong_with_settings_is_said(fed: Path) -> None:
     ("line", "problem"),
     [
         ('min_samples = "many"', "min_samples = 'many': .*whole number.*policy.toml, line 1"),
-        ("samples = 5", "samples = 5: unknown key.*min_samples.*"),
+        ("samples = 5", "samples = 5: is not a known key.*min_samples.*"),
         ("min_samples =", "policy = .*policy.toml.*cannot be read as TOML"),
     ],
 )

@@ -76,7 +76,7 @@ def test_the_example_are_four_hospitals_with_their_own_data() -> None:
     [
         ("", "site: is required"),
         ("[site]", "site"),
-        ("[site.a]\nfile = 'x'", r"site.a.file.*unknown key; accepted here: data, keys.*line 2"),
+        ("[site.a]\nfile = 'x'", r"site.a.file.*is not a known key. Use one of: data, keys.*line 2"),
         ("[site.a]\n[site.'b c']", "'b c': expected letters, digits and hyphens"),
         ("[site.server]", "'server': expected"),
         (f"[site.{'a' * 65}]", "has 65 letters; accepted: 64 at most"),
@@ -124,7 +124,7 @@ def test_a_sites_own_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('date = "own.npz"', r"date = 'own.npz': unknown key; accepted here: data, keys.*did you mean 'data'"),
+        ('date = "own.npz"', r"date = 'own.npz': is not a known key. Use one of: data, keys.*did you mean 'data'"),
         ("patience = -1", r"patience = -1: must be greater than 0"),
         ('patience = "long"', r"patience = 'long': .*number"),
         ('secure = "perhaps"', r"secure = 'perhaps': .*true or false"),

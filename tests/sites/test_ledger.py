@@ -213,7 +213,7 @@ def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(ledger: 
     (ledger / HEAD).unlink()
     Ledger(ledger).append(entries(11, "b"))
     assert check(ledger, reported).problems == ["entry 11 is another one than the server was told: it was written anew"]
-    with pytest.raises(DataError, match="nothing of site c"):
+    with pytest.raises(DataError, match=r"contains nothing about the site c\. Check --site\."):
         heads_of(tmp_path, "c")
 
 
@@ -326,7 +326,9 @@ def test_an_answer_that_stayed_is_no_answer(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_ledger_is_not_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("a page of something else\n")
-    with pytest.raises(DataError, match="its last line is not an entry"):
+    with pytest.raises(
+        DataError, match=r"the last line is not an entry\. Run 'fedstrata ledger --verify' for details\."
+    ):
         Ledger(tmp_path).append(entries(1))
 
 

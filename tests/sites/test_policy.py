@@ -47,7 +47,7 @@ SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "train
         ({"min_samples": 65}, {}, "policy.min_samples", "training.local_steps × training.batch_size = 2 × 32 = 64"),
         ({"min_samples": 9}, SMALL, "policy.min_samples", "FitTogether tells sums over a first batch, which has train"),
         ({"min_samples": 33, "below": "refuse"}, {"method": "stratify"}, "policy.min_samples", "Gradient is over a pa"),
-        ({"min_samples": 2}, UNIT, "policy.min_samples", "data.normalize = 'unit' tells the least and the greatest"),
+        ({"min_samples": 2}, UNIT, "policy.min_samples", "data.normalize = 'unit' discloses the smallest and the"),
         ({"masking": True}, {"method": "stratify"}, "policy.masking", "LabelReport tells labels in the clear; accept"),
         ({"masking": True}, {"method": "rebafl"}, "policy.masking", "Fit tells labels in the clear"),
         ({"ldp": True}, {}, "policy.ldp", "Fit tells sizes in the clear; accepted: numbers of samples under loc"),
@@ -193,7 +193,7 @@ def test_a_policy_reads_back_from_its_own_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("min_sample = 3", "min_sample = 3: unknown key; accepted here: jobs.*did you mean 'min_samples'.*line 2"),
+        ("min_sample = 3", "min_sample = 3: is not a known key. Use one of: jobs.*did you mean 'min_samples'.*line 2"),
         ("min_samples = 0", "min_samples = 0: must be greater than 0.*line 2"),
         ('jobs = "some"', "jobs = 'some': .*'approved' or 'within-policy'.*line 2"),
         ("relay = 3", "relay = 3: .*'direct' or 'server'"),
@@ -225,9 +225,9 @@ def test_approving_changes_one_line_of_a_file_that_its_owner_wrote(tmp_path: Pat
 def test_approving_what_is_no_job_or_no_kit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "local").mkdir()
     assert main(["approve", "job.toml", "--kit", str(tmp_path)]) == 2
-    assert "expected a spec, or its hash as 'fedstrata asks' prints it" in capsys.readouterr().err
+    assert "is neither a spec nor a hash. Give the spec file, or the 16 digits that" in capsys.readouterr().err
     assert main(["approve", "0" * 16, "--kit", str(tmp_path / "none")]) == 2
-    assert "no folder of a site" in capsys.readouterr().err
+    assert "is not the folder of a site: it has no local. Give a folder that" in capsys.readouterr().err
 
 
 # --- every method ----------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_a_site_says_what_its_own_part_is(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_folder_of_nobody_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path)]) == 2
-    assert "no party's folder" in capsys.readouterr().err
+    assert "is neither the folder of a party (with startup/) nor a run folder. Give" in capsys.readouterr().err
 
 
 def test_a_run_that_goes_on_knows_the_rounds_before_and_a_round_without_an_evaluation_the_last_one() -> None:

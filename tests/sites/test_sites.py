@@ -469,7 +469,7 @@ def test_no_site_at_all_is_an_error(sites: Callable[..., Sites]) -> None:
         raise SiteLostError("it has not joined")
 
     made.hook = hook
-    with pytest.raises(SiteLostError, match="no site can be reached"):
+    with pytest.raises(SiteLostError, match="it has not joined; site b takes no part: it has not joined; site c takes"):
         made.run()
 
 
@@ -586,7 +586,7 @@ def test_a_site_loads_only_what_its_own_list_allows(
         assert kinds[named] != text
         for allow, accepted in ([], "from no package"), ([f"own_{named}"], f"only from own_{named}"):
             with pytest.raises(
-                SiteRefusedError, match=rf"{named}.name = '{module}:Own': .* {accepted} here, .*'allow'"
+                SiteRefusedError, match=rf"{named}.name = '{module}:Own': the list 'allow' .* {accepted}"
             ):
                 _begin(kinds[named], allow=allow)
     assert "" not in sys.path
@@ -717,7 +717,9 @@ def test_where_no_site_can_be_used_the_one_who_submitted_reads_why(own: Own, tmp
     for file in files.values():
         file.unlink()
     made = _owning(prepare_server(spec, test, 3), files, tmp_path)
-    with pytest.raises(FedstrataError, match=r"no site takes part; site a .*: they cannot be used; .*; site b"):
+    with pytest.raises(
+        FedstrataError, match="the site's data do not fit the spec: they cannot be used; run 'fedstrata"
+    ):
         made.run(tmp_path / "out")
 
 
@@ -858,7 +860,10 @@ def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -
     assert records.encode(made.engine.statistics) == before
     reasons = [event["reason"] for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == "absent"]
     assert len(reasons) == 1
-    assert "site west takes no part: its data are not those with which the run began" in reasons[0]
+    assert (
+        "site west takes no part: its data have changed since the run began, or the fingerprint key in its"
+        in reasons[0]
+    )
     assert [record["clients_returned"] for record in history] == [3, 2]
 
 
@@ -911,22 +916,23 @@ def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        ({"schema": {"label": "sick"}}, "data.schema.classes: needed where sites keep their rows"),
-        ({"schema": {"label": "sick", "classes": ["no", "yes"]}}, "data.schema.columns: needed where sites keep their"),
+        ({"schema": {"label": "sick"}}, "data.schema.classes: is required for real sites, because their rows cannot"),
+        ({"schema": {"label": "sick", "classes": ["no", "yes"]}}, "data.schema.columns: is required for real sites,"),
         (
             {"schema": {**SCHEMA, "columns": {"kind": "category"}}},
-            "data.schema.columns.kind.categories: needed where sites keep their rows; list the categories",
+            "data.schema.columns.kind.categories: is required for real sites, because their rows cannot be read in "
+            "advance.",
         ),
         (
             {"schema": {**SCHEMA, "columns": {"age": {}}, "features": ["age", "weight"]}},
-            "data.schema.columns.weight: needed where sites keep their rows; describe the column",
+            "data.schema.columns.weight: is required for real sites, because their rows cannot be read in advance.",
         ),
         (
             {"schema": {**SCHEMA, "columns": {"age": {"impute": "median"}}}},
             "data.schema.columns.age.step: needed for impute = 'median' where sites keep their rows",
         ),
-        ({"schema": SCHEMA, "limit": 9}, "data.limit = 9: belongs to the spec's own data, not to the sites'"),
-        ({"name": "digits"}, "data: the sites' own data need a description"),
+        ({"schema": SCHEMA, "limit": 9}, "data.limit = 9: has no effect on the sites' own data. Remove it."),
+        ({"name": "digits"}, "data: the sites' own data must be described. Set [data.schema] for tables, or"),
     ],
 )  # fmt: skip
 def test_a_spec_that_does_not_say_what_sites_bring(tables: Tables, data: Any, problem: str) -> None:
@@ -1005,9 +1011,12 @@ def test_a_personal_model_is_measured_at_its_site(own: Any, tmp_path: Path) -> N
     [
         (
             {"client_test": 0.2, "metrics": ["functions:spread"]},
-            "'spread': cannot be computed from sums, which is what",
+            r"'spread': cannot be computed from sums, and sites send only sums\. Use one of:",
         ),
-        ({"client_test": 0.2, "test_clients": 0.5}, "evaluation.test_clients = 0.5: every client is a real site"),
+        (
+            {"client_test": 0.2, "test_clients": 0.5},
+            r"evaluation.test_clients = 0.5: has no effect, because every client is a real site\. Remove it; to hold",
+        ),
     ],
 )
 def test_what_cannot_be_measured_at_sites(own: Any, evaluation: Any, problem: str, monkeypatch: Any) -> None:
@@ -1031,10 +1040,12 @@ def test_what_a_method_keeps_private_no_evaluation_tells(own: Any, method: Any, 
     spec = _spec(method["name"], method=method, data=plain.data.to_spec())
     measured = spec.model_copy(update={"evaluation": fs.Evaluation(client_test=0.2)})
     with pytest.raises(
-        SpecError, match=f"client_test = 0.2: what sites answer tells their {what}, which the method keeps"
+        SpecError, match=f"client_test = 0.2: the answers of sites would disclose their {what}, which the"
     ):
         prepare_server(measured, test, 3)
-    with pytest.raises(SpecError, match=f"evaluation.client_test = None: what sites answer tells their {what}"):
+    with pytest.raises(
+        SpecError, match=f"evaluation.client_test = None: the answers of sites would disclose their {what}"
+    ):
         prepare_server(spec, None, 3)
     if what == "sizes":
         with pytest.raises(
@@ -1051,7 +1062,7 @@ def test_a_site_with_a_file_does_not_take_part_in_a_run_about_other_data(
     made = sites(_spec(), data={"a": tmp_path / "secret.npz"}, own_data=False)
     made.engine.restore(0)
     (note,) = made.engine.events()
-    assert "a data file of its own" in note[2]
+    assert "data: this site has its own data file, but the run uses the data set of" in note[2]
 
 
 def test_a_run_must_have_a_plain_name(tmp_path: Path) -> None:

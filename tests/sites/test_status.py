@@ -233,7 +233,7 @@ def test_a_full_disk_of_a_party_is_said(kit: Path, capsys: pytest.CaptureFixture
 def test_a_damaged_file_is_named(kit: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (kit / STATUS).write_text(text)
     assert main(["status", str(kit)]) == 2
-    assert f"{STATUS}: damaged, it does not say how far the run is" in capsys.readouterr().err
+    assert f"{STATUS}: the file is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -258,8 +258,8 @@ def _refused(work: Callable[[], int]) -> int:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--serve", "--json"], "--json: not with --serve"),
-        (["--serve", "result"], "a port is a number, and 'result' is none; put the folder first"),
+        (["--serve", "--json"], "--json: cannot be combined with --serve. Remove one of the two."),
+        (["--serve", "result"], "fedstrata status [-h] [--watch | --serve [PORT]] [--json] DIR"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

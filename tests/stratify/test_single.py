@@ -459,5 +459,7 @@ def test_an_mlp_learns_digits_from_one_class_a_client():
 def test_a_chunk_is_no_larger_than_memory():
     spec = spec_of("iid", clients=30_000, chunk_size=100_000)
     data = fs.from_arrays(np.zeros((30_000, 1)), np.arange(30_000) % 2, [[0.0]], [0])
-    with pytest.raises(SpecError, match=r"method.chunk_size = 100000: .* at most 71582 with these"):
+    with pytest.raises(
+        SpecError, match=r"method.chunk_size = 100000: is too large for this number of clients\. Use at most 71582\."
+    ):
         fs.prepare(spec, data=data)

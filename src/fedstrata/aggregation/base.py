@@ -186,11 +186,14 @@ class HorvitzThompson(Aggregator):
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         """Require draws with replacement, or uniform draws, for which all weights are 1/m."""
         if getattr(sampler, "allocation", None) == "neyman":
-            problem = "leaves strata without a draw in every round, which no weight corrects. "
+            problem = "can leave a stratum without a draw in every round, which weights cannot correct. "
             problem += "Use 'neyman-random' (the default of horvitz-thompson) or another allocation"
             raise SpecError("method.allocation", problem, "neyman")
         if getattr(sampler, "replacement", None) is False and not isinstance(sampler, Uniform):
-            problem = "horvitz-thompson needs draws with replacement. Set it to true (fedsts and fedstas do so with"
+            problem = (
+                "the aggregator horvitz-thompson requires draws with replacement. Set it to true (fedsts and fedstas "
+                "do so with"
+            )
             problem += " method.aggregation = 'horvitz-thompson')"
             raise SpecError("method.client_sampler.replacement", problem, False)
 

@@ -51,7 +51,7 @@ from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.run_folder import prepare_again, spec_of
 from fedstrata.runs.simulation import Simulation
 from fedstrata.stratify.client_batch import STATE
-from fedstrata.stratify.messages import Gradient, GradientReply, GradientSteps
+from fedstrata.stratify.messages import Gradient, GradientReply
 
 NAME = "gradients"
 SIZES = (1, 2, 4, 8)
@@ -225,7 +225,7 @@ def audit_gradients(
     spec_of(folder, "audit")
     for name, values in (("sizes", sizes), ("parts", [parts]), ("steps", [steps])):
         if not values or min(values) < 1:
-            raise SpecError(name, "expected whole numbers of at least 1", list(values))
+            raise SpecError(name, "must be whole numbers of at least 1.", list(values))
     prepared = prepared or prepare_again(folder, "audit")
     before, last = last_checkpoints(folder)
     return attack(prepared, before, last.round, sizes=sizes, parts=parts, steps=steps, seed=seed, watch=watch)
@@ -278,14 +278,18 @@ def attack(
 def _require_parts(prepared: Prepared) -> None:
     spec = prepared.spec
     if spec.method.name != "stratify" or getattr(spec.method, "mode", "") != "batch":
-        problem = "sends no parts of batches; the audit needs stratify, with method.mode = 'batch'"
+        problem = "does not send gradients of parts of batches. Use a run of stratify with method.mode = 'batch'."
         raise SpecError("method", problem, spec.method.name)
     if not spec.communication.plain:
-        raise SpecError("communication", "the audit looks at gradients that travel as they are; leave codecs out")
+        raise SpecError("communication", "the audit requires gradients without compression. Remove the codecs.")
     if has_batchnorm(prepared.config.model.module):
-        raise SpecError("model", "with BatchNorm a part's gradient depends on the other clients' samples; take another")
+        raise SpecError(
+            "model",
+            "with BatchNorm, a client's gradient depends on the samples of other clients. Use a model without "
+            "BatchNorm.",
+        )
     if getattr(spec.method, "local_steps", 1) != 1:
-        raise SpecError("method.local_steps", f"a part is a gradient at one model; use 1, not {GradientSteps.__name__}")
+        raise SpecError("method.local_steps", "the audit requires one gradient step per batch. Use 1.")
 
 
 class Attacker:
@@ -397,7 +401,12 @@ class Layers:
         layers = [(name, layer) for name, layer in model.module.named_modules() if [*layer.parameters(recurse=False)]]
         (first, begin), (last, end) = layers[0], layers[-1]
         if getattr(end, "bias", None) is None:
-            raise SpecError("model", "the audit reads labels off the bias of the last layer, and it has none", last)
+            raise SpecError(
+                "model",
+                "the audit reads labels from the bias of the last layer, which has no bias. Use a model whose last "
+                "layer has one.",
+                last,
+            )
         linear = isinstance(begin, nn.Linear) and begin.in_features == features and begin.bias is not None
         # The name of a layer is empty if the layer is the whole model.
         first, last = (f"{name}." if name else "" for name in (first, last))

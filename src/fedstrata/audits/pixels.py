@@ -36,7 +36,10 @@ class Pixels:
             SpecError: The samples are not images of at least 7x7 pixels.
         """
         if len(data.shape) != 3 or min(data.shape[1:]) < SMALLEST:
-            problem = f"the audit compares images of at least {SMALLEST}x{SMALLEST}; these samples are {data.shape}"
+            problem = (
+                f"the audit requires images of at least {SMALLEST}x{SMALLEST} pixels, but the samples have the shape "
+                f"{data.shape}. Use other data."
+            )
             raise SpecError("data.name", problem, data.name)
         if data.x_train.dtype == torch.uint8:
             return cls(data, 0.0, 255.0)

@@ -161,7 +161,7 @@ def audit_prototypes(
     spec_of(folder, "audit")
     for name, value in (("clients", clients), ("steps", steps)):
         if value < 1:
-            raise SpecError(name, "expected a whole number of at least 1", value)
+            raise SpecError(name, "must be a whole number of at least 1.", value)
     metrics()
     prepared = prepared or prepare_again(folder, "audit")
     spec = prepared.spec
@@ -203,7 +203,7 @@ def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) 
     spare = prepared.config.server_data or ServerData(data, prepared.assignment)
     indices = np.arange(len(data.y_test)) if held_out == "test" else spare.indices()
     if len(indices) < FEWEST:
-        problem = f"an attacker needs at least {FEWEST} images of its own, and there are {len(indices)}"
+        problem = f"the attacker needs at least {FEWEST} images, but there are only {len(indices)}"
         raise SpecError("held_out", problem + ("; use 'test'" if held_out == "spare" else ""), held_out)
     chosen = rng(seed, "audit-held-out").permutation(indices)[:MOST]
     theirs = chosen if split == "train" else chosen[:0]

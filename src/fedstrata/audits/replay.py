@@ -74,13 +74,18 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     stored = _stored_tables(last, before, clients, seed)
     if not stored:
         since = f"after round {before.round}" if before else f"up to round {last.round}"
-        problem = f"no client kept prototypes that it sent {since}; the audit needs true, and clients that returned"
+        problem = (
+            f"no client stored prototypes that it sent {since}. Set it to true, and use a run in which clients took "
+            "part more than once."
+        )
         raise SpecError("keep_prototypes", problem).under("method")
     sent = _send_again(prepared, before, last.round, stored, watch)
     if not sent:
         first = before.round + 1 if before else 1
-        problem = "other clients sent prototypes now than then; was it run with data of its own, or by another version?"
-        raise CheckpointError(f"rounds {first} to {last.round} of {folder} cannot be played again: {problem}")
+        problem = (
+            "other clients sent prototypes than in the run. The data, or the version of fedstrata, may have changed."
+        )
+        raise CheckpointError(f"rounds {first} to {last.round} of {folder} cannot be repeated: {problem}")
     return sent
 
 
@@ -93,9 +98,11 @@ def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
     """
     last = checkpoint.load(folder / "checkpoint")
     if last is None:
-        raise CheckpointError(f"{folder} has no checkpoint; the audit needs a run with evaluation.checkpoint_every > 0")
+        raise CheckpointError(
+            f"{folder} has no checkpoint, which the audit requires. Use a run with evaluation.checkpoint_every > 0."
+        )
     if last.remote:
-        raise CheckpointError(f"{folder} is a run over sites, which keep what they sent; the audit needs a local run")
+        raise CheckpointError(f"{folder} is a run over real sites, which keep their messages. Use a local run.")
     return checkpoint.load(folder / "checkpoint", last=last.round - 1), last
 
 
@@ -111,7 +118,7 @@ def _require_prototypes(prepared: Prepared) -> None:
     spec, config = prepared.spec, prepared.config
     weights = Weights(config.model.params(), config.model.buffers())
     if PROTOTYPES not in spec.method.objective_in_use().expected(weights, config):
-        problem = "sends no prototypes; rebafl and the objective 'rebafl' do, with mu > 0"
+        problem = "does not send prototypes. Use a run of rebafl, or of the objective 'rebafl', with mu > 0."
         raise SpecError("method", problem, spec.method.name)
 
 

@@ -98,7 +98,7 @@ class Setting(BaseModel):
         """Refuse true and false where a number is expected; pydantic would accept them as 1 and 0."""
         types = list(_types(cls.model_fields[info.field_name or ""].annotation))
         if bool not in types and (int in types or float in types) and _has_truth_value(value):
-            raise ValueError("expected a number, not true or false")
+            raise ValueError("must be a number, not true or false.")
         return value
 
     @field_validator("*")
@@ -136,9 +136,9 @@ def _check_size(value: object) -> None:
         for item in value:
             _check_size(item)
     elif isinstance(value, int) and not -MOST <= value <= MOST:
-        raise ValueError(f"too large; accepted: at most {MOST}")
+        raise ValueError(f"is too large. Use at most {MOST}.")
     elif isinstance(value, float) and not -LARGEST <= value <= LARGEST:
-        raise ValueError(f"too large; accepted: at most {LARGEST:g}")
+        raise ValueError(f"is too large. Use at most {LARGEST:g}.")
 
 
 def plain(value: Any) -> Any:
@@ -181,7 +181,9 @@ class Registry(Generic[T]):
             raise SpecError("name", problem + nearest(name, self._paths), name)
         cls = import_object(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
         if not (inspect.isclass(cls) and issubclass(cls, self.base)):
-            raise SpecError("name", f"{name} is not a class derived from {self.base.__name__}", name)
+            raise SpecError(
+                "name", f"{name} is not a subclass of {self.base.__name__}. Derive the class from it.", name
+            )
         return cls
 
     def parse(self, value: object) -> T:
@@ -228,7 +230,7 @@ class FromRegistry:
         try:
             return self.registry.parse({"name": self.default, **value})
         except SpecError as error:
-            if "unknown key" not in error.problem or "did you mean" in error.problem:
+            if "is not a known key" not in error.problem or "did you mean" in error.problem:
                 raise
             problem = f"{error.problem} (without a name this is {self.default!r})"
             raise SpecError(error.key, problem, error.value) from None
@@ -273,7 +275,7 @@ def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
     key = ".".join(path)
     cause = (first.get("ctx") or {}).get("error")
     if first["type"] == "extra_forbidden":
-        problem = f"unknown key; {_accepted(_model_at(cls, path[:-1]), path[-1])}"
+        problem = f"is not a known key. {_accepted(_model_at(cls, path[:-1]), path[-1])}"
         return SpecError(key, problem, first["input"])
     if first["type"] == "missing":
         inner = _model_at(cls, path)
@@ -310,11 +312,11 @@ def _accepted(cls: type[BaseModel], word: str) -> str:
     accepted = list(cls.model_fields)
     others = _belongs(cls, word)
     if not accepted:
-        return f"{others}{getattr(cls, 'name', '') or cls.__name__} has no settings"
+        return f"{others}{getattr(cls, 'name', '') or cls.__name__} has no keys in a spec. Remove it."
     sections = {key: _model_at(cls, [key]) for key in accepted}
     inside = [key for key, inner in sections.items() if inner is not cls and word in inner.model_fields]
     hint = f"; did you mean '{inside[0]}.{word}'?" if inside else "" if others else nearest(word, accepted)
-    return f"{others}accepted here: {', '.join(accepted)}{hint}"
+    return f"{others}Use one of: {', '.join(accepted)}{hint}"
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
@@ -327,7 +329,7 @@ def _belongs(cls: type[BaseModel], word: str) -> str:
                     if word in registry.find(name).model_fields:
                         owners.append(name)
             this = getattr(cls, "name", "") or cls.__name__
-            return f"{word} belongs to {', '.join(owners)}; this {registry.kind} is {this}; " if owners else ""
+            return f"{word} belongs to {', '.join(owners)}, but this {registry.kind} is {this}. " if owners else ""
     return ""
 
 

@@ -152,17 +152,17 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
             # cut may leave zero bytes, which are reported as damage.
             if number == len(lines) and b"\0" not in line:
                 return
-            raise DataError(f"{path}, line {number}: no JSON object; what stands before can be read") from None
+            raise DataError(f"{path}, line {number}: is not a JSON object. The lines before it are intact.") from None
         if not isinstance(record, dict) or type(record.get("round")) is not int:
-            raise DataError(f"{path}, line {number}: no record of a round (an object with a whole number 'round')")
+            raise DataError(f"{path}, line {number}: is not a record of a round: it has no whole number 'round'.")
         checksum = record.pop(CHECKSUM, None)
         if checksum is not None:
             if checksum_of(line, last) != checksum:
-                problem = "its checksum says that it, or a line before it, is not what was written"
-                raise DataError(f"{path}, line {number}: {problem}; what stands before can be read")
+                problem = "the checksum is wrong, so that this line or one before it was changed"
+                raise DataError(f"{path}, line {number}: {problem}. The lines before it are intact.")
             last = checksum
         elif last:
-            raise DataError(f"{path}, line {number}: it lacks the checksum that the lines before it have")
+            raise DataError(f"{path}, line {number}: the line has no checksum, although the lines before it have one.")
         yield line, record, last
 
 

@@ -40,7 +40,10 @@ def load_object(path: str, kind: str) -> Any:
     packages, advice = _ALLOWED.get() or (None, "")
     if packages is not None and path.partition(":")[0].partition(".")[0] not in packages:
         accepted = f"only from {', '.join(sorted(packages))}" if packages else "from no package"
-        by_list = f"a {kind} of one's own may come {accepted} here, by the list 'allow' of this party"
+        by_list = (
+            f"the list 'allow' of this party accepts a {kind} of your own {accepted}. Change the list, or use another "
+            "name"
+        )
         raise SpecError("name", advice or by_list, path)
     return import_object(path, kind)
 
@@ -53,7 +56,7 @@ def import_object(path: str, kind: str) -> Any:
     """
     module_name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
-        raise SpecError("name", f"no name of a {kind}; expected 'module:Class'", path)
+        raise SpecError("name", f"is not the name of a {kind}. Use 'module:Class'.", path)
     try:
         module = importlib.import_module(module_name)
     except FedstrataError:
@@ -65,9 +68,11 @@ def import_object(path: str, kind: str) -> Any:
                 f"the module {module_name!r} was not found. Check the name and the working directory.",
                 path,
             ) from None
-        problem = f"its module fails when it is imported, with {type(error).__name__}: {error}"
+        problem = f"importing the module fails with {type(error).__name__}: {error}. Correct the module."
         raise SpecError("name", problem, path) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise SpecError("name", f"module {module_name!r} has no {attribute!r}", path) from None
+        raise SpecError(
+            "name", f"the module {module_name!r} does not define {attribute!r}. Check the name.", path
+        ) from None

@@ -28,9 +28,15 @@ def occupied(folder: Path) -> Iterator[None]:
         lock = FileLock(folder / LOCK)
         lock.acquire(timeout=PATIENCE)
     except Timeout:
-        raise SpecError("out", "another process is at work in it; give another folder, or wait", str(folder)) from None
+        raise SpecError(
+            "out", "another process is using this folder. Give another folder, or wait.", str(folder)
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
-        raise SpecError("out", f"cannot be made a folder: {getattr(error, 'strerror', error)}", str(folder)) from None
+        raise SpecError(
+            "out",
+            f"the folder cannot be created: {getattr(error, 'strerror', error)}. Give another folder.",
+            str(folder),
+        ) from None
     try:
         yield
     finally:

@@ -203,11 +203,11 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
             another type than declared.
     """
     if limit is not None and len(data) > limit:
-        raise WireError(f"a message of {len(data)} bytes is over the limit of {limit}")
+        raise WireError(f"the message has {len(data)} bytes, but the limit is {limit}.")
     try:
         (length,) = _LENGTH.unpack_from(data)
         if length > len(data) - _LENGTH.size:
-            raise WireError(f"a message that ends {length + _LENGTH.size - len(data)} bytes too early")
+            raise WireError(f"the message ends {length + _LENGTH.size - len(data)} bytes too early.")
         skeleton = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         block = data[_LENGTH.size + length :]
         tensors = safetensors.torch.load(block) if block else {}
@@ -216,7 +216,7 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
     except WireError:
         raise
     except Exception as error:
-        raise WireError(f"not a message of fedstrata: {type(error).__name__}: {error}") from error
+        raise WireError(f"these bytes are not a message of fedstrata: {type(error).__name__}: {error}") from error
 
 
 class _Parts:
@@ -429,7 +429,7 @@ def add(first: Any, second: Any) -> Any:
     """
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         if type(first) is not type(second):
-            raise TypeError(f"{type(first).__name__} and {type(second).__name__} do not add up")
+            raise TypeError(f"{type(first).__name__} and {type(second).__name__} cannot be added")
         summed = {
             f.name: getattr(first, f.name)
             if f.metadata.get("same")
@@ -439,15 +439,15 @@ def add(first: Any, second: Any) -> Any:
         return type(first)(**summed)
     if isinstance(first, Mapping):
         if first.keys() != second.keys():
-            raise TypeError(f"the keys {sorted(first)} and {sorted(second)} do not add up")
+            raise TypeError(f"tables with the different keys {sorted(first)} and {sorted(second)} cannot be added")
         return {key: add(first[key], second[key]) for key in first}
     if isinstance(first, (list, tuple)):
         if type(first) is not type(second) or len(first) != len(second):
-            raise TypeError(f"{len(first)} and {len(second)} items do not add up")
+            raise TypeError(f"lists of {len(first)} and {len(second)} items cannot be added")
         return type(first)(map(add, first, second))
     if first is None or isinstance(first, (str, bytes)):
         if first != second:
-            problem = "do not add up; a field that all replies hold alike is declared same()"
+            problem = "cannot be added. Declare a field that is equal in all replies with same()"
             raise TypeError(f"{first!r} and {second!r} {problem}")
         return first
     return first + second

@@ -129,7 +129,7 @@ def elsewhere(error: SpecError) -> SpecError:
 
     outer, _, word = error.key.rpartition(".")
     hinted = "belongs to" in error.problem or "did you mean" in error.problem
-    if hinted or not error.problem.startswith("unknown key") or not (sections := owners(word, besides=outer)):
+    if hinted or not error.problem.startswith("is not a known key") or not (sections := owners(word, besides=outer)):
         return error
     return SpecError(error.key, f"{error.problem}; {word} belongs to {' and '.join(sections[:3])}", error.value)
 

@@ -190,10 +190,14 @@ def _strata(options: argparse.Namespace) -> None:
     from fedstrata.runs.preparation import prepare
 
     if options.rounds < 1:
-        raise SpecError("--rounds", "expected a whole number of at least 1", options.rounds)
+        raise SpecError(
+            "--rounds", "must be a whole number of at least 1. Use, for example, --rounds 5.", options.rounds
+        )
     if options.spec is not None and Path(options.spec).is_dir():
         if options.overrides:
-            raise SpecError("--set", "a run's settings cannot change; give the spec instead of the folder")
+            raise SpecError(
+                "--set", "the settings of a run cannot be changed. Give a spec instead of the folder of a run."
+            )
         view = strata_of_folder(Path(options.spec))
     else:
         spec = common.experiment(options)

@@ -113,7 +113,7 @@ def owners(key: str, besides: str = "") -> list[str]:
 def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
     """Describe a function by its docstring and signature, without its first ``given`` arguments."""
     if not callable(function):
-        raise SpecError("name", f"is a {type(function).__name__}; accepted: a class or a function", name)
+        raise SpecError("name", f"is a {type(function).__name__}. Name a class or a function.", name)
     try:
         arguments = list(inspect.signature(function).parameters.values())[given:]
     except ValueError:  # some functions that are written in C do not have a signature

@@ -48,7 +48,7 @@ def _predict(options: argparse.Namespace) -> int:
 
     predictor = load(options.run)
     if predictor.schema is None:
-        problem = f"its model takes arrays of shape {predictor.shape}, not rows of a table; in Python use "
+        problem = f"the model of this run takes arrays of shape {predictor.shape}, not rows of a table. In Python, use "
         raise SpecError("RUN", f"{problem}fedstrata.load(RUN).predict(arrays)", str(options.run))
     rows = read_table(options.rows, predictor.schema)
     names = list(filter(None, options.keep.split(",")))

@@ -166,7 +166,11 @@ def _sweep(options: argparse.Namespace) -> int:
     fixed, grid = _grid(options.overrides)
     if options.search and grid:
         key = next(iter(grid))
-        raise SpecError("--set", f"several values are a grid; beside --search give --search {key}=choice:…", key)
+        raise SpecError(
+            "--set",
+            f"several values of a key form a grid, which cannot be combined with --search. Use --search {key}=choice:…",
+            key,
+        )
     table = read_table(options.spec, fixed)
     spec = located(options, lambda: Experiment.from_table(table))
     seeds = [spec.seed] if seeds is None else seeds
@@ -200,7 +204,11 @@ def _search(options: argparse.Namespace, table: dict[str, Any], settings: dict[s
     for given in options.search:
         key, equals, text = given.partition("=")
         if not equals or key.strip() in space:
-            problem = "is there twice" if equals else "expected SECTION.KEY=RANGE, such as training.lr=log:0.001..0.5"
+            problem = (
+                "is given twice. Remove one."
+                if equals
+                else "is not of the form SECTION.KEY=RANGE. Use, for example, training.lr=log:0.001..0.5."
+            )
             raise SpecError("--search", problem, given)
         space[key.strip()] = text
     settings |= {"trials": options.trials, "prune": not options.no_pruning, "progress": not options.quiet}

@@ -70,7 +70,11 @@ def _run(options: argparse.Namespace) -> int:
             watch = progress.of_run(spec.method.name, spec.training.rounds, rounds_done(folder))
             if options.sites is not None:
                 if options.engine != "local":
-                    raise SpecError("--engine", "a rehearsal runs here; accepted with --sites: local", options.engine)
+                    raise SpecError(
+                        "--engine",
+                        "with --sites, the run is simulated on this machine. Use --engine local, or remove --engine.",
+                        options.engine,
+                    )
                 work = partial(outer.load("sites.rehearsal:rehearse_file"), spec, options.sites, folder)
             else:
                 work = partial(run, spec, out=folder, engine=options.engine)

@@ -119,8 +119,8 @@ class Client:
             WithheldError: There are fewer samples than ``privacy.min_samples``. The message does not say how many.
         """
         if samples < (least := self.context.privacy.min_samples) and least > 1:
-            problem = f"fewer than privacy.min_samples = {least} samples are behind it"
-            raise WithheldError(f"the answer stays here: {problem}")
+            problem = f"it is based on fewer than privacy.min_samples = {least} samples"
+            raise WithheldError(f"the client did not send its answer, because {problem}.")
         self.n_contributing = samples
 
     def authorize_update(self, samples: int) -> None:

@@ -29,7 +29,7 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise DataError(f"{key}: not an array: {error}") from None
+        raise DataError(f"{key}: cannot be converted to an array: {error}") from None
     if array.dtype.kind == "O" or (array.dtype.kind == "U" and not isinstance(values, np.ndarray)):
         texts = np.asarray(values, dtype=object).flat
         if any(isinstance(text, str) and text.endswith("\0") for text in texts):
@@ -38,7 +38,7 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
     if array.dtype == object and all(isinstance(item, str) for item in array.flat):
         return array.astype(str)  # pandas stores text in arrays of objects
     if array.dtype == object:
-        problem = f"{key}: rows of different lengths or types; give one array of numbers or strings"
+        problem = f"{key}: the rows have different lengths or types. Give one array of numbers or strings."
         raise DataError(problem).publicly(problem)
     return array
 
@@ -81,7 +81,10 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
         bad = ~np.isfinite(array)
         if bad.any():
             first = tuple(int(axis[0]) for axis in np.nonzero(bad))
-            error = DataError(f"{key}: {int(bad.sum())} values are not finite numbers, the first at {first}")
+            error = DataError(
+                f"{key}: {int(bad.sum())} values are NaN or infinite, the first at index {first}. Replace or remove "
+                "them."
+            )
             raise error.publicly(f"{key}: not all values are finite numbers")
     elif array.dtype.kind == "b":
         array = array.astype(np.int8)
@@ -130,10 +133,12 @@ def checked_labels(first: Array, second: Array, train: Tensor, test: Tensor, kin
                 raise DataError(f"{key}: holds {largest:g}; {problem}")
             array = array.astype(np.int64)
         if array.dtype.kind not in "iubUS":
-            raise DataError(f"{key}: of type {array.dtype}; accepted: whole numbers or strings")
+            raise DataError(f"{key}: is of type {array.dtype}. Use whole numbers or strings.")
         checked.append(decoded(array, key))
     if (checked[0].dtype.kind == "U") != (checked[1].dtype.kind == "U"):
-        raise DataError(f"{kind}_train is {checked[0].dtype} and {kind}_test {checked[1].dtype}; use one kind")
+        raise DataError(
+            f"{kind}_train has the type {checked[0].dtype}, but {kind}_test has {checked[1].dtype}. Use the same type."
+        )
     return checked[0], checked[1]
 
 
@@ -148,7 +153,7 @@ def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
     try:
         return np.char.decode(array, "utf-8")  # type: ignore[arg-type]  # an array of bytes
     except UnicodeDecodeError as error:
-        raise DataError(f"{key}: holds the bytes {error.object!r}, which are not UTF-8; give strings") from None
+        raise DataError(f"{key}: contains the bytes {error.object!r}, which are not UTF-8. Give strings.") from None
 
 
 def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Tensor, Tensor], tuple[str, ...]]:
@@ -173,14 +178,18 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     elif both.dtype.kind == "U":
         known = {str(text): number for number, text in enumerate(names)}
         if len(known) < len(names):
-            raise DataError(f"{kind}: the names given are not different: {', '.join(map(str, names))}")
+            raise DataError(
+                f"{kind}: the names are not all different. Make them different: {', '.join(map(str, names))}"
+            )
         missing = sorted(set(both.tolist()) - set(known))
         if missing:
-            raise DataError(f"{kind}: {missing[0]!r} is not among the names given: {', '.join(known)}")
+            raise DataError(f"{kind}: {missing[0]!r} is not one of the given names: {', '.join(known)}")
         both = np.array([known[text] for text in both.tolist()])
     elif both.min() < 0 or both.max() >= len(names):
         span = f"{both.min()}…{both.max()}"
-        raise DataError(f"{kind}: holds numbers {span} for {len(names)} names; accepted: 0…{len(names) - 1}")
+        raise DataError(
+            f"{kind}: contains the numbers {span}, but there are {len(names)} names. Use 0…{len(names) - 1}."
+        )
     codes, train_size = torch.from_numpy(both.astype(np.int64)), len(pair[0])
     return (codes[:train_size].clone(), codes[train_size:].clone()), tuple(str(text) for text in names)
 
@@ -201,7 +210,7 @@ def encode_clients(
     """
     if first is None:
         if second is not None:
-            raise DataError("client_test: given without client_train; give both, or client_train alone")
+            raise DataError("client_test: is given without client_train. Give both, or only client_train.")
         return (None, None), ()
     # If the clients of test samples are not known, encode an empty list of them, of the same type.
     ids, samples = (second, test) if second is not None else (_numpy(first, "client_train")[:0], test[:0])
@@ -222,8 +231,13 @@ def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
     count = int(np.isin(test.numpy(), unseen).sum())
     if count == len(test):
         known = ", ".join(repr(names[code]) for code in np.unique(train.numpy())[:10])
-        raise DataError(f"y_test: its labels are {named}, and y_train has none of them; it has {known}")
-    problem = f"y_train has no sample of {named}, and {count} of {len(test)} test samples are: they count as wrong"
+        raise DataError(
+            f"y_test: none of its labels ({named}) occurs in y_train, which has {known}. Use the same labels in both."
+        )
+    problem = (
+        f"y_train lacks the labels {named}, which {count} of {len(test)} test samples have. These samples count as "
+        "wrong."
+    )
     warnings.warn(problem, stacklevel=2)
 
 

@@ -84,7 +84,7 @@ class Statistics(Message):
             DataError: The column does not set ``impute``, or no training sample has a value.
         """
         if column.impute is None:
-            problem = f"column {name!r}: values are missing; accepted: all of them, or a rule such as impute = 'mean'"
+            problem = f"column {name!r}: some values are missing. Add them, or set a rule such as impute = 'mean'."
             raise DataError(problem).publicly(problem)
         if column.impute == "separate-category":
             return -1.0  # not the index of a category

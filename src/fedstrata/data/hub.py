@@ -40,7 +40,9 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
         splits = datasets.load_dataset(path, configuration or None)
     except Exception as error:  # network, name, permission, format
         first = str(error).strip().partition("\n")[0]
-        raise DataError(f"the hub gives no {name!r}: {type(error).__name__}: {first}") from None
+        raise DataError(
+            f"Hugging Face did not deliver {name!r}. Check the name and the connection. {type(error).__name__}: {first}"
+        ) from None
     return from_hub(splits, seed, client)
 
 
@@ -63,7 +65,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
         DataError: There is no split ``train``, or the columns are not clear.
     """
     if "train" not in splits:
-        raise DataError(f"no split 'train'; there are: {', '.join(splits)}")
+        raise DataError(f"the data set has no split 'train'. It has: {', '.join(splits)}.")
     train = splits["train"]
     if client is not None:
         _check_client(client, train.features)
@@ -117,11 +119,13 @@ def input_columns(features: Any) -> list[str]:
         if len(columns) == 1 or usual:
             return [(usual or columns)[0]]
         if columns:
-            raise DataError(f"several columns could be the input: {', '.join(columns)}; none is called 'image' or 'x'")
+            raise DataError(
+                f"several columns could be the input: {', '.join(columns)}. Rename one of them to 'image' or 'x'."
+            )
     numbers = [name for name, feature in features.items() if name != label and _is_number(feature)]
     if not numbers:
         named = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-        raise DataError(f"no column of images, arrays or numbers to learn from; there are: {named}")
+        raise DataError(f"the data set has no column of images, arrays or numbers to learn from. It has: {named}.")
     return numbers
 
 
@@ -162,19 +166,21 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
     if type(split.features[name]).__name__ != "Image":
         rows = np.asarray(split.with_format("numpy")[name][:])
         if rows.dtype == object:
-            raise DataError(f"rows of column {name!r} are of different lengths")
+            raise DataError(f"the rows of the column {name!r} have different lengths. Make them equally long.")
         return rows
     pictures = (row[name] for row in split.select_columns([name]))
     images = None
     for number, picture in enumerate(pictures):
         if picture is None:
-            raise DataError(f"column {name!r} has no image in row {number}")
+            raise DataError(f"the column {name!r} has no image in row {number}. Remove the row.")
         pixels = _pixels(picture)
         if images is None:
             images = np.empty((len(split), *pixels.shape), dtype=pixels.dtype)
         if pixels.shape[:2] != images.shape[1:3]:
             sizes = f"{images.shape[2]}x{images.shape[1]} and {pixels.shape[1]}x{pixels.shape[0]}"
-            raise DataError(f"images of different sizes in column {name!r}, {sizes}; resize them to one first")
+            raise DataError(
+                f"the images in the column {name!r} have different sizes, {sizes}. Resize them to one size first."
+            )
         if pixels.dtype != images.dtype:
             images = images.astype(np.promote_types(pixels.dtype, images.dtype))
         if pixels.ndim + 1 != images.ndim:
@@ -185,7 +191,7 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
                 pixels = np.repeat(pixels[..., None], 3, axis=2)
         images[number] = pixels
     if images is None:
-        raise DataError(f"column {name!r} is empty")
+        raise DataError(f"the column {name!r} is empty.")
     return images
 
 

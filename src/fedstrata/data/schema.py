@@ -74,7 +74,7 @@ class Column(Setting):
         if not isinstance(given, Mapping):
             return given
         if "constant" in given:
-            raise SpecError("constant", "unknown key; write impute = 'constant', value = …", given["constant"])
+            raise SpecError("constant", "is not a known key. Use impute = 'constant' and value = ….", given["constant"])
         if given.get("type") is not None:
             return given
         value = given.get("value")
@@ -88,19 +88,25 @@ class Column(Setting):
     @model_validator(mode="after")
     def _agree(self) -> Column:
         if self.range is not None and (self.type != "number" or self.range[0] > self.range[1]):
-            raise SpecError("range", "belongs to a number, the least first", list(self.range))
+            raise SpecError(
+                "range", "must be two numbers, the smaller one first, for a column of type 'number'.", list(self.range)
+            )
         names = self.categories
         if names is not None and (self.type != "category" or len(set(names)) < len(names)):
-            raise SpecError("categories", "belong to type = 'category', each once", list(names))
+            raise SpecError("categories", "must be different names, for a column of type 'category'.", list(names))
         if self.type == "category" and self.impute in ("mean", "median"):
             accepted = "'most-frequent', 'separate-category' or 'constant'"
-            raise SpecError("impute", f"does not work for a category; accepted: {accepted}", self.impute)
+            raise SpecError("impute", f"cannot be computed for a category. Use one of: {accepted}.", self.impute)
         if self.type != "category" and self.impute == "separate-category":
-            raise SpecError("impute", "belongs to type = 'category'; other types have 'indicator'", self.impute)
+            raise SpecError("impute", "requires type = 'category'. For other types, set 'indicator'.", self.impute)
         if self.step is not None and not (self.type == "number" and self.counted):
-            raise SpecError("step", "belongs to a number with impute = 'median' or 'most-frequent'", self.step)
+            raise SpecError(
+                "step",
+                "has an effect only for a number with impute = 'median' or 'most-frequent'. Remove it.",
+                self.step,
+            )
         if (self.impute == "constant") != (self.value is not None):
-            raise SpecError("value", "is what impute = 'constant' puts in; give both or neither", self.value)
+            raise SpecError("value", "and impute = 'constant' require each other. Set both or neither.", self.value)
         if self.value is not None and self.type is not None and (self.type != "category" or self.categories):
             try:
                 self.number(self.value)
@@ -166,7 +172,7 @@ def _columns(value: object, info: ValidationInfo) -> object:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise ValueError("expected a table of columns, each with its type, such as { age = 'number' }")
+        raise ValueError("must be a table of columns, each with its type. Use, for example, { age = 'number' }.")
 
     def column(name: str) -> object:
         given = {"type": value[name]} if isinstance(value[name], str) else value[name]
@@ -209,7 +215,7 @@ class Schema(Setting):
     @classmethod
     def _a_share(cls, test: float | str) -> float | str:
         if not isinstance(test, str) and not 0 < test < 1:
-            raise ValueError("a share between 0 and 1, or the name of a column")
+            raise ValueError("must be a share between 0 and 1, or the name of a column.")
         return test
 
     @model_validator(mode="after")
@@ -221,7 +227,7 @@ class Schema(Setting):
         for name in self.columns or {}:
             if name in self.ignore or (self.features is not None and name not in self.features):
                 key = "ignore" if self.ignore else "features"
-                raise SpecError(f"columns.{name}", f"describes a column that '{key}' leaves out; change one of the two")
+                raise SpecError(f"columns.{name}", f"describes a column that '{key}' excludes. Change one of the two.")
         return self
 
     @property
@@ -245,7 +251,9 @@ class Schema(Setting):
             given = self.columns or {}
             names = (*given, *(name for name in table.columns if name not in {*given, *self.roles, *self.ignore}))
         if not names:
-            raise SpecError("data.schema.features", "no column is left for a model to see", list(table.columns))
+            raise SpecError(
+                "data.schema.features", "no column is left as a feature. Keep at least one column.", list(table.columns)
+            )
         columns = {name: self._completed(table, name) for name in names}
         return self.model_copy(update={"columns": columns})
 
@@ -255,7 +263,10 @@ class Schema(Setting):
         key, column = ("data.schema.features", Column()) if given is None else (f"data.schema.columns.{name}", given)
         table.require(name, key)
         if name in self.roles:
-            raise SpecError(key, f"is the {self.roles[name]}, which a model must not see. Remove it from the features.")
+            raise SpecError(
+                key,
+                f"is the column of the {self.roles[name]}, which must not be a feature. Remove it from the features.",
+            )
         if column.type is not None and (column.type != "category" or column.categories is not None):
             return column
         cells = table.cells(name, (*self.missing, *column.missing))
@@ -277,15 +288,24 @@ class Schema(Setting):
         """
         for key in ("classes", "columns"):
             if getattr(self, key) is None:
-                raise SpecError(f"data.schema.{key}", f"needed where sites keep their rows; list the {key}")
+                raise SpecError(
+                    f"data.schema.{key}",
+                    f"is required for real sites, because their rows cannot be read in advance. List the {key}.",
+                )
         columns = {}
         for name in self.features or self.columns or ():
             key = f"data.schema.columns.{name}"
             if (given := (self.columns or {}).get(name)) is None:
-                raise SpecError(key, "needed where sites keep their rows; describe the column")
+                raise SpecError(
+                    key,
+                    "is required for real sites, because their rows cannot be read in advance. Describe the column.",
+                )
             column = under(key, partial(build, Column, {**dict(given), "type": given.type or "number"}))
             if column.type == "category" and column.categories is None:
-                raise SpecError(f"{key}.categories", "needed where sites keep their rows; list the categories")
+                raise SpecError(
+                    f"{key}.categories",
+                    "is required for real sites, because their rows cannot be read in advance. List the categories.",
+                )
             if column.type == "number" and column.counted and column.step is None:
                 problem = f"needed for impute = {column.impute!r} where sites keep their rows: they tell how often "
                 raise SpecError(f"{key}.step", f"{problem}they have each multiple of it; impute = 'mean' needs none")
@@ -344,7 +364,7 @@ class Table:
         try:
             return cell.decode() if isinstance(cell, bytes) else cell
         except UnicodeDecodeError:
-            problem = "holds bytes that are not UTF-8; accepted: text, numbers, booleans"
+            problem = "contains bytes that are not UTF-8. Use text, numbers or booleans."
             raise self.wrong(row, column, problem, f"a cell {problem}") from None
 
     def wrong(self, row: int, column: str, problem: str, public: str) -> DataError:
@@ -416,7 +436,7 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> Bool
         cells = [text_of(cell).lower() for cell in _known(table, schema.test, schema)]
         wrong = next((row for row, text in enumerate(cells) if text not in PARTS), None)
         if wrong is not None:
-            problem = f"does not say which part it is; accepted: {', '.join(PARTS)}"
+            problem = f"does not say whether the row is for training or testing. Use one of: {', '.join(PARTS)}"
             raise table.wrong(wrong, schema.test, problem, f"a cell {problem}")
         return np.array([PARTS[text] == 1 for text in cells], dtype=bool)
     labels = np.unique(ids(table, schema.label, schema), return_inverse=True)[1]
@@ -522,7 +542,7 @@ def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "
     if 2 * len(dates) > len(known):
         advice = f"derive a number from it, such as days since admission, or leave the column out: ignore = {[name]} "
         advice += f"in [data.schema]. If it has few values: {_key(name)} = 'category' in [data.schema.columns]"
-        problem = f"is a date or a time, which no model takes as it is; {advice}"
+        problem = f"is a date or a time, which a model cannot use directly: {advice}"
         raise table.wrong(dates[0], name, problem, problem)
     values = {text_of(cell) for cell in known}
     if 2 * len(texts) < len(known):

@@ -89,13 +89,20 @@ with warnings.catch_warnings():
         def _agree(self) -> Data:
             for key, other in (("shape", "classes"), ("classes", "shape"), ("shift", "scale"), ("scale", "shift")):
                 if getattr(self, key) is not None and getattr(self, other) is None:
-                    raise SpecError(other, f"belongs to {key}; give both or neither")
+                    raise SpecError(other, f"and {key} require each other. Set both or neither.")
             for key in ("shape", "range"):
                 if getattr(self, key) is not None and (self.schema is not None or self.shape is None):
-                    problem = "is of arrays, with shape and classes; the columns of a table have ranges in data.schema"
+                    problem = (
+                        "is for arrays, and requires shape and classes. For a table, set the range of each column in "
+                        "data.schema."
+                    )
                     raise SpecError(key, problem, list(getattr(self, key)))
             if self.shift is not None and self.scale is not None and len(self.shift) != len(self.scale):
-                raise SpecError("scale", f"{len(self.scale)} numbers; shift has {len(self.shift)}", list(self.scale))
+                raise SpecError(
+                    "scale",
+                    f"has {len(self.scale)} numbers, but shift has {len(self.shift)}. Give equally many.",
+                    list(self.scale),
+                )
             return self
 
         def __init__(self, name: str = "digits", **settings: Any) -> None:
@@ -139,7 +146,10 @@ with warnings.catch_warnings():
             if self.shift is None or self.scale is None:
                 return None
             if len(self.shift) != shape[0]:
-                problem = f"{len(self.shift)} numbers for {shape[0]} channels or features"
+                problem = (
+                    f"has {len(self.shift)} numbers, but the data have {shape[0]} channels or features. Give one for "
+                    "each."
+                )
                 raise SpecError("data.shift", problem, list(self.shift))
             return torch.tensor(self.shift), torch.tensor(self.scale)
 
@@ -258,9 +268,9 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
                 error = DataError(f"{path} lacks the arrays {', '.join(missing)}. It has: {', '.join(archive)}.")
                 raise error.publicly(f"there is no {', '.join(missing)}")
             if (size := sum(int(info.file_size) for info in archive.zip.infolist())) > MOST:
-                raise DataError(f"{path} holds {size / 2**30:,.1f} GiB of arrays; accepted: at most {MOST >> 30}")
+                raise DataError(f"{path} contains {size / 2**30:,.1f} GiB of arrays. Use at most {MOST >> 30} GiB.")
             if damaged := archive.zip.testzip():  # NumPy skips the checksum if a header declares too few bytes
-                raise ValueError(f"{damaged} does not fit its checksum")
+                raise ValueError(f"the checksum of {damaged} is wrong")
             arrays = {key: archive[key] for key in (*needed, *optional) if key in archive}
             if other := [key for key, array in arrays.items() if not isinstance(array, np.ndarray)]:
                 raise ValueError(f"{other[0]} is not an array")  # NumPy returns bytes for a member without a header
@@ -302,7 +312,7 @@ def _names(arrays: Arrays, key: str) -> list[str] | None:
         return None
     names = decoded(np.asarray(arrays[key]), key)
     if names.ndim != 1 or names.dtype.kind not in "Uiub":
-        raise DataError(f"{key}: of type {names.dtype} and shape {names.shape}; must be a list of names")
+        raise DataError(f"{key}: is of type {names.dtype} and shape {names.shape}. Give a list of names.")
     return [str(name) for name in names]
 
 

@@ -163,7 +163,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Table:
                 lines.append(before + 1)
             before = reader.line_num
     if not rows:
-        raise DataError(f"{path} has no rows below its first line, which names the columns")
+        raise DataError(f"{path} has no rows below the first line, which names the columns. Add rows.")
     return Table(str(path), dict(zip(names, zip(*rows, strict=True), strict=True)), lines)
 
 
@@ -202,12 +202,14 @@ def table_of(rows: Any, name: str) -> Table:
         names = rows if isinstance(rows, Mapping) else rows.columns
         columns = {str(column): _cells(rows[column]) for column in names}
     except (AttributeError, TypeError, KeyError) as error:
-        raise DataError(f"{name}: no data frame of pandas or polars, and no mapping to lists: {error}") from None
+        raise DataError(
+            f"{name}: is neither a data frame of pandas or polars nor a mapping from names to lists: {error}"
+        ) from None
     if not any(columns.values()):
         raise DataError(f"{name} has no rows")
     sizes = {column: len(cells) for column, cells in columns.items()}
     if len(set(sizes.values())) > 1:
-        raise DataError(f"{name}: columns of different lengths: {sizes}; accepted: one cell per row in each")
+        raise DataError(f"{name}: the columns have different lengths: {sizes}. Give one cell per row in each column.")
     return Table(name, columns)
 
 
@@ -218,5 +220,5 @@ def _cells(column: Any) -> list[Any]:
         column = column.astype(f"{column.dtype.kind}8[us]")  # NumPy lists nanoseconds as numbers
     cells = column.to_list() if hasattr(column, "to_list") else column.tolist()
     if not isinstance(cells, list):
-        raise TypeError(f"{cells!r} is a single cell, and a column is a list of cells")
+        raise TypeError(f"{cells!r} is a single cell, but a column must be a list of cells")
     return cells

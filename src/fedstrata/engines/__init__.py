@@ -35,4 +35,4 @@ def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:
         from fedstrata.engines.ray import RayEngine
 
         return RayEngine(context, store)
-    raise SpecError("engine", f"no such engine; there are: {', '.join(ENGINES)}{nearest(name, ENGINES)}", name)
+    raise SpecError("engine", f"is not an engine. Use one of: {', '.join(ENGINES)}{nearest(name, ENGINES)}", name)

@@ -300,7 +300,7 @@ def refuse_random(config: FederationConfig) -> None:
     """
     if config.random:
         # Threads share PyTorch's random generator, so that the numbers which each of them draws would depend on timing.
-        problem = "draws random numbers, which clients that run at the same time cannot do repeatably; turn that off "
+        problem = "draws random numbers, which is not reproducible when clients train at the same time. Turn that off "
         raise SpecError("model", problem + "(nn.Dropout: p = 0), or use training.execution = 'fused' with Stratify")
 
 
@@ -329,7 +329,7 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
             if waited > patience:
                 waiting = group.progress[1]
                 stuck = [client for member, client in enumerate(threads) if client in alive and member not in waiting]
-                problem = "neither ended nor came to the next sum of their group: an endless loop?"
+                problem = "did not finish or reach their next exchange. Look for an endless loop in your code."
                 raise FedstrataError(f"for {patience:g} s clients {', '.join(map(str, stuck))} {problem}")
     except BaseException:
         group.abort("it was interrupted")

@@ -349,7 +349,7 @@ class WorkerPool:
         none_ready = all(worker.hello is not None for worker in self._all)
         done, _ = self._ray.wait(list(waiting), num_returns=1, timeout=START_SECONDS if none_ready else None)
         if not done:
-            raise FedstrataError(f"no worker of Ray started within {START_SECONDS:g} s")
+            raise FedstrataError(f"Ray did not start a worker within {START_SECONDS:g} seconds. Check the Ray cluster.")
         ref, worker = done[0], waiting[done[0]]
         if worker.hello != ref:
             return worker, ref
@@ -358,7 +358,9 @@ class WorkerPool:
         except self._ray.exceptions.RayError as error:
             raise FedstrataError(f"a worker of Ray cannot start: {_last_line(error)}") from error
         if versions != VERSIONS:
-            raise FedstrataError(f"{worker.name} runs {versions}, and this process {VERSIONS}; install the same")
+            raise FedstrataError(
+                f"{worker.name} uses {versions}, but this process uses {VERSIONS}. Install the same versions."
+            )
         worker.hello = None
         return worker, None
 
@@ -429,7 +431,9 @@ def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], No
         try:
             ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError) as error:
-            raise SpecError(ADDRESS, f"no cluster can be joined there: {_last_line(error)}", address) from error
+            raise SpecError(
+                ADDRESS, f"the Ray cluster at this address cannot be joined: {_last_line(error)}", address
+            ) from error
     else:
         ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
     leave: Callable[[], None] = ray.shutdown

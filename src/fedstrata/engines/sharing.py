@@ -132,7 +132,7 @@ class SharedMemory:
             if end - begin >= size:
                 self._gaps[place : place + 1] = [(begin + size, end)] if end - begin > size else []
                 return begin
-        raise MemoryError(f"no room for {size} bytes in the memory shared with worker processes")
+        raise MemoryError(f"the shared memory (/dev/shm) has no room for {size} bytes")
 
 
 class _Packer(pickle.Pickler):

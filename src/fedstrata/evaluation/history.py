@@ -213,7 +213,7 @@ class History(Sequence[Record]):
         rounds, values = self.points(name)
         if not len(rounds) and self and name not in (*STANDARD, column_of(self.primary)):
             accepted = self.columns
-            problem = f"no column of numbers; there are: {', '.join(accepted)}{nearest(name, accepted)}"
+            problem = f"is not a column of numbers. Use one of: {', '.join(accepted)}{nearest(name, accepted)}"
             raise SpecError("column", problem, name)
         return rounds, values
 
@@ -424,7 +424,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     with suppress(OSError, ValueError, AttributeError, RecursionError):
         checksum = json.loads((path.parent / MODEL).read_text(encoding="utf-8")).get("parameters")
     if checksum not in (None, hashlib.sha256(content).hexdigest()):
-        raise DataError(f"{path} is damaged: it is not what the run wrote, by its checksum in {MODEL}")
+        raise DataError(f"{path} is damaged: its checksum differs from the one in {MODEL}.")
     return tensors
 
 

@@ -79,7 +79,7 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
         if not 0 < held[c] < there[c]:
             what = "no sample of it to train on" if held[c] else "none of them for validation"
             problem = f"class {data.class_names[c]!r} has {there[c]} training samples, and this leaves {what}"
-            raise SpecError("evaluation.validation", f"{problem}; accepted: a share that splits every class", share)
+            raise SpecError("evaluation.validation", f"{problem}; Use a share that splits every class.", share)
     return np.flatnonzero(mask)
 
 
@@ -125,7 +125,10 @@ def hold_out(
     test_clients, numbers, own_test, own_validation = None, None, brought, None
     if settings.test_clients is not None:
         if not everybody:
-            problem = "every client is a real site with data of its own; leave it out, and let a site not take part"
+            problem = (
+                "has no effect, because every client is a real site. Remove it; to hold out a site, do not let it "
+                "take part."
+            )
             raise SpecError("evaluation.test_clients", problem, settings.test_clients)
         training, testing = _deal_clients(len(assignment), settings.test_clients, seed)
         numbers = np.concatenate([training, testing])
@@ -137,7 +140,7 @@ def hold_out(
         assignment, own_validation = split_each(assignment, data, settings.validation, seed, "validation", least=0)
         validation = np.sort(own_validation.indices)
         if everybody and not len(validation):
-            problem = "no client has enough samples for a part of them; accepted: a larger share"
+            problem = "no client has enough samples to hold out this share. Use a larger share."
             raise SpecError("evaluation.validation", problem, settings.validation)
     split: Split = "train" if brought is None else "test"
     return assignment, HeldOut(validation, own_validation, own_test, split, test_clients, numbers)
@@ -223,7 +226,10 @@ def _cut_own(
     short = np.flatnonzero(sizes < 2 if everybody else sizes == 1)
     if len(short):
         has = "one sample" if sizes[short[0]] else "no sample"
-        problem = f"client {short[0]} has {has}, and a test part takes one of at least two: partition.min_size = 2"
+        problem = (
+            f"client {short[0]} has {has}, but needs at least two, one of them for its test samples. Set "
+            "partition.min_size = 2."
+        )
         raise SpecError("evaluation.client_test", problem, share)
     return split_each(assignment, data, share, seed, "client-test", least=1)
 
@@ -236,7 +242,9 @@ def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
     """
     count = max(1, round(share * clients))
     if count >= clients:
-        problem = f"of {clients} clients {count} would never train; accepted: a share that leaves at least one"
+        problem = (
+            f"{count} of {clients} clients would never train. Use a smaller share, so that at least one client trains."
+        )
         raise SpecError("evaluation.test_clients", problem, share)
     shuffled = rng(seed, "test-clients").permutation(clients)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])

@@ -105,7 +105,7 @@ class Metric(Setting):
             problem = f"fails on predictions of {classes} classes: {type(error).__name__}: {error}"
             raise SpecError("evaluation.metrics", problem, self.label) from error
         if value is not None and not isinstance(value, (int, float, np.number)):
-            problem = f"gives a {type(value).__name__}; a metric is a number, or None where it has no value"
+            problem = f"returns a {type(value).__name__}. Return a number, or None if the metric has no value."
             raise SpecError("evaluation.metrics", problem, self.label)
 
 
@@ -327,7 +327,7 @@ class _Metrics(Registry[Metric]):
                 if callable(metric):
                     return FunctionMetric
                 wanted = "a function of labels (N,) and probabilities (N, C), or a class derived from Metric"
-                raise SpecError("name", f"{name} is not a metric: expected {wanted}", name)
+                raise SpecError("name", f"{name} is not a metric. Use {wanted}.", name)
         return super().find(name)
 
     @override

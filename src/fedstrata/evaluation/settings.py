@@ -66,7 +66,7 @@ class Evaluation(Setting):
     def _different(cls, metrics: list[Metric]) -> list[Metric]:
         labels = [metric.label for metric in metrics]
         if twice := [label for label in labels if labels.count(label) > 1]:
-            raise ValueError(f"{twice[0]!r} is there twice, and records could not tell which")
+            raise ValueError(f"{twice[0]!r} occurs twice. Remove one of the two.")
         return metrics
 
     @field_validator("targets", mode="before")
@@ -74,7 +74,7 @@ class Evaluation(Setting):
     def _a_list(cls, targets: object) -> object:
         if isinstance(targets, int | float):
             shown = targets / 100 if 1 < targets <= 100 else targets if 0 < targets <= 1 else 0.9
-            raise ValueError(f"must be a list of accuracies, which are fractions, such as [{shown:g}]")
+            raise ValueError(f"must be a list of accuracies, which are fractions. Use, for example, [{shown:g}].")
         return targets
 
     @field_validator("targets")
@@ -143,7 +143,9 @@ class Evaluation(Setting):
         metrics = dict(zip(self.labels, self.metrics, strict=True))
         if label not in metrics:
             accepted = f"{', '.join(metrics)}{nearest(label, metrics)}"
-            raise SpecError("metric", f"no metric of this run (evaluation.metrics); there are: {accepted}", label)
+            raise SpecError(
+                "metric", f"is not a metric of this run (evaluation.metrics). Use one of: {accepted}", label
+            )
         return metrics[label]
 
     def evaluated_rounds(self, last: int) -> frozenset[int]:

@@ -108,11 +108,17 @@ def compare(
     out, make = Path(out), partial(prepare, data=data, model=model)
     for label, spec in experiments.items():
         if not label.isprintable() or label in ("", *references) or "/" in label or label.startswith("."):
-            raise SpecError("--methods", "a label names a folder of its own; use letters, digits and dashes", label)
+            raise SpecError(
+                "--methods",
+                "is not a valid label, because it becomes the name of a folder. Use letters, digits and dashes.",
+                label,
+            )
         check_trackers(make(spec))
     planned = plan(experiments, seeds, references, data)
     if isinstance(model, nn.Module) and len({seed for _, seed in planned}) > 1:
-        problem = "all seeds start from the weights of this module. Pass its class, or a function that makes it"
+        problem = (
+            "all seeds would start from the weights of this module. Pass its class, or a function that creates it."
+        )
         warnings.warn(f"model: {problem}; if its weights are meant, pass fs.Model(module)", stacklevel=2)
     folders = {key: folder_of(out, key) for key in planned}
     for key, spec in planned.items():
@@ -191,7 +197,7 @@ def checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
         SpecError: The list of seeds is empty, or a value is not a valid seed.
     """
     if not seeds:
-        raise SpecError("seeds", "expected at least one", [])
+        raise SpecError("seeds", "is empty. Give at least one seed.", [])
     return tuple(build(Experiment, {"seed": seed}).seed for seed in seeds)
 
 
@@ -258,8 +264,10 @@ def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
     """
     if failures:
         lost = "; ".join(f"that of {folder} {reason}" for folder, reason in failures.items())
-        advice = "the same call goes on from their last checkpoints; fewer jobs at a time take less memory"
-        raise FedstrataError(f"{len(failures)} of {runs} runs lost their process: {lost}; {advice}")
+        advice = (
+            "Repeat the same call to resume them from their last checkpoints. Fewer jobs at a time need less memory."
+        )
+        raise FedstrataError(f"the processes of {len(failures)} of {runs} runs ended unexpectedly: {lost}. {advice}")
 
 
 def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:

@@ -80,11 +80,14 @@ def carry_out(
     if engine == "nvflare":
         # NVFlare runs the rounds in another process, to which this process cannot pass data, a model or callbacks.
         if data is not None or model is not None:
-            problem = "loads the spec's data and model at each site: give data and a model that the spec can name"
+            problem = (
+                "loads data and model at each site, and so cannot use objects of this process. Name data and model in "
+                "the spec."
+            )
             raise SpecError("engine", problem, engine)
         watchers = [callback for callback in callbacks if not isinstance(callback, Callback)]
         if len(watchers) < len(callbacks):
-            problem = "the loop over rounds is another process there: name them in the spec's callbacks, not here"
+            problem = "this engine runs the rounds in another process. Name the callbacks in the spec, not here."
             raise SpecError("callbacks", problem, engine)
         simulate = outer.load("sites.simulator:simulate")
         history: History = simulate([(spec, folder)], resume=resume, callbacks=watchers)[0]

@@ -95,7 +95,7 @@ class Range:
         if kind == "choice":
             choices = tuple(map(str.strip, split_values(rest)))
             if len(choices) < 2 or len(set(choices)) < len(choices):
-                raise SpecError("--search", f"{key}: a choice is of at least two different values", text)
+                raise SpecError("--search", f"{key}: a choice requires at least two different values.", text)
             return cls("choice", choices=choices)
         low, dots, high = rest.partition("..")
         try:
@@ -175,7 +175,7 @@ def search(
     if importlib.util.find_spec("optuna") is None:
         raise ExtraMissingError("a search", "sweep")
     if trials < 1:
-        raise SpecError("--trials", "expected a whole number of at least 1", trials)
+        raise SpecError("--trials", "must be a whole number of at least 1.", trials)
     ranges = {key: Range.parse(key, text) for key, text in space.items()}
     spec = checked(table, ranges)
     setup = Setup(dict(table), ranges, checked_seeds([spec.seed] if seeds is None else seeds), Path(out), prune)
@@ -240,7 +240,9 @@ def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
     """
     if not space:
-        raise SpecError("--search", "a search needs a setting and its range, such as training.lr=log:0.001..0.5")
+        raise SpecError(
+            "--search", "is required for a search. Give a key and its range, such as training.lr=log:0.001..0.5."
+        )
     first = {key: span.ends[0] for key, span in space.items()}
     for settings in [first, *({**first, key: end} for key, span in space.items() for end in span.ends[1:])]:
         spec = Cell.of(table, settings).spec
@@ -290,7 +292,7 @@ def opened(
             for key, value in (identity or {}).items():
                 if (stored := study.user_attrs.get(key)) != value:
                     raise SpecError(
-                        key, f"this folder's search has {stored}; go on with that, or give another --out", value
+                        key, f"the search in this folder used {stored}. Use that value, or give another --out.", value
                     )
             yield study
     finally:

@@ -150,7 +150,7 @@ def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[s
         settings = dict(zip(grid, values, strict=True))
         label = ",".join(f"{names[key]}={value}" for key, value in settings.items()).replace("/", "_")
         if label in result:
-            raise SpecError("--set", "a value to try is there twice, or cannot be told from another one", label)
+            raise SpecError("--set", "two values to try are equal. Remove one of them.", label)
         result[label] = Cell.of(table, settings)
     for cell in result.values():
         refuse_unvalidated(cell.spec)

@@ -252,14 +252,14 @@ class Trace(Availability):
     def _parse(self, reader: csv.DictReader[str]) -> None:
         """Read the intervals. Errors do not quote the file, because they may be sent to another organisation."""
         if not {"client", "first", "last"} <= set(reader.fieldnames or ()):
-            raise ValueError("line 1: expected the columns client,first,last")
+            raise ValueError("line 1 must be: client,first,last")
         for number, row in enumerate(reader, start=2):
             try:
                 client, first, last = (int(row[key]) for key in ("client", "first", "last"))
             except (TypeError, ValueError):
-                raise ValueError(f"line {number}: expected three whole numbers") from None
+                raise ValueError(f"line {number} must have three whole numbers") from None
             if not 1 <= first <= last:
-                raise ValueError(f"line {number}: expected 1 <= first <= last")
+                raise ValueError(f"line {number} must have 1 <= first <= last")
             self._intervals.setdefault(client, []).append((first, last))
 
     def check(self, population: Population) -> None:

@@ -282,9 +282,12 @@ class Recipe(Method):
         sampler.check_private(config)
         if aggregator.needs_counts:
             accepted = "'mean', 'stratum' or 'horvitz-thompson'"
-            raise SpecError("method.aggregator", f"weighs by sizes that clients keep private; use {accepted}")
+            raise SpecError(
+                "method.aggregator",
+                f"weights models by the clients' sizes, which data_sampler keeps private. Use {accepted}.",
+            )
         if objective.tells_counts(config):
-            problem = "tells sizes that clients keep private; use another"
+            problem = "discloses the clients' sizes, which data_sampler keeps private. Use another objective."
             by_steps = replace(config, training=config.training.model_copy(update={"local_steps": 1}))
             if not objective.tells_counts(by_steps):
                 problem += ", or training.local_steps, the same for all"
@@ -292,9 +295,11 @@ class Recipe(Method):
         decays = config.training.weight_decay > 0
         if config.training.local_steps is None and (decays or has_batchnorm(config.model.module)):
             why = "weight decay" if decays else "BatchNorm's running statistics"
-            problem = f"with epochs {why} would tell how many steps a client took, and with them its size, which it"
+            problem = (
+                f"with epochs {why} would disclose a client's number of steps, and so its size, which data_sampler"
+            )
             raise SpecError(
-                "training.local_steps", f"{problem} keeps private; give a number of steps, the same for all"
+                "training.local_steps", f"{problem} keeps private. Set the same number of steps for all clients"
             )
 
     def init(self, federation: Federation, weights: Weights) -> RecipeState:

@@ -35,13 +35,17 @@ class FedTAN(Recipe):
         """Require a model with BatchNorm layers, averaged statistics, all data and cross-entropy."""
         super().check(config)
         if not has_batchnorm(config.model.module):
-            problem = "FedTAN is about BatchNorm and the model has none; fedavg is the same"
+            problem = (
+                "FedTAN requires a model with BatchNorm, and this model has none. Use fedavg, which is then equivalent."
+            )
             raise SpecError("method.name", problem, "fedtan")
         if config.training.batch_norm == "local":
-            raise SpecError("training.batch_norm", "FedTAN's statistics are the federation's; use average", "local")
+            raise SpecError(
+                "training.batch_norm", "FedTAN computes statistics over all clients. Use 'average'.", "local"
+            )
         for key, accepted in (("data_sampler", AllData()), ("objective", CrossEntropy())):
             if getattr(self, key) != accepted:
-                raise SpecError(f"method.{key}", "FedTAN trains on all data with cross-entropy; leave it out")
+                raise SpecError(f"method.{key}", "FedTAN always trains on all data with cross-entropy. Remove it.")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests of the sampler, and the request for local training of all clients at the same time."""

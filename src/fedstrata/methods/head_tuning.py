@@ -47,7 +47,10 @@ class HeadTuning(Setting):
         """
         key = f"{section}.per_class"
         if config.server_data is None:
-            problem = "the server trains on samples that no client holds, and has none where sites hold their own data"
+            problem = (
+                "the server would train the head on samples that no client holds, but real sites hold all data. Use "
+                "another method."
+            )
             raise SpecError(key, problem, self.per_class)
         fewest = int(config.server_data.counts().min())
         if fewest < self.per_class:
@@ -57,7 +60,7 @@ class HeadTuning(Setting):
             )
             raise SpecError(key, problem, self.per_class)
         if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
-            problem = "the server trains the head on features, and clients keep the statistics of theirs; use average"
+            problem = "the server trains the head with shared BatchNorm statistics. Use 'average'."
             raise SpecError("training.batch_norm", problem, "local")
 
     def tuned(self, config: FederationConfig, weights: Weights) -> tuple[Weights, float]:

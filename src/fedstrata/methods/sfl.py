@@ -41,11 +41,11 @@ class SFL(Method):
     def check(self, config: FederationConfig) -> None:
         """Refuse local BatchNorm statistics, samplers that need the clients' models, and samplers that do not fit."""
         if config.training.batch_norm == "local":
-            problem = "one travelling model has one set of statistics; use average"
+            problem = "SFL trains one model with one set of BatchNorm statistics. Use 'average'."
             raise SpecError("training.batch_norm", problem, "local")
         sampler = self.client_sampler
         if sampler.learns(config):
-            problem = "learns from the models that clients return, and the server receives one model; use another"
+            problem = "requires a model from every client, but SFL returns only one. Use another sampler."
             raise SpecError("method.client_sampler", problem, sampler.name)
         sampler.check(config)
 

@@ -53,7 +53,7 @@ class Model:
         self.head_name = _find_head(module) if head is None else head
         modules = dict(module.named_modules(remove_duplicate=False))
         if self.head_name not in modules:
-            raise SpecError("model.head", "no submodule of that name; there are: " + ", ".join(modules), head)
+            raise SpecError("model.head", "is not a submodule of the model. Use one of: " + ", ".join(modules), head)
         self._head = modules[self.head_name]
         self._installed: Params | None = None
         self._shared: Params = {}
@@ -71,7 +71,11 @@ class Model:
         named = dict(self.module.named_parameters())
         self._leaves: Params = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
         if not self._leaves:
-            raise SpecError("model", f"{type(self.module).__name__} has no parameter that requires gradients")
+            raise SpecError(
+                "model",
+                f"{type(self.module).__name__} has no parameter that requires gradients. Use a model that can be "
+                "trained.",
+            )
         self._changing = dict(self.module.named_buffers())
         self._buffer_places = [
             (part, name, buffer)

@@ -148,7 +148,7 @@ class Custom(ModelSpec):
             raise SpecError("model.name", f"cannot be called as factory({call}): {error}", self.factory) from None
         module = factory(shape, classes, **self.arguments)
         if not isinstance(module, nn.Module):
-            problem = f"a model's factory returns an nn.Module, and this one returned {type(module).__name__}"
+            problem = f"must return an nn.Module, but returned {type(module).__name__}."
             raise SpecError("model.name", problem, self.factory)
         return module
 
@@ -162,7 +162,7 @@ class _Models(Registry[ModelSpec]):
         if factory is None or (inspect.isclass(factory) and issubclass(factory, ModelSpec)):
             return super().make(name, table)
         if not callable(factory) or isinstance(factory, nn.Module):
-            problem = f"is a {type(factory).__name__}; accepted: a ModelSpec or nn.Module class, or a function"
+            problem = f"is a {type(factory).__name__}. Name a class derived from ModelSpec or nn.Module, or a function."
             raise SpecError("name", problem, name)
         return build(Custom, {"factory": name, "arguments": dict(table)})
 
@@ -232,7 +232,7 @@ def own_module(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> n
         with torch_seeded(seed, "model"):
             model = model(*arguments)
     if not isinstance(model, (nn.Module, Model)):
-        problem = "expected an nn.Module, a fedstrata Model, or a class or function that makes one"
+        problem = "must be an nn.Module, a fedstrata Model, or a class or function that creates one"
         raise SpecError("model", f"{problem}; names go into the spec", model)
     return model
 
@@ -246,7 +246,9 @@ def _try_out(module: nn.Module, name: str, shape: tuple[int, ...], classes: int)
         raise SpecError("model.name", f"fails on samples of shape {shape}: {error}", name) from error
     if not isinstance(logits, torch.Tensor) or logits.shape != (1, classes):
         given = f"a tensor {tuple(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
-        problem = f"must give logits (B, {classes}); a batch of one, of shape {(1, *shape)}, gave {given}"
+        problem = (
+            f"must return logits of shape (B, {classes}). For a batch of shape {(1, *shape)}, it returned {given}."
+        )
         raise SpecError("model.name", problem, name)
 
 

@@ -42,16 +42,19 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
     rows = [row for members in results.values() for table in members for row in table]
     if not rows:
         problem = (
-            "these runs have no results of single clients. Give test samples client ids, or set evaluation.client_test"
+            "these runs have no results of single clients. Give the test samples client ids, or set "
+            "evaluation.client_test."
         )
         raise SpecError("--by-client", problem)
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in NOT_RESULTS]
     if column not in columns:
         accepted = f"{', '.join(columns)}{nearest(column, columns)}"
-        raise SpecError("--by-client", f"no such result; there are: {accepted}", column)
+        raise SpecError("--by-client", f"is not a result of these runs. Use one of: {accepted}", column)
     if not all("name" in row for row in rows) and any(len(members) > 1 for members in results.values()):
-        problem = "each seed divides the data in another way, so that client 0 of one seed is not client 0 of another"
-        raise SpecError("--by-client", f"{problem}; accepted: clients that come with the data, or runs of one seed")
+        problem = (
+            "each seed assigns samples to clients differently, so that client 0 of one seed is not client 0 of another"
+        )
+        raise SpecError("--by-client", f"{problem}; use runs of one seed, or data that define the clients.")
     names = dict.fromkeys(str(row.get("name", row["client"])) for row in rows)
     values = {
         label: [{str(row.get("name", row["client"])): _number(row[column]) for row in table} for table in members]

@@ -149,7 +149,11 @@ def contrast(
     """
     asked = bool(metrics) or at is not None
     if baseline is not None and baseline not in runs:
-        raise SpecError("baseline", f"there are: {', '.join(runs)}{nearest(baseline, runs)}", baseline)
+        raise SpecError(
+            "baseline",
+            f"is not a label of these runs. Use one of: {', '.join(runs)}{nearest(baseline, runs)}",
+            baseline,
+        )
     if baseline is None and len(runs) > 1:
         baseline = next(iter(runs))
     budgets = _budgets(runs, dict.fromkeys(("bytes", "samples")) if not asked else at or {}, asked)
@@ -202,15 +206,17 @@ def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | Non
     budgets, metric = {}, tables.primary(runs)
     for kind, amount in at.items():
         if kind not in BUDGETS:
-            raise SpecError("at", f"expected {', '.join(BUDGETS)}, or one of them = an amount", kind)
+            raise SpecError(
+                "at", f"is not a budget. Use one of: {', '.join(BUDGETS)}, with or without an amount (bytes=5e7).", kind
+            )
         totals = [_spent(history, kind, metric)[-1] for members in runs.values() for history in members if len(history)]
         least = float(min(totals, default=0.0))
         if amount is not None and not amount > 0:
-            raise SpecError("at", "expected an amount above 0", f"{kind}={amount:g}")
+            raise SpecError("at", "must be an amount above 0.", f"{kind}={amount:g}")
         if amount is not None or least > 0:
             budgets[f"{metric}{_AT}{kind}"] = least if amount is None else amount
         elif asked:
-            raise SpecError("at", f"some run recorded no {kind}", kind)
+            raise SpecError("at", f"at least one run did not record {kind}. Use another budget.", kind)
     return budgets
 
 
@@ -269,7 +275,10 @@ def _measure(key: str, budgets: Mapping[str, float], runs: Curves) -> tables.Mea
     if key not in columns:
         named, others = [*tables.MEASURES, "rounds_to_T"], [name for name in columns if name not in tables.MEASURES]
         rest = f", … ({len(others)} columns of metrics.jsonl)" if len(others) > SHOWN else ""
-        problem = f"there are: {', '.join([*named, *others[:SHOWN]])}{rest}{nearest(key, [*named, *others])}"
+        problem = (
+            "is not a result of these runs. Use one of: "
+            f"{', '.join([*named, *others[:SHOWN]])}{rest}{nearest(key, [*named, *others])}"
+        )
         raise SpecError("metric", problem, key)
     shown_as = quantity(key)
     digits = 2 if shown_as.factor == 100 else 4

@@ -38,7 +38,7 @@ def plot(
         SpecError: No run has the column.
     """
     if against not in ("round", "bytes"):
-        raise SpecError("against", "expected 'round' or 'bytes'", against)
+        raise SpecError("against", "must be 'round' or 'bytes'.", against)
     curves = history if isinstance(history, Mapping) else {history.method or "run": [history]}
     figure = _figure()
     draw.draw_curves(figure.subplots(), curves, column, against=against)

@@ -79,7 +79,10 @@ def strata_of_folder(folder: Path) -> View:
     _sampler(prepared.spec)
     last = checkpoint.load(folder / "checkpoint")
     if last is None:
-        raise CheckpointError(f"{folder} has no checkpoint; set evaluation.checkpoint_every, or give the spec instead")
+        raise CheckpointError(
+            f"{folder} has no checkpoint. Run with evaluation.checkpoint_every > 0, or give the spec instead of the "
+            "folder."
+        )
     return strata_of(prepared, last.state, last.round)
 
 
@@ -111,5 +114,5 @@ def _sampler(spec: Experiment) -> Any:
 
 
 def _no_strata(spec: Experiment) -> SpecError:
-    problem = "has no strata to show; the client samplers fedsts, fedssar and clustered (2) have"
+    problem = "does not form strata. Use the client sampler fedsts, fedssar, or clustered with algorithm = 2."
     return SpecError("method", problem, spec.method.name)

@@ -98,7 +98,7 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
     """
     folders = [folders] if isinstance(folders, (Path, str)) else folders
     if not folders:
-        raise DataError("no folder was given to report on")
+        raise DataError("no folder was given. Give the folder of a run or comparison.")
     groups: dict[Path, list[Path]] = {}
     for path in dict.fromkeys(path for folder in folders for path in _find(Path(folder))):
         groups.setdefault(path.parent if path.name.startswith("seed-") else path, []).append(path)
@@ -155,7 +155,7 @@ def histories(runs: Mapping[str, Sequence[Run]]) -> dict[str, list[History]]:
 
 def _find(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder")
+        raise DataError(f"{folder} is not a folder. Give the folder of a run or comparison.")
     root = folder.resolve()
     for pattern in ("metrics.jsonl", "seed-*/metrics.jsonl", "*/seed-*/metrics.jsonl"):
         if paths := sorted(path.parent for path in root.glob(pattern)):

@@ -147,7 +147,7 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
         except DAMAGED as error:
             problems.append(f"{path.name}: {error}")
     if problems:
-        raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}")
+        raise CheckpointError(f"none of the checkpoints in {folder} can be used: {'; '.join(problems)}")
     return None
 
 

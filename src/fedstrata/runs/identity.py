@@ -129,7 +129,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
     Raises:
         SpecError: A difference is not permitted, because it would change the results.
     """
-    advice = f"; go on with what it was, or give another folder than {where}"
+    advice = f". Use the old value, or another folder than {where}"
     changes = []
     old, new = before["spec"], now["spec"]
     for key in sorted(old.keys() | new.keys()):
@@ -139,19 +139,30 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
         allowed = _may_change(key)
         if allowed is None or (allowed.upwards and not _grows(was, will)):
             only = " (it may only grow)" if allowed is not None else ""
-            raise SpecError(key, f"this run has {was!r}{only}{advice}", will)
+            raise SpecError(key, f"the run in this folder has {was!r}{only}{advice}", will)
         changes.append(f"{key} was {was!r} and is {will!r}")
     if any(change.startswith("training.rounds ") for change in changes) and (why := _rounds_decide(new)):
-        problem = f"this run has {old['training.rounds']}, and with {why} their number decides every round{advice}"
+        problem = (
+            f"the run in this folder has {old['training.rounds']} rounds, and with {why} every round depends on their "
+            f"number{advice}"
+        )
         raise SpecError("training.rounds", problem, new["training.rounds"])
     for key, what in (("data", "data"), ("model", "model"), ("partition", "partition")):
         if before[key] != now[key]:
-            raise SpecError(what, f"this run was on other {what} ({before[key][:12]}…, now {now[key][:12]}…){advice}")
+            raise SpecError(
+                what,
+                f"differs from the {what} of the run in this folder ({before[key][:12]}…, now "
+                f"{now[key][:12]}…){advice}",
+            )
     for name in sorted(before["code"].keys() | now["code"].keys()):
         if before["code"].get(name) != now["code"].get(name):
-            raise SpecError("code", f"module {name!r} is not what it was when this run began{advice}")
+            raise SpecError("code", f"the module {name!r} has changed since the run in this folder began{advice}")
     if before["results_version"] != now["results_version"]:
-        raise SpecError("out", f"this run was made by a version of fedstrata whose results were others{advice}", where)
+        raise SpecError(
+            "out",
+            f"the run in this folder was made by a version of fedstrata that computes other results{advice}",
+            where,
+        )
     return changes
 
 

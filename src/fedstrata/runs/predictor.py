@@ -250,7 +250,9 @@ class Predictor:
         form = (*self.shape[1:], self.shape[0]) if len(self.shape) == 3 else self.shape
         if stored.shape[1:] != form:
             sample = "(N, F)" if len(form) == 1 else "(N, C, H, W), (N, H, W, C) or, with one channel, (N, H, W)"
-            problem = f"of shape {tuple(np.shape(x))}; this model takes samples of shape {self.shape}, as {sample}"
+            problem = (
+                f"has the shape {tuple(np.shape(x))}, but this model takes samples of shape {self.shape}. Give {sample}"
+            )
             rows = "" if self.schema is None else f"; or rows of a table: {', '.join(self.schema.columns or ())}"
             raise DataError(f"x: {problem}, N = 1 for a single one{rows}")
         labels = torch.zeros(len(stored), dtype=torch.int64)
@@ -306,8 +308,8 @@ def _require_model(folder: Path) -> None:
         raise SpecError("run_dir", problem, str(folder))
     if not (folder / MODEL).is_file():
         problem = (
-            f"it has no {MODEL}, which says how to use {WEIGHTS}; 'fedstrata run --resume {folder}' writes it, where "
-            "the run kept a checkpoint"
+            f"it has no {MODEL}, which says how to use {WEIGHTS}. If the run has a checkpoint, 'fedstrata run "
+            f"--resume {folder}' writes the file."
         )
         raise SpecError("run_dir", problem, str(folder))
 
@@ -378,19 +380,19 @@ def _build(about: Mapping[str, Any], model: object, folder: Path) -> Model:
         module = model.module if isinstance(model, Model) else model
         return Model(copy.deepcopy(module), head="")  # inference does not use the head
     if model is not None:
-        raise SpecError("model", "expected an nn.Module or a fedstrata Model, or nothing", type(model).__name__)
+        raise SpecError("model", "must be an nn.Module or a fedstrata Model, or omitted.", type(model).__name__)
     name = about["model"]["name"]
     if name == CUSTOM:
         own = about["model"].get("class")
-        problem = f"the run in {folder} trained a module of your own, {own}, which no file holds"
-        raise SpecError("model", f"{problem}; give one like it: fedstrata.load(…, model=…)")
+        problem = f"the run in {folder} trained your own module {own}, which is not stored in a file"
+        raise SpecError("model", f"{problem}. Pass such a module: fedstrata.load(…, model=…).")
     try:
         table = under("model", lambda: MODELS.parse(about["model"]))
         return make_model(table, tuple(about["input_shape"]), about["classes"], seed=0)
     except SpecError as error:
         if ":" not in name:
             raise
-        advice = "; give the module itself: fedstrata.load(…, model=…)"
+        advice = ". Or pass the module itself: fedstrata.load(…, model=…)."
         raise SpecError(error.key, error.problem.rstrip(".") + advice, error.value) from None
 
 

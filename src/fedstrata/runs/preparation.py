@@ -178,7 +178,7 @@ def assemble(
             problem = f"{allowed.label} {limit.reason}, {accepted}"
             raise SpecError("privacy.min_samples", problem, spec.privacy.min_samples)
     if not spec.communication.plain and not spec.method.asks_for_changes():
-        problem = "encodes changes of a model that clients send back, and this method asks for none: leave it out"
+        problem = "has no effect, because with this method clients do not send changes of a model. Remove it."
         raise SpecError("communication", problem, spec.method.name)
     return Prepared(spec, dataset, assignment, config, held)
 
@@ -241,7 +241,7 @@ def _check_start(model: Model, spec: Experiment) -> None:
             raise SpecError("model", problem + "keeps a constant out of what travels")
     local = spec.training.batch_norm == "local" and has_batchnorm(model.module)
     if local and spec.evaluation.batch_size == 1:
-        problem = "with batch_norm = 'local' batches are evaluated with their own statistics, which take two samples"
+        problem = "with training.batch_norm = 'local', statistics are computed from each batch. Use at least 2."
         raise SpecError("evaluation.batch_size", problem, 1)
 
 
@@ -272,6 +272,6 @@ def as_dataset(data: Arrays, spec: Experiment) -> Dataset:
             raise SpecError("data", problem, sorted(map(str, wrong)))
         return from_arrays(**{"normalize": spec.data.normalize, **data})
     if not isinstance(data, Sequence) or len(data) != len(ARRAYS):
-        problem = f"expected a Dataset, a mapping, or four arrays: {', '.join(ARRAYS)}"
+        problem = f"must be a Dataset, a mapping, or four arrays: {', '.join(ARRAYS)}"
         raise SpecError("data", problem, f"{len(data)} of them" if isinstance(data, Sequence) else type(data).__name__)
     return from_arrays(*data, normalize=spec.data.normalize)

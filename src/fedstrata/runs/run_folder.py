@@ -150,7 +150,10 @@ class RunFolder:
             for record in read_jsonl(self.path / METRICS):
                 self.history.append(record)
         if done != (self.history[-1]["round"] if self.history else 0):
-            raise DataError(f"{self.path / METRICS} ends before its checkpoint, which is of round {done}")
+            raise DataError(
+                f"{self.path / METRICS} ends before round {done}, which has a checkpoint. Restore the file, or start "
+                "another run."
+            )
         history, loop_state = self.history, simulation.loop_state
         validated = history.best_on == "validation"
         rounds, values = history.points(f"validation.{history.primary}" if validated else column_of(history.primary))
@@ -160,7 +163,10 @@ class RunFolder:
         # Compare the last lines too: the checksums within a log do not reveal missing lines, or a log of another run.
         for name, last in self.checkpoint.logs.items() if self.checkpoint is not None else ():
             if last and not self._logs[name].holds(last):
-                problem = f"{self.path / name} is not what it was when the checkpoint of round {done} was made"
+                problem = (
+                    f"{self.path / name} was changed after the checkpoint of round {done} was written. Restore the "
+                    "file, or start another run."
+                )
                 if name == METRICS:
                     raise DataError(problem)
                 notes.append(f"{problem}: some of what had happened is lost")
@@ -295,7 +301,7 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
     """
     if path is None:
         if resume:
-            raise SpecError("resume", "needs the run's folder, out")
+            raise SpecError("resume", "requires the folder of the run. Set out.")
         return []
     if not any((path / name).exists() for name in (SPEC, METRICS, CHECKPOINT)):
         return []
@@ -303,7 +309,7 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
         raise SpecError("out", "already holds a run. Give another folder, or resume this run.", str(path))
     before = identity_in(path)
     if before is None:
-        problem = f"holds a run that does not say what it was (no {RUN} that can be read); give another folder"
+        problem = f"contains a run without a readable {RUN}, which says what was run. Give another folder."
         raise SpecError("out", problem, str(path))
     return require_same(before, prepared.identity, str(path))
 

@@ -132,7 +132,10 @@ class ClientSampler(Setting):
     def check_private(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the sampler would learn sizes that clients keep private."""
         if self.tells_sizes:
-            raise SpecError("method.client_sampler", "asks for sizes that clients keep private; use another")
+            raise SpecError(
+                "method.client_sampler",
+                "asks for the clients' sizes, which data_sampler keeps private. Use another sampler.",
+            )
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests that the sampler sends. Real sites accept no others.

@@ -96,8 +96,8 @@ class Clustered(ClientSampler):
         super().check(config)
         if self.algorithm == 2 and config.clients > LARGEST:
             problem = (
-                f"clusters {config.clients} clients by all their distances, which is made for {LARGEST} at most; "
-                "use 1, or the sampler fedsts with refresh = 'participants'"
+                f"computes the distances of all pairs of clients, and supports at most {LARGEST} clients, not "
+                f"{config.clients}. Use 1, or the sampler fedsts with refresh = 'participants'."
             )
             raise SpecError("method.client_sampler.algorithm", problem, self.algorithm)
 

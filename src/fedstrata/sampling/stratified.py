@@ -141,10 +141,10 @@ class Stratified(ClientSampler):
         """Refuse settings that do not fit each other, the clients or the model; warn about fewer draws than strata."""
         super().check(config)
         if self._refreshes(config) == "all" and self.gradients == "updates":
-            problem = "there are updates of participants alone: set refresh = 'participants', or use 'asked'"
+            problem = "only participants send updates. Set refresh = 'participants', or use 'asked'."
             raise SpecError("method.gradients", problem, self.gradients)
         if self.compared == "centroids" and self._uses_updates(config):
-            problem = "updates are not compressed and have no centroids: use 'restored', or gradients = 'asked'"
+            problem = "updates are not compressed, and have no centroids. Use 'restored', or set gradients = 'asked'."
             raise SpecError("method.compared", problem, self.compared)
         if self.strata > config.clients:
             raise SpecError(
@@ -168,8 +168,8 @@ class Stratified(ClientSampler):
         depends on how many samples the client holds.
         """
         if self._uses_updates(config) and config.training.local_steps is None:
-            problem = "updates tell how many steps a client took, and with them the size that it keeps private"
-            accepted = "use 'asked', or give training.local_steps, the same for all"
+            problem = "updates disclose a client's number of steps, and so its size, which data_sampler keeps private"
+            accepted = "use 'asked', or set training.local_steps."
             raise SpecError("method.gradients", f"{problem}; {accepted}", "updates")
 
     @override

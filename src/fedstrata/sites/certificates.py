@@ -37,7 +37,10 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
         path = kit / "startup" / f"{name}.crt"
         if path.exists():
             return path, path.with_suffix(".key")
-    raise FedstrataError(f"{kit}: no certificate in its folder startup; is it a party's folder?")
+    raise FedstrataError(
+        f"{kit}: the folder has no certificate in startup/. Give the folder of a party, as 'fedstrata deploy' writes "
+        "it."
+    )
 
 
 def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]:
@@ -89,7 +92,7 @@ def read(path: Path) -> Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: no certificate can be read: {error}") from None
+        raise DataError(f"{path}: the file is not a certificate that can be read: {error}") from None
 
 
 def renew(authority: Path, path: Path, days: int) -> datetime:
@@ -116,11 +119,13 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
         root = x509.load_pem_x509_certificate(state["root_cert"].encode())
         key: Any = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{authority}: no folder of a root's private key: {error}") from None
+        raise DataError(f"{authority}: the folder has no private key of a root certificate: {error}") from None
     try:
         old.verify_directly_issued_by(root)
     except Exception:
-        raise FedstrataError(f"{path} was not made by the root in {authority}: another federation's") from None
+        raise FedstrataError(
+            f"{path} was not issued by the root certificate in {authority}. It belongs to another federation."
+        ) from None
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), root.not_valid_after_utc)
     begin = min(now, end) - timedelta(hours=1)  # so that it is valid at once on machines whose clock is slow

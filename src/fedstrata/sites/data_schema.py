@@ -51,7 +51,7 @@ FEWEST = 2
 MOST_CLIENTS = 1_000_000
 """Most clients of a job, because the memory that a site needs grows with their count."""
 
-MORE = "'fedstrata check' at the site, and its log, say more"
+MORE = "run 'fedstrata check' at the site, or see its log"
 """The end of an error about a site's data that is sent to the server. It says where the full error can be read."""
 
 _PREPARING = Lock()
@@ -85,7 +85,11 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
     spec = Experiment.from_table(parse_toml(begin.spec))
     if begin.statistics is None:
         if data is not None:
-            raise SpecError("data", "this site has a data file of its own, but the run is about the spec's")
+            raise SpecError(
+                "data",
+                "this site has its own data file, but the run uses the data set of the spec. Remove the file from the "
+                "settings.",
+            )
         with _PREPARING, _public_errors():
             prepared = prepare(spec)
     else:
@@ -165,9 +169,15 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
         SpecError: The site has no file, or the description is incomplete.
     """
     if path is None:
-        raise SpecError("data", "the run is about the sites' own data, and this site's settings name no file")
+        raise SpecError(
+            "data",
+            "the run uses the sites' own data, but this site's settings do not name a file. Set it in "
+            "local/fedstrata.toml.",
+        )
     if len(clients) != 1:
-        raise SpecError("data", "a site's own data are those of one client", clients)
+        raise SpecError(
+            "data", "with its own data, a site is exactly one client. Correct the list of clients.", clients
+        )
     _empty(spec.data)
     return path
 
@@ -206,7 +216,7 @@ def _public_errors() -> Iterator[None]:
         key = error.key if isinstance(error, SpecError) else ""
         general = f"{key}: the setting does not suit them" if key else "they cannot be used"
         public = getattr(error, "public", "") or general
-        raise UnusableDataError(f"the site's data are not what the spec says: {public}; {MORE}") from error
+        raise UnusableDataError(f"the site's data do not fit the spec: {public}; {MORE}") from error
 
 
 def _assigned_to(client: int, size: int, clients: int) -> Assignment:
@@ -234,7 +244,9 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
     at_sites = test is None or evaluation.client_test is not None or evaluation.validation is not None
     if at_sites and (unsummed := [metric.label for metric in evaluation.metrics if not metric.adds_up]):
         added = ", ".join(name for name in METRICS if METRICS.find(name).of_sums is not Metric.of_sums)
-        problem = f"cannot be computed from sums, which is what sites send; accepted: {added}, or of_sums of its own"
+        problem = (
+            f"cannot be computed from sums, and sites send only sums. Use one of: {added}, or a metric with of_sums"
+        )
         raise SpecError("evaluation.metrics", problem, unsummed[0])
     unassigned = Assignment(np.empty(0, dtype=np.int64), np.zeros(clients + 1, dtype=np.int64))
     data = empty if test is None else read_own(spec.data, test, client=None, seed=spec.seed)
@@ -288,7 +300,10 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
     for key in ("client_test", "validation"):
         measures = getattr(evaluation, key) is not None or (key == "client_test" and not tests)
         if measures and conceals:
-            problem = f"what sites answer tells their {what}, which the method keeps private: leave it out, and give "
+            problem = (
+                f"the answers of sites would disclose their {what}, which the method keeps private. Remove it, and "
+                "give "
+            )
             raise SpecError(f"evaluation.{key}", problem + "the server test samples", getattr(evaluation, key))
     if sizes and empty.unfitted is not None and empty.unfitted.needed:
         problem = f"the statistics of the sites' samples disclose their {what}, which the method keeps private"
@@ -304,13 +319,15 @@ def _empty(data: Data) -> Dataset:
     """
     for key in ("limit", "client"):
         if getattr(data, key) is not None:
-            raise SpecError(f"data.{key}", "belongs to the spec's own data, not to the sites'", getattr(data, key))
+            raise SpecError(f"data.{key}", "has no effect on the sites' own data. Remove it.", getattr(data, key))
     if data.schema is not None:
         schema = data.schema.closed()
         table = Table("", {name: [] for name in (schema.columns or {})})
         return _rows(data, schema, table, np.zeros(0, dtype=bool))
     if data.shape is None or data.classes is None:
-        problem = "the sites' own data need a description: [data.schema] for tables, shape and classes for .npz"
+        problem = (
+            "the sites' own data must be described. Set [data.schema] for tables, or shape and classes for .npz files."
+        )
         raise SpecError("data", problem)
     shape = data.shape
     x = torch.zeros(0, *((*shape[1:], shape[0]) if len(shape) == 3 else shape))

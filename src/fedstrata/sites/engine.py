@@ -151,8 +151,8 @@ class NVFlareEngine(Engine):
 
         def check(site: str, answer: Begun) -> None:
             if answer.fingerprint != self.fingerprints.get(site, answer.fingerprint):
-                problem = "its data are not those with which the run began, or its folder lost the key of fingerprints"
-                accepted = "the file as it was then, or a new run, by its seed for example"
+                problem = "its data have changed since the run began, or the fingerprint key in its folder was lost"
+                accepted = "the original file, or a new run, for example with another seed"
                 raise FedstrataError(f"{problem}; accepted: {accepted}")
 
         common, total = (self._run, self._spec, self.statistics), self.config.clients

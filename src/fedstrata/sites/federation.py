@@ -98,20 +98,27 @@ class Sites(Setting):
     def _fits(self) -> Sites:
         for name in (self.federation, *self.site):
             if len(name) > LONGEST_NAME:
-                raise ValueError(f"{name!r}: has {len(name)} letters; accepted: {LONGEST_NAME} at most")
+                raise ValueError(f"{name!r}: has {len(name)} characters. Use at most {LONGEST_NAME}.")
             if not _NAME.fullmatch(name) or name in RESERVED:
-                raise ValueError(f"{name!r}: expected letters, digits and hyphens, and none of {', '.join(RESERVED)}")
+                raise ValueError(
+                    f"{name!r}: is not a valid name. Use letters, digits and hyphens, but none of "
+                    f"{', '.join(RESERVED)}."
+                )
         host = self.server.host
         if ":" in host:
             problem = "is an IPv6 address or has a port. NVFlare needs a name or an IPv4 address; 'port' is separate."
             raise SpecError("server.host", problem, host)
         if len(host) > LONGEST_NAME:
-            raise SpecError("server.host", f"has {len(host)} letters; accepted: {LONGEST_NAME} at most", host)
+            raise SpecError("server.host", f"has {len(host)} characters. Use at most {LONGEST_NAME}.", host)
         if self.least > len(self.site):
-            raise ValueError(f"least = {self.least}, and there are {len(self.site)} sites")
+            raise ValueError(
+                f"least = {self.least}: there are only {len(self.site)} sites. Use at most {len(self.site)}."
+            )
         files = [file for file in (self.server.data, *(entry.data for entry in self.site.values())) if file]
         if not self.own_data and files:
-            raise ValueError(f"{files[0]} is a file of its own; accepted with own_data = true")
+            raise ValueError(
+                f"{files[0]} is a data file of a site, which requires own_data = true. Set it, or remove the file."
+            )
         return self
 
     @classmethod
@@ -147,7 +154,11 @@ class Sites(Setting):
             return tuple(names)
         clients = prepare(spec).config.clients
         if clients < len(names):
-            raise SpecError("partition.clients", f"there are {len(names)} sites; at least so many", clients)
+            raise SpecError(
+                "partition.clients",
+                f"there are {len(names)} sites, each with at least one client. Use at least {len(names)}.",
+                clients,
+            )
         return tuple(names[client * len(names) // clients] for client in range(clients))
 
 

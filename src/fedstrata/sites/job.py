@@ -82,7 +82,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     def add_up(self, data: bytes) -> bytes:
         """Receive the terms of a sum from a site, wait for those of the other sites, and return the encoded total."""
         if self._sums is None or self._transport is None:
-            raise FedstrataError("no run has begun")
+            raise FedstrataError("the run has not begun yet")
         if self._transport.struck(collab.caller):
             raise FedstrataError(STRUCK)
         return self._sums.add_up(collab.caller, data)
@@ -100,7 +100,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             for table in self.plans:
                 plan = JobSpec.from_table(table)
                 if Path(plan.spec).name != plan.spec:
-                    raise SpecError("spec", "a job may only name files inside its own folders", plan.spec)
+                    raise SpecError("spec", "is outside the job's folders. Use a file inside them.", plan.spec)
                 text = (specs / plan.spec).read_text(encoding="utf-8")
                 folder = folder_of(plan, text, root, settings)
                 (folder / ERROR).unlink(missing_ok=True)

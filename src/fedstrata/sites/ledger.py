@@ -130,7 +130,7 @@ class Ledger:
         last = whole[whole.rfind(b"\n", 0, -1) + 1 : -1]
         digest = checksum_of(last) or ""
         if last and not digest:
-            raise DataError(f"{self.path}: its last line is not an entry; 'fedstrata ledger --verify' says more")
+            raise DataError(f"{self.path}: the last line is not an entry. Run 'fedstrata ledger --verify' for details.")
         self._head = Head(whole.count(b"\n"), digest)
         self._log.last, self._log.size = digest, len(whole)
         if torn := len(data) - len(whole):
@@ -185,7 +185,7 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
     """
     path = folder / FILE
     if not path.exists() and not (folder / HEAD).exists():
-        raise DataError(f"{folder}: no ledger; a site writes one when it answers its first question")
+        raise DataError(f"{folder}: there is no ledger yet. A site creates it when it answers its first question.")
     data = path.read_bytes() if path.exists() else b""
     *lines, torn = data.split(b"\n")
     checked, digests = Checked([]), [""]
@@ -245,9 +245,9 @@ def heads_of(path: Path, site: str) -> list[Head]:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         heads = [Head.parsed(line["head"]) for line in lines if line["site"] == site]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file}: no heads of ledgers: {error}") from None
+        raise DataError(f"{file}: the server's record of ledgers cannot be read: {error}") from None
     if not heads:
-        raise DataError(f"{file}: nothing of site {site}")
+        raise DataError(f"{file}: contains nothing about the site {site}. Check --site.")
     return [head for head in heads if head is not None]
 
 

@@ -65,7 +65,7 @@ def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], N
     try:
         server = ThreadingHTTPServer((LOOPBACK, port), _handler(page, key))
     except (OSError, OverflowError) as error:
-        raise SpecError("--serve", f"the port cannot be had: {error}", port) from None
+        raise SpecError("--serve", f"the port cannot be opened: {error}. Use another port.", port) from None
     thread = threading.Thread(target=server.serve_forever, name="page", daemon=True)
     thread.start()
     try:

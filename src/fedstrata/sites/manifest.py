@@ -99,11 +99,11 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
     names = [str(each.value) for each in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     if names != [USER]:
         signer = ", ".join(names) or "nobody"
-        raise DataError(f"{run / MANIFEST} is signed by {signer}; accepted: the administrator, {USER}")
+        raise DataError(f"{run / MANIFEST} is signed by {signer}, but must be signed by the administrator, {USER}.")
     table: dict[str, Any] = json.loads(data)
     signed = {SPEC: table["spec"], **table["result"]}
     if WEIGHTS not in signed:
-        raise DataError(f"{run / MANIFEST} names no {WEIGHTS}")
+        raise DataError(f"{run / MANIFEST} does not list {WEIGHTS}.")
     files = _files(run)
     wrong = [
         f"{name} ({'changed' if name in files else 'missing'})"
@@ -111,7 +111,7 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
         if name not in files or _sha256(run / name) != wanted
     ]
     if wrong:
-        raise DataError(f"{run} is not as the administrator signed it: {', '.join(wrong)}")
+        raise DataError(f"{run} was changed after the administrator signed it: {', '.join(wrong)}")
     for name in files:
         if name not in signed:
             LOG.warning("%s: is not signed", run / name)

@@ -37,12 +37,16 @@ def _read(kit: Path) -> _Lists:
     """Read the file in a server's folder; see ``members`` for the errors."""
     path = kit / MEMBERS
     if not path.exists():
-        raise SpecError("SERVER", f"no server's folder: it has no {MEMBERS}", str(kit))
+        raise SpecError(
+            "SERVER",
+            f"is not the folder of a server: it has no {MEMBERS}. Give the server's folder, from 'fedstrata deploy'.",
+            str(kit),
+        )
     try:
         return _Lists.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         expected = 'expected {"sites": [NAME, …], "federation": [NAME, …]}'
-        raise DataError(f"{path}: no list of who may connect: {expected}") from None
+        raise DataError(f"{path}: is not a list of sites that may connect: {expected}") from None
 
 
 class Members:
@@ -111,10 +115,10 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
     if undo:
         if name not in federation:
             accepted = ", ".join(federation) or "none"
-            raise SpecError("SITE", f"no site that was ever on the list; accepted: {accepted}", name)
+            raise SpecError("SITE", f"is not a site of this federation. Use one of: {accepted}", name)
         names.append(name)
     elif name not in names:
-        raise SpecError("SITE", f"not on the list; on it are {', '.join(names) or 'none'}", name)
+        raise SpecError("SITE", f"is not on the list. The list contains: {', '.join(names) or 'no site'}", name)
     else:
         names.remove(name)
     write_members(kit, names, federation)

@@ -109,7 +109,7 @@ class Policy(Setting):
                 problem = f"{allowed.label} {limit.reason}; accepted: {least.min_samples} or more"
                 raise RuleError("policy.min_samples", problem)
         if asked.extremes and self.min_samples > 1:
-            problem = "data.normalize = 'unit' tells the least and the greatest value, which are single samples'"
+            problem = "data.normalize = 'unit' discloses the smallest and the largest value, each of a single sample"
             accepted = "accepted: 'standard' or 'none', or data.shift and data.scale"
             raise RuleError("policy.min_samples", f"{problem}; {accepted}")
         for rule, fact, accepted in (
@@ -205,7 +205,7 @@ def approve(kit: Path, job: str) -> bool:
         SpecError: The folder is not a site's folder, or its policy cannot be read.
     """
     if not (kit / FILE.parent).is_dir():
-        problem = f"no folder of a site, as 'fedstrata deploy' writes it: there is no {FILE.parent}"
+        problem = f"is not the folder of a site: it has no {FILE.parent}. Give a folder that 'fedstrata deploy' wrote"
         raise SpecError("--kit", problem, str(kit))
     policy = Policy.read(kit)
     if job in policy.approved:
@@ -236,6 +236,6 @@ def require_hash(text: str) -> str:
         SpecError: The text is not a hash.
     """
     if not re.fullmatch("[0-9a-f]{16}", text):
-        problem = "expected a spec, or its hash as 'fedstrata asks' prints it: 16 digits from 0 to f"
+        problem = "is neither a spec nor a hash. Give the spec file, or the 16 digits that 'fedstrata asks' prints."
         raise SpecError("job", problem, text)
     return text

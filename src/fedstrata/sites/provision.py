@@ -66,9 +66,11 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     """
     require_nvflare()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise SpecError("--out", "exists already; certificates are never written over", str(out))
+        raise SpecError(
+            "--out", "already exists, and certificates are never overwritten. Give another folder.", str(out)
+        )
     if spec.tracking.callbacks:
-        problem = "a job does not say where a server writes, nor whom it tells: take it out, and look at what it leaves"
+        problem = "cannot be set in a job for real sites. Remove it, and read the run folder of the result."
         raise SpecError("tracking", problem)
     site_of_client = sites.site_of_client(spec)
     test = path_of(sites.server.data, base_dir)
@@ -139,7 +141,7 @@ def _certify(sites: Sites, out: Path) -> None:
         done = subprocess.run(command, cwd=root, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         kits = root / "kits" / sites.federation / "prod_00"
         if done.returncode or not kits.is_dir():
-            raise FedstrataError(f"NVFlare cannot make the start-up kits: {(done.stdout + done.stderr).strip()}")
+            raise FedstrataError(f"NVFlare cannot create the start-up kits: {(done.stdout + done.stderr).strip()}")
         for kit, name in [(sites.server.host, SERVER), (USER, ADMIN), *((name, name) for name in sites.site)]:
             shutil.move(kits / kit, out / name)
         # The root's private key is needed to renew certificates, so it is kept. All other private keys are only in the

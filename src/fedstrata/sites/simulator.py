@@ -79,7 +79,7 @@ def simulate(
         sites = _sites_before([folder for _, folder in runs if folder is not None], sites)
     count = min(most, max(3, os.cpu_count() or 1)) if sites is None else sites
     if count < 1:
-        raise SpecError("sites", "expected at least one", count)
+        raise SpecError("sites", "must be at least 1.", count)
     with tempfile.TemporaryDirectory(prefix="fedstrata-nvflare-", ignore_cleanup_errors=True) as place:
         root = Path(place)
         folders = [(root / f"run-{n}" if folder is None else folder).absolute() for n, (_, folder) in enumerate(runs)]
@@ -127,7 +127,7 @@ def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
         if (folder / SITES).exists():
             before = int(json.loads((folder / SITES).read_text(encoding="utf-8"))["sites"])
             if sites not in (None, before):
-                problem = f"the run in {folder} goes on with {before}, where its clients' states are"
+                problem = f"the run in {folder} must be resumed with {before}, which have the states of its clients"
                 raise SpecError("sites", problem, sites)
             sites = before
     return sites
@@ -145,7 +145,7 @@ def _finished(spec: Experiment, folder: Path, given: Path | None, root: Path) ->
     if not (folder / WEIGHTS).exists():
         log = (root / "log.txt").read_text(encoding="utf-8", errors="replace")
         tail = "\n".join(log.splitlines()[-15:])
-        raise FedstrataError(f"NVFlare's simulator ended without a result; it said: {tail}")
+        raise FedstrataError(f"NVFlare's simulator ended without a result. Its last output: {tail}")
     history = History.load(folder)
     history.params = safetensors.torch.load((folder / WEIGHTS).read_bytes())
     history.path, history.lower = given, spec.evaluation.lower

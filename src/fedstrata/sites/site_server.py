@@ -288,7 +288,7 @@ class SiteServer:
         else:
             surveyed = read(known, wire.Surveyed)
             if surveyed.fingerprint != self._fingerprint():
-                problem = "the site's data are other ones than when this job asked what they come to"
+                problem = "the site's data have changed since this job asked for their statistics"
                 raise RuleError("repeat", f"{problem}; accepted: another job, which the site approves")
         size = records.size(surveyed)
         if guard is not None and self.policy is not None:

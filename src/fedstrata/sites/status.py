@@ -66,7 +66,9 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
         return Source(partial(_of_kit, folder), partial(_result_of_kit, folder))
     if (folder / SPEC).is_file() and (folder / METRICS).is_file():
         return Source(partial(of_run, folder), lambda: folder if of_run(folder)["over"] else None)
-    raise SpecError("FOLDER", "no party's folder: it has no startup; and no run folder", str(folder))
+    raise SpecError(
+        "FOLDER", "is neither the folder of a party (with startup/) nor a run folder. Give one of these.", str(folder)
+    )
 
 
 def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
@@ -163,7 +165,7 @@ def _of_kit(kit: Path) -> dict[str, Any] | None:
     except ValueError:
         table = {}
     if not isinstance(table, dict) or "at" not in table:
-        raise DataError(f"{path}: damaged, it does not say how far the run is. Wait: the job writes it again")
+        raise DataError(f"{path}: the file is damaged. Wait until the job writes it again")
     return table | {"disk_free": shutil.disk_usage(path.parent).free}
 
 

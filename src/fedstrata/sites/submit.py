@@ -69,9 +69,13 @@ def submit(
     """
     require_nvflare()
     if not (admin / JOB / "meta.json").is_file():
-        raise SpecError("ADMIN", "no administrator's folder: it has no job", str(admin))
+        raise SpecError(
+            "ADMIN",
+            "is not the folder of an administrator: it has no job. Give the folder admin/ from 'fedstrata deploy'.",
+            str(admin),
+        )
     if out.exists():
-        raise SpecError("--out", "exists already", str(out))
+        raise SpecError("--out", "already exists. Give another folder.", str(out))
     refuse_expired(admin, report)
     watch = Watch(admin, lost, report)
     try:
@@ -174,7 +178,7 @@ class Watch:
                     return complete
             # After a restart, the server marks the jobs that were running as ABANDONED.
             if status == ABORTED or (status != "FINISHED:ABANDONED" and self._resubmissions["server"] >= AGAIN):
-                raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
+                raise FedstrataError(f"the job ended with the status {status}. See log.txt of the server.")
             self._give_up_job("server", f"the job ended as {status}")
         elif status == "RUNNING":
             states = self._report_progress()
@@ -308,7 +312,7 @@ class Watch:
                 return False
             runs = [path for path in Path(fetched[0] or place).rglob(RESULT) if path.is_dir()]
             if not runs:
-                raise FedstrataError("the job's result holds no run")
+                raise FedstrataError("the result of the job contains no run folder.")
             if (runs[0] / ERROR).exists():
                 raise raised(runs[0] / ERROR)
             shutil.move(runs[0], out)
@@ -342,7 +346,7 @@ class Watch:
             with suppress(Exception):
                 quiet_call(session.close)
             if not is_temporary(error, known):
-                raise FedstrataError(f"the server refuses: {type(error).__name__}: {error}") from error
+                raise FedstrataError(f"the server refused: {type(error).__name__}: {error}") from error
             self.away = " ".join(f"{type(error).__name__}: {error}".split())
             self._away_since = self._away_since or time.monotonic()
             if time.monotonic() - self._away_since > self.lost:

@@ -216,4 +216,4 @@ class CollabTransport:
     def _refuse_silent(self, site: str, size: int) -> None:
         # A heartbeat may be late, because it waits behind large messages on the same connection.
         if (silence := self._silence(site)) > SILENCE + size / RATE:
-            raise SiteLostError(f"nothing was heard of it for {silence:.0f} s")
+            raise SiteLostError(f"it has not answered for {silence:.0f} s")

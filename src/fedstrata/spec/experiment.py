@@ -140,12 +140,12 @@ class Experiment(Setting):
         """Return the spec as TOML, from which an equal experiment can be read.
 
         Raises:
-            SpecError: A value is nested too deeply.
+            SpecError: Tables or lists are nested too deeply.
         """
         try:
             return tomli_w.dumps(self.to_spec())
         except RecursionError:
-            raise SpecError("spec", "nested too deeply") from None
+            raise SpecError("spec", "tables or lists are nested too deeply") from None
 
 
 def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -202,9 +202,9 @@ def parse_toml(text: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError:
         raise
     except ValueError:  # Python limits the digits of a whole number; its own message would not help a user
-        raise ValueError("a whole number has thousands of digits") from None
+        raise ValueError("a whole number has too many digits") from None
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("tables or lists are nested too deeply") from None
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
@@ -372,18 +372,20 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
     base = {key: value for key, value in table.items() if key != COMPARE}
     overlay = overlays.get(label, {})
     if not isinstance(overlay, Mapping):
-        raise SpecError(f"{COMPARE}.{label}", "expected a table of sections, such as [compare.LABEL.method]", overlay)
+        raise SpecError(
+            f"{COMPARE}.{label}", "must be a table of sections. Write, for example, [compare.LABEL.method].", overlay
+        )
     own, common = (
         {"name": method} if isinstance(method, str) else method
         for method in (overlay.get("method", {}), base.get("method", {}))
     )
     if not isinstance(own, Mapping):
-        raise SpecError(f"{COMPARE}.{label}.method", "expected a name or a table", own)
+        raise SpecError(f"{COMPARE}.{label}.method", "must be a name or a table.", own)
     common = common if isinstance(common, Mapping) else {}
     is_method = label in METHODS or label not in overlays
     name = own.get("name", label if is_method else common.get("name", label))
     if not isinstance(name, str):
-        raise SpecError(f"{COMPARE}.{label}.method.name", "expected a name", name)
+        raise SpecError(f"{COMPARE}.{label}.method.name", "must be a name.", name)
     if ":" not in name and name not in METHODS:
         if label in overlays:
             problem = f"is not set. Set method.name in [compare.{label}], or [method] in the spec."

@@ -115,7 +115,7 @@ class TensorBoard(Tracker):
         elif simulation.folder is not None:
             folder = simulation.folder / "tensorboard"
         else:
-            problem = "a run without a run folder has nowhere to write event files. Set dir"
+            problem = "is required for a run without a run folder. Set dir"
             raise SpecError("tracking.tensorboard.dir", problem)
         is_new = simulation.round == 0
         # A step is a round. TensorBoard ignores this step and all later steps in earlier event files.
@@ -233,7 +233,11 @@ class MLflow(Tracker):
                 return str(experiment.experiment_id)
             with suppress(MlflowException):  # another process may have created it at the same time
                 return str(self.client.create_experiment(self.experiment))
-        raise SpecError("tracking.mlflow.experiment", "MLflow neither has it nor makes it", self.experiment)
+        raise SpecError(
+            "tracking.mlflow.experiment",
+            "MLflow has no such experiment, and cannot create it. Check tracking.mlflow.uri.",
+            self.experiment,
+        )
 
 
 def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
@@ -274,7 +278,7 @@ def _switched(value: object) -> object:
         return {} if value else None
     if value is None or isinstance(value, (Mapping, Callback)):
         return value
-    raise ValueError("expected true, false or a table of its settings")
+    raise ValueError("must be true, false or a table of settings.")
 
 
 class Tracking(Setting):

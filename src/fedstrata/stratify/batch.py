@@ -62,7 +62,7 @@ class BatchMode:
         """Raise ``SpecError`` if BatchNorm would see a single sample."""
         if has_batchnorm(config.model.module) and (self.batch_size or config.training.batch_size) == 1:
             key = "training.batch_size" if self.batch_size is None else "method.batch_size"
-            raise SpecError(key, "BatchNorm needs at least two samples in a batch", 1)
+            raise SpecError(key, "BatchNorm requires at least two samples in a batch. Use at least 2.", 1)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode, tuple[float, float]]:
         """Return this mode, which trains every round, and the share (from, to) of the samples to use: all of them."""

@@ -48,7 +48,7 @@ class SingleMode:
             raise SpecError("privacy.min_samples", problem, config.privacy.min_samples)
         if self.chunk_size * config.clients > MOST_CELLS:
             most = MOST_CELLS // config.clients
-            problem = f"a chunk is a table of positions and clients; at most {most} with these"
+            problem = f"is too large for this number of clients. Use at most {most}."
             raise SpecError("method.chunk_size", problem, self.chunk_size)
         if has_batchnorm(config.model.module):
             raise SpecError("method.mode", "BatchNorm cannot normalise batches of one sample. Use 'batch'.", mode)

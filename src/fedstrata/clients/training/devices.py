@@ -52,7 +52,9 @@ def device_of(setting: str) -> torch.device:
         return torch.device("cuda" if count else "cpu")
     device = torch.device(setting)
     if device.type == "cuda" and (device.index or 0) >= count:
-        problem = f"PyTorch sees {count} CUDA devices here; accepted: 'cpu', 'auto'" + ", 'cuda:N'" * (count > 0)
+        problem = f"PyTorch finds {count} CUDA devices on this machine. Use one of: 'cpu', 'auto'" + ", 'cuda:N'" * (
+            count > 0
+        )
         raise SpecError("training.device", problem, setting)
     return device
 

@@ -166,9 +166,16 @@ def _held(
     values, codes, amounts = np.unique(labels, return_inverse=True, return_counts=True)
     most, holdings = int(each.max()), int(each.sum())
     if most > len(values):
-        raise SpecError(f"partition.{key}", f"the data have {len(values)} {kind} labels; at most so many", most)
+        raise SpecError(
+            f"partition.{key}",
+            f"the data have only {len(values)} different {kind} labels. Use at most {len(values)}.",
+            most,
+        )
     if holdings < len(values):
-        problem = f"{holdings} holdings for {len(values)} {kind} labels: some would have no client; take more"
+        problem = (
+            f"all clients together would hold {holdings} {kind} labels, but the data have {len(values)}, so that some "
+            "would have no client. Use more clients, or more labels per client."
+        )
         raise SpecError(f"partition.{key}", problem, most)
     owner, held = hold_classes(each, len(values), rng)
     quota = None
@@ -177,7 +184,11 @@ def _held(
         problem, size_key, value = "holders; take fewer clients, or min_size = 0", "clients", partition.clients
     else:
         if size < most:
-            raise SpecError("partition.size", f"a client has {most} {kind} labels; at least so many", size)
+            raise SpecError(
+                "partition.size",
+                f"a client has {most} {kind} labels, and needs a sample of each. Use at least {most}.",
+                size,
+            )
         rank = np.arange(holdings) - (np.cumsum(each) - each)[owner]
         quota = size // each[owner] + (rank < size % each[owner])
         wanted = np.bincount(held, weights=quota).astype(np.int64)

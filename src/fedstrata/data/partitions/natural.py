@@ -31,7 +31,11 @@ class Natural(Partition):
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
         """Raise ``SpecError``, because this scheme divides the data in ``split`` instead."""
-        raise SpecError("partition.name", "divides by client ids, which labels do not tell", self.name)
+        raise SpecError(
+            "partition.name",
+            "requires client ids, which cannot be derived from labels. Use another partition.",
+            self.name,
+        )
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
         """See ``Partition.split``.
@@ -80,7 +84,7 @@ class SingleClient(Partition):
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
         """Raise ``SpecError``, because this scheme divides the data in ``split`` instead."""
-        problem = "divides as another partition does, which may take more than labels"
+        problem = "follows another partition, which may need more than labels. Use that partition."
         raise SpecError("partition.name", problem, self.name)
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
@@ -97,6 +101,8 @@ class SingleClient(Partition):
         if self.only is None:
             return Assignment.from_lists([np.sort(whole.indices)])
         if self.only >= len(whole):
-            raise SpecError("partition.only", f"there are clients 0 to {len(whole) - 1}", self.only)
+            raise SpecError(
+                "partition.only", f"is not a client of the other partition. Use 0 to {len(whole) - 1}.", self.only
+            )
         alone = Assignment.from_lists([whole[self.only]])
         return alone if whole.codes is None else replace(alone, codes=whole.codes[[self.only]])

@@ -152,7 +152,7 @@ class Given(Partition):
             return table
         if (file := table.get("file")) is not None:
             if "indices" in table:
-                raise SpecError("file", "there are indices already; leave one of them out", str(file))
+                raise SpecError("file", "is set together with indices. Remove one of the two.", str(file))
             # The spec keeps the indices and not the name of the file, so that equal divisions are equal specs.
             table = {**table, "indices": _indices_in(file), "file": None}
         elif "indices" not in table:
@@ -192,7 +192,7 @@ class Given(Partition):
 def _indices_in(file: object) -> list[list[int]]:
     """Read the indices of each client's samples from a file; see ``Given``."""
     if not isinstance(file, (str, Path)):
-        raise SpecError("file", "expected the path of a .npz file", file)
+        raise SpecError("file", "is not the path of a .npz file. Give one.", file)
     try:
         arrays = read_arrays(Path(file), ("indices", "offsets"))
     except DataError as error:
@@ -201,6 +201,9 @@ def _indices_in(file: object) -> list[list[int]]:
     flat = all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays.values()) and len(offsets) > 1
     ends = offsets.astype(np.int64) if flat else offsets
     if not (flat and ends[0] == 0 and ends[-1] == len(indices) and (np.diff(ends) >= 0).all()):
-        problem = f"expected whole numbers: indices, and offsets that rise from 0 to their number, {indices.size}"
+        problem = (
+            "must contain whole numbers: 'indices', and 'offsets' that rise from 0 to the number of indices, "
+            f"{indices.size}."
+        )
         raise SpecError("file", problem, str(file))
     return [part.tolist() for part in np.split(indices, ends[1:-1])]

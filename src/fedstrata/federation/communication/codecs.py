@@ -546,7 +546,7 @@ class Communication(Setting):
         if isinstance(self.down, WithMemory):
             for key, usual in (("damping", 1.0), ("forget_after", None)):
                 if getattr(self.down, key) != usual:
-                    problem = "is about what clients remember of their changes; going down nothing grows old"
+                    problem = "has no effect for models that the server sends. Remove it."
                     raise SpecError(f"down.{key}", problem, getattr(self.down, key))
         return self
 

@@ -177,8 +177,8 @@ class Compression:
             return (yield from one_leg(federation, requests, check))
         if len(requests) > 1 and len(requests.distinct) > 1:
             raise FedstrataError(
-                "[communication] encodes one question about a model that is the same for all clients; here each "
-                f"client is put a {type(request).__name__} of its own: use one request for all, ask(clients, request)"
+                "[communication] encodes one question about a model that is the same for all clients; but each "
+                f"client would get its own {type(request).__name__}. Use one request for all: ask(clients, request)"
             )
         round, exchange = federation.round, self.state.exchange + 1
         self.state = replace(self.state, exchange=exchange)

@@ -120,13 +120,13 @@ def add_status(commands: common.Commands) -> None:
 
 def _port(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"a port is a number, and {text!r} is none; put the folder first")
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a port. Put the folder before --serve.")
     return int(text)
 
 
 def _status(options: argparse.Namespace) -> int:
     if options.serve is not None and options.json:
-        raise SpecError("--json", "not with --serve, whose page is no table")
+        raise SpecError("--json", "cannot be combined with --serve. Remove one of the two.")
     with suppress(KeyboardInterrupt, Terminated):  # the usual end of the command
         if options.serve is not None:
             from fedstrata.sites.live import serve

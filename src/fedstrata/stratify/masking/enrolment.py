@@ -119,7 +119,9 @@ def check(masking: Masking, classes: int) -> None:
     if masking != "none":
         tenseal()
     if masking == "ckks" and classes > MOST_CLASSES:
-        raise SpecError("masking", f"at most {MOST_CLASSES} classes, the data have {classes}; 'prf' takes any", masking)
+        raise SpecError(
+            "masking", f"supports at most {MOST_CLASSES} classes, but the data have {classes}. Use 'prf'.", masking
+        )
 
 
 def enrol(

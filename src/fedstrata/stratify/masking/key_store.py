@@ -90,7 +90,9 @@ class Keys:
         try:
             os.link(draft, folder / FILE)
         except FileExistsError:
-            raise DataError(f"{folder / FILE} exists; keys are never written over") from None
+            raise DataError(
+                f"{folder / FILE} already exists, and keys are never overwritten. Give another folder."
+            ) from None
         finally:
             draft.unlink()
         return folder / FILE
@@ -108,17 +110,17 @@ class Keys:
             data = path.read_bytes()
         except OSError as error:
             raise DataError(
-                f"no keys at {path} ({error.strerror}): make them with 'fedstrata keys --out DIR', give every client's "
-                f"site a copy and set {VARIABLE}=DIR there, never at the server"
+                f"there are no keys at {path} ({error.strerror}). Create them with 'fedstrata keys --out DIR', copy "
+                f"them to the site of every client, and set {VARIABLE}=DIR there, but never at the server."
             ) from None
         if os.name == "posix" and mode & 0o077:
-            raise DataError(f"{path} may be read by others (mode {mode:o}); make it 600")
+            raise DataError(f"{path} can be read by other users (mode {mode:o}). Change its mode to 600.")
         try:
             parts = records.decode(data)
         except WireError as error:
             raise DataError(f"{path} is damaged: {error}") from None
         if not isinstance(parts, dict) or parts.pop("format", None) != _FORMAT:
-            raise DataError(f"{path} is not a key file")
+            raise DataError(f"{path} is not a key file. Create one with 'fedstrata keys'.")
         return cls(parts)
 
 
@@ -164,8 +166,8 @@ class KeyRing:
         if self._keys is None:
             if self.folder is None:
                 raise FedstrataError(
-                    f"this client has no keys: they were made in another process; make a file of them with "
-                    f"'fedstrata keys' and set {VARIABLE}"
+                    "this client has no keys, because they were created in another process. Create key files with "
+                    f"'fedstrata keys', and set {VARIABLE}."
                 )
             self._keys = Keys.read(self.folder)
         return self._keys
