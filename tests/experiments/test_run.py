@@ -215,7 +215,7 @@ def test_a_run_is_never_written_over(tmp_path):
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("in the way")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(SpecError, match=r"the folder cannot be created: Not a directory\. Give another folder\."):
+        with pytest.raises(SpecError, match="the folder cannot be created: "):
             fs.run(spec(), out=out)
 
 

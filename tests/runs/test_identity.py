@@ -253,7 +253,7 @@ def test_damaged_records_are_found_and_a_run_does_not_go_on_over_them(folder: Pa
     path.write_bytes(b"".join(changed))
     with pytest.raises(
         DataError,
-        match=r"metrics\.jsonl, line \d: is not a JSON object\. The lines before it are intact\.",
+        match=r"metrics\.jsonl, line \d: .*he lines before it are intact",
     ):
         fs.History.load(folder)
     with pytest.raises(FedstrataError, match="ends before round 4"):
