@@ -48,12 +48,12 @@ class Column(Setting):
         range: Smallest and largest number that the column may contain.
         categories: Categories that the column may contain. Default: those in the table.
         missing: Cells that stand for a missing value in this column, in addition to those of the schema.
-        impute: What replaces missing values: the ``mean``, the ``median`` (the lower of two middle values) or the
+        impute: Replacement of missing values: the ``mean``, the ``median`` (the lower of two middle values) or the
             ``most-frequent`` value (if tied, the smallest, or the first category) of the training rows; the
             ``constant`` in ``value``; or a ``separate-category``. Default: missing values are refused.
         step: Numbers are rounded to multiples of ``step`` before ``median`` or ``most-frequent`` is computed. Required
             at real sites, which disclose how often each rounded number occurs: a larger step discloses less.
-        value: What replaces missing values if ``impute = "constant"``.
+        value: Replacement of missing values if ``impute = "constant"``.
         indicator: Whether to add a feature that is 1 where the value is missing, and 0 elsewhere.
     """
 

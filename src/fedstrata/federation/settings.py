@@ -44,7 +44,7 @@ class Privacy(Setting):
         min_samples: Smallest number of samples behind a client's update, its gradient for a batch of Stratify, its
             prototype or count of a class, or its mean of a column. A number with which no client could ever answer is
             refused.
-        below: What a client does that has too few samples in a batch of Stratify. ``hold-back``: it uses them together
+        below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: it uses them together
             with those of its next batch (at the end of an epoch: of the batch before), so that no sample is lost.
             ``refuse``: it does not answer for the rest of the epoch.
     """
@@ -74,7 +74,7 @@ class Training(Setting):
         schedule: Learning rate in the rounds t = 0, 1, …: ``constant`` (η), ``inverse`` (η / (1 + t)), or ``cosine``
             (from η to zero along half a cosine wave).
         clip: Largest norm of a gradient; longer gradients are scaled down. Default: no limit.
-        batch_norm: What happens to BatchNorm's running statistics. ``average``: the server averages them like
+        batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them like
             parameters. ``local``: each client keeps its own, and the global model is evaluated with the statistics of
             the test batches. Stratify, SFL and FedTAN require ``average``.
         execution: ``fused``: an engine may sum over clients in one pass, which is faster. ``per-client``: results are

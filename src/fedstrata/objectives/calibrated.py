@@ -107,7 +107,7 @@ class LogitMargins(Calibrated):
 
     Args:
         tau: Factor τ of all margins.
-        missing: What happens to classes that the client lacks. ``excluded``: the softmax leaves them out. ``one``: they
+        missing: Treatment of classes that the client lacks. ``excluded``: the softmax leaves them out. ``one``: they
             get the margin τ, as if the client had one sample of each.
     """
 

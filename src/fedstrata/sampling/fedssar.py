@@ -52,7 +52,7 @@ class FedSSARSampler(ClientSampler):
         min_samples: Number of clients, itself included, that a client needs in its neighbourhood (``min_samples`` of
             the clustering algorithm OPTICS).
         xi: Relative drop of reachability at which a cluster begins (``xi`` of OPTICS).
-        features: What clients are compared by: their ``parameters``, as in the paper, or their ``updates`` (parameters
+        features: Basis for comparing clients: their ``parameters``, as in the paper, or their ``updates`` (parameters
             minus those that the client started from), which also compare well across rounds.
         coordinates: Length of the random projection of each client's parameters that is stored; 0 to store all
             parameters.

@@ -107,7 +107,7 @@ class Stratified(ClientSampler):
             over its data; with ``refresh = "participants"``, each round also asks as many clients without a gradient as
             it invites. ``updates``: a participant's update, divided by the learning rate times its steps; clients that
             never took part form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
-        compared: What clients are compared by. ``restored``: the whole compressed gradient, as in the paper.
+        compared: Basis for comparing clients. ``restored``: the whole compressed gradient, as in the paper.
             ``centroids``: only its d' different values, as in the published code of FedSTaS; requires ``gradients =
             "asked"``.
         replacement: Whether a client may be drawn more than once from its stratum. If not, Horvitz-Thompson weights are
