@@ -44,8 +44,8 @@ class Privacy(Setting):
         min_samples: Smallest number of samples behind a client's update, its gradient for a batch of Stratify, its
             prototype or count of a class, or its mean of a column. A number with which no client could ever answer is
             refused.
-        below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: it uses them together
-            with those of its next batch (at the end of an epoch: of the batch before), so that no sample is lost.
+        below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: it uses them
+            together with those of its next batch (at the end of an epoch: of the batch before), so that no sample is lost.
             ``refuse``: it does not answer for the rest of the epoch.
     """
 
