@@ -45,7 +45,8 @@ class Privacy(Setting):
             prototype or count of a class, or its mean of a column. A number with which no client could ever answer is
             refused.
         below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: it uses them
-            together with those of its next batch (at the end of an epoch: of the batch before), so that no sample is lost.
+            together with those of its next batch (at the end of an epoch: of the batch before), so that no sample is
+            lost.
             ``refuse``: it does not answer for the rest of the epoch.
     """
 

@@ -40,7 +40,8 @@ class Dirichlet(Partition):
     Args:
         alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; 1e6 is nearly IID.
         balance: Object of the Dirichlet draws. ``class``: how each class is divided among the clients, so
-            that client sizes vary too (Yurochkin et al. 2019; Li et al. 2022); clients below ``min_size`` get samples from the largest.
+            that client sizes vary too (Yurochkin et al. 2019; Li et al. 2022); clients below ``min_size`` get
+            samples from the largest.
             ``client``: the class probabilities of each client, from ``prior``; all clients have the same size (±1).
             When a class is used up, clients draw from the others.
         prior: Dirichlet parameters with ``balance = "client"``. ``shares``: α times the class's share of all samples
