@@ -132,7 +132,7 @@ class Client:
             samples: Number of samples that are available for training.
         """
         training = self.context.config.training
-        seen = samples if training.local_steps is None else training.local_steps * training.batch_size
+        seen = samples if training.local_steps is None else training.local_steps * training.samples_per_step
         self.authorize_release(min(samples, seen))
 
     def __len__(self) -> int:

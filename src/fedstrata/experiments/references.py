@@ -39,7 +39,7 @@ SHARED: dict[str, Callable[[Experiment], object]] = {
         spec.training.clients_per_round,
         spec.training.local_epochs,
         spec.training.local_steps,
-        spec.training.batch_size,
+        spec.training.samples_per_step,
     ),
 }
 """A mapping from descriptions of settings to functions that return their values. These settings must be equal in all
@@ -114,7 +114,7 @@ def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
     if invited == clients:
         return {}
     gradients = training.epochs * samples * invited / clients
-    return {"local_epochs": None, "local_steps": max(1, round(gradients / min(training.batch_size, samples)))}
+    return {"local_epochs": None, "local_steps": max(1, round(gradients / min(training.samples_per_step, samples)))}
 
 
 def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] = ()) -> None:

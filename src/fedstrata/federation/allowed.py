@@ -174,8 +174,10 @@ def step_limit(agreed: Agreed) -> SampleLimit | None:
     training = agreed.training
     if training.local_steps is None:
         return None
-    samples = training.local_steps * training.batch_size
+    samples = training.local_steps * training.samples_per_step
     product = f"training.local_steps × training.batch_size = {training.local_steps} × {training.batch_size}"
+    if training.accumulate > 1:
+        product = product.replace(" = ", " × training.accumulate = ") + f" × {training.accumulate}"
     return SampleLimit(samples, f"sees {product} = {samples} sample{'s' * (samples > 1)} at most")
 
 

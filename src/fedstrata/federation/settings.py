@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from fedstrata.base.config import MayChange, Setting
+from fedstrata.base.errors import SpecError
+from fedstrata.federation.optimizers import SGD, AnyOptimizer
 
 DEFAULT_EPOCHS = 5
 
@@ -68,12 +78,24 @@ class Training(Setting):
         local_epochs: Number of epochs that a client trains per round. Default: 5.
         local_steps: Number of mini-batch steps of a client per round. Set it instead of ``local_epochs``.
         batch_size: Number of samples in a mini-batch. A client with fewer samples uses all of them in each.
-        lr: Learning rate η of the clients' SGD.
-        momentum: Momentum of the clients' SGD, reset in each round.
-        weight_decay: Factor of the L2 penalty of the clients' SGD: this factor times the parameters is added to the
-            gradient.
+        accumulate: Number of mini-batches in one step of a client. A step uses the mean gradient over ``batch_size`` ×
+            ``accumulate`` samples, but computes it for ``batch_size`` samples at a time, which needs less memory.
+            BatchNorm's statistics are those of single mini-batches.
+        optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or the path ``"module:Class"`` of an optimiser of
+            PyTorch. A table with a ``name`` also has the optimiser's own settings. SCAFFOLD, FedDyn, FedTAN and
+            Stratify require ``sgd``.
+        optimizer_state: The state of the optimiser, such as its momentum. ``reset``: a client begins every round
+            without a state. ``keep``: a client continues with the state after its last round. Each client then stores
+            this state, which takes twice the memory of the model for ``adamw``. Fine-tuning for evaluation begins
+            without a state.
+        lr: Learning rate η of the clients.
+        momentum: Momentum of the clients' SGD.
+        weight_decay: Factor of the weight decay. For ``sgd``, this factor times the parameters is added to the
+            gradient; for ``adamw``, it is not part of the gradient.
         schedule: Learning rate in the rounds t = 0, 1, …: ``constant`` (η), ``inverse`` (η / (1 + t)), or ``cosine``
             (from η to zero along half a cosine wave).
+        warmup: Number of rounds W at the beginning in which the learning rate rises linearly: in round t = 1, …, W, the
+            rate of ``schedule`` is multiplied by t / (W + 1).
         clip: Largest norm of a gradient; longer gradients are scaled down. Default: no limit.
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them like
             parameters. ``local``: each client keeps its own, and the global model is evaluated with the statistics of
@@ -94,10 +116,14 @@ class Training(Setting):
     local_epochs: PositiveInt | None = None
     local_steps: PositiveInt | None = None
     batch_size: PositiveInt = 32
+    accumulate: PositiveInt = 1
+    optimizer: AnyOptimizer = SGD()
+    optimizer_state: Literal["reset", "keep"] = "reset"
     lr: PositiveFloat = 0.1
     momentum: float = Field(default=0.0, ge=0, lt=1)
     weight_decay: NonNegativeFloat = 0.0
     schedule: Literal["constant", "inverse", "cosine"] = "constant"
+    warmup: NonNegativeInt = 0
     clip: PositiveFloat | None = None
     batch_norm: Literal["average", "local"] = "average"
     execution: Literal["fused", "per-client"] = "fused"
@@ -119,6 +145,24 @@ class Training(Setting):
             raise ValueError("local_epochs and local_steps exclude each other. Set only one of them.")
         return self
 
+    @model_validator(mode="after")
+    def _state_to_keep(self) -> Training:
+        if self.optimizer_state == "keep" and self.optimizer.is_sgd and not self.momentum:
+            problem = "sgd without momentum has no state. Use 'reset', or set training.momentum."
+            raise SpecError("optimizer_state", problem, self.optimizer_state)
+        return self
+
+    def to_spec(self) -> dict[str, Any]:
+        """Return a table without the settings that early versions did not have, if they have their defaults."""
+        later = ("accumulate", "optimizer", "optimizer_state", "warmup")
+        omitted = [key for key in later if getattr(self, key) == type(self).model_fields[key].default]
+        return {key: value for key, value in super().to_spec().items() if key not in omitted}
+
+    @property
+    def samples_per_step(self) -> int:
+        """Number of samples in a step of a client: ``batch_size`` × ``accumulate``; a client with fewer uses all."""
+        return self.batch_size * self.accumulate
+
     @property
     def epochs(self) -> int:
         """Number of local epochs, E. If clients train for ``local_steps``, it is the default number, 5."""
@@ -136,7 +180,7 @@ class Training(Setting):
         """
         if self.local_steps is None:
             return samples * keep * (self.local_epochs or DEFAULT_EPOCHS)
-        return self.local_steps * min(self.batch_size, samples * keep)
+        return self.local_steps * min(self.samples_per_step, samples * keep)
 
     def lr_at(self, round: int) -> float:
         """Return the learning rate η of a round, counted from 1.
@@ -144,7 +188,8 @@ class Training(Setting):
         >>> Training(lr=0.1, schedule="inverse").lr_at(2)
         0.05
         """
-        return self.lr if self.schedule == "constant" else scheduled(self.lr, self.schedule, round, self.rounds)
+        lr = self.lr if self.schedule == "constant" else scheduled(self.lr, self.schedule, round, self.rounds)
+        return lr if round > self.warmup else lr * (round / (self.warmup + 1))
 
     def invited(self, clients: int) -> int:
         """Return how many of ``clients`` a round invites."""

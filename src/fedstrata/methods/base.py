@@ -47,6 +47,12 @@ class Method(Setting):
     paper: ClassVar[str] = ""
     """The paper that defines the method."""
 
+    needs_sgd: ClassVar[str] = ""
+    """The reason why the method takes its own steps of SGD, each on one batch, as a sentence without a full stop.
+
+    It is empty if clients train as ``training`` says. See also ``Objective.needs_sgd``.
+    """
+
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the method's own requests at a client; see ``fedstrata.clients.handling``."""
 
@@ -292,9 +298,10 @@ class Recipe(Method):
             if not objective.tells_counts(by_steps):
                 problem += ", or training.local_steps, the same for all"
             raise SpecError("method.objective", problem, objective.name)
-        decays = config.training.weight_decay > 0
-        if config.training.local_steps is None and (decays or has_batchnorm(config.model.module)):
+        decays, adaptive = config.training.weight_decay > 0, not config.training.optimizer.is_sgd
+        if config.training.local_steps is None and (decays or adaptive or has_batchnorm(config.model.module)):
             why = "weight decay" if decays else "BatchNorm's running statistics"
+            why = "the length of an optimiser's steps" if adaptive else why
             problem = (
                 f"with epochs {why} would disclose a client's number of steps, and so its size, which data_sampler"
             )

@@ -26,8 +26,10 @@ class FedTAN(Recipe):
     Later local steps use these statistics unchanged, and so does the global model. The clients of a round train at the
     same time. If one of them fails in the first step, the round does not change the model.
 
-    Only the data sampler ``all`` and the objective ``cross-entropy`` are accepted.
+    Only the data sampler ``all``, the objective ``cross-entropy`` and the optimiser ``sgd`` are accepted.
     """
+
+    needs_sgd = "FedTAN's clients take the first step of SGD together, each on one batch"
 
     paper = "Wang et al. 2023, Why Batch Normalization Damage FL on Non-IID Data? (IEEE TNNLS)"
 

@@ -19,7 +19,7 @@ class HeadTuning(Setting):
     """Training of only the head by full-batch gradient descent, on samples **that no client holds**.
 
     The server uses the same samples every time. The features, which are the input of the head, are computed once each
-    time that the head is trained, in evaluation mode.
+    time that the head is trained, in evaluation mode. ``training.optimizer``, the clients' optimiser, is not used.
 
     Args:
         per_class: Number of samples of each class on which the server trains the head.

@@ -95,6 +95,9 @@ class Objective(Setting):
     Codecs with error feedback encode only these groups, because errors of several rounds are added up, too.
     """
 
+    needs_sgd: ClassVar[str] = ""
+    """The reason why clients must use SGD, as a sentence without a full stop; empty if they may use any optimiser."""
+
     @property
     def sends(self) -> str:
         """A description of the message that ``client_final`` returns, for ``fedstrata asks``; empty without a message.

@@ -20,10 +20,15 @@ class Dynamic(CrossEntropy):
     After training, client k sets λ_k ← λ_k − α (w_k − w_t), where w_k is its model. The server sets h ← h − (α/N)
     Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α, where S are the clients that returned, w̄ is the aggregated model (in FedDyn
     the mean of the w_k), and N counts all clients of the federation. If no client returns, the model does not change.
+    λ_k and h take w_k − w_t for a sum of gradients, so optimisers other than SGD are refused.
 
     Args:
         alpha: Strength α of the regularisation. The paper tries 0.1, 0.01 and 0.001.
     """
+
+    needs_sgd = (
+        "FedDyn's corrections λ_k are sums of SGD's updates, and other optimisers scale each coordinate by itself"
+    )
 
     alpha: PositiveFloat = 0.01
 

@@ -20,9 +20,10 @@ class Scaffold(Objective):
     c belongs to the server, c_k to the client. A step with gradient g is w ← w − η (g − c_k + c). After K steps from
     w_t, the client sets c_k⁺ = c_k − c + (w_t − w) / (K η) and sends Δc_k = c_k⁺ − c_k. The server then sets c ← c +
     (1/N) Σ_{k∈S} Δc_k, where S are the clients that returned and N counts all clients. The formula of c_k⁺ holds only
-    for plain SGD, so momentum and clipping are refused.
+    for plain SGD, so momentum, clipping and other optimisers are refused.
     """
 
+    needs_sgd = "SCAFFOLD's control variates are means of the gradients of SGD's steps"
     additive = frozenset({"delta_c"})
 
     def check(self, config: FederationConfig) -> None:

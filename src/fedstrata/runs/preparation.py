@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedstrata.base.config import under
 from fedstrata.base.errors import SpecError
+from fedstrata.clients.training.steps import try_optimizer
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.fitting import Statistics, fit
 from fedstrata.data.partitions.base import Assignment, Partition
@@ -25,6 +26,7 @@ from fedstrata.data.sources import Data
 from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, natural_tests, without
 from fedstrata.federation.availability import Population
 from fedstrata.federation.engine import FederationConfig
+from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model
@@ -171,6 +173,7 @@ def assemble(
     known = assignment if sizes_known else None
     population = Population(config.clients, dataset.classes, known, dataset.y_train.cpu().numpy())
     under("availability", lambda: spec.availability.check(population))
+    _check_optimizer(spec.method, config)
     spec.method.check(config)
     for allowed in spec.method.declared(config) or ():
         if limit := allowed.limit_below(spec.privacy):
@@ -181,6 +184,21 @@ def assemble(
         problem = "has no effect, because with this method clients do not send changes of a model. Remove it."
         raise SpecError("communication", problem, spec.method.name)
     return Prepared(spec, dataset, assignment, config, held)
+
+
+def _check_optimizer(method: Method, config: FederationConfig) -> None:
+    """Raise ``SpecError`` if the method requires SGD, or if the optimiser cannot take steps on the model."""
+    training, objective = config.training, method.objective_in_use()
+    reason = method.needs_sgd or objective.needs_sgd
+    if reason and not training.optimizer.is_sgd:
+        raise SpecError("training.optimizer", f"{reason}. Use 'sgd'.", training.optimizer.label)
+    if method.needs_sgd and training.accumulate > 1:
+        raise SpecError("training.accumulate", f"{reason}. Use 1.", training.accumulate)
+    if method.needs_sgd and training.optimizer_state == "keep":
+        raise SpecError("training.optimizer_state", f"{reason}. Use 'reset'.", "keep")
+    if not training.optimizer.is_sgd:
+        params = config.model.params()
+        try_optimizer(training, {name: w for name, w in params.items() if objective.trains(name, config.model)})
 
 
 def trained_on(data: Dataset, assignment: Assignment, held: HeldOut) -> Iterator[NDArray[np.int64]]:

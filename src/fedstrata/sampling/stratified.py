@@ -146,6 +146,10 @@ class Stratified(ClientSampler):
         if self.compared == "centroids" and self._uses_updates(config):
             problem = "updates are not compressed, and have no centroids. Use 'restored', or set gradients = 'asked'."
             raise SpecError("method.compared", problem, self.compared)
+        if self._uses_updates(config) and not config.training.optimizer.is_sgd:
+            problem = "updates divided by lr × steps are mean gradients only if clients use SGD. Use 'sgd', "
+            problem += "or method.gradients = 'asked'."
+            raise SpecError("training.optimizer", problem, config.training.optimizer.label)
         if self.strata > config.clients:
             raise SpecError(
                 "method.strata", f"is larger than the number of clients. Use at most {config.clients}.", self.strata

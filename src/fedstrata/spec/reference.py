@@ -23,6 +23,7 @@ from fedstrata.evaluation.metrics import METRICS
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.federation.communication.codecs import CODECS, Communication
+from fedstrata.federation.optimizers import OPTIMIZERS
 from fedstrata.federation.settings import Privacy, Training
 from fedstrata.methods.base import CHOICES, METHODS, Recipe
 from fedstrata.models.zoo import MODELS
@@ -39,6 +40,7 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "availability": AVAILABILITIES,
     "model": MODELS,
     "training": Training,
+    "training.optimizer": OPTIMIZERS,
     "evaluation": Evaluation,
     "evaluation.metrics": METRICS,
     "communication": Communication,

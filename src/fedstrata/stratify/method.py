@@ -51,7 +51,7 @@ class Stratify(Method):
     the start. (Shares are rounded down at each client, and a sample may train twice to fill the schedule.)
 
     A round is an epoch over the schedule: ``training.clients_per_round`` and ``training.local_epochs`` have no effect,
-    and ``training.batch_size`` is the size of a batch over all clients.
+    and ``training.batch_size`` is the size of a batch over all clients. Clients' optimisers other than SGD are refused.
 
     Args:
         mode: ``batch``: the clients that hold the samples of a batch train it together. ``single``: the model goes from
@@ -81,6 +81,7 @@ class Stratify(Method):
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"
+    needs_sgd = "Stratify takes steps of SGD, each on one batch; in batch mode, method.server has other optimisers"
 
     mode: Literal["batch", "single", "hybrid"] = "batch"
     schedule: Rule = "capped"

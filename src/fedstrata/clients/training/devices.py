@@ -77,11 +77,13 @@ def on_device(context: ClientContext) -> Placed:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Return nested mappings, tuples and ``Weights`` with all tensors moved to a device."""
+    """Return nested mappings, tuples, lists and ``Weights`` with all tensors moved to a device."""
     if isinstance(tree, Tensor):
         return tree.to(device)
     if isinstance(tree, Weights):
         return Weights(to_device(tree.params, device), to_device(tree.buffers, device))
     if isinstance(tree, tuple):
         return tuple(to_device(item, device) for item in tree)
+    if isinstance(tree, list):
+        return [to_device(item, device) for item in tree]
     return {key: to_device(item, device) for key, item in tree.items()} if isinstance(tree, Mapping) else tree

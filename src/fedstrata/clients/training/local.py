@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
@@ -15,7 +15,8 @@ from fedstrata.base.records import Tree
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.training.devices import CPU, on_device, to_device
-from fedstrata.clients.training.sgd import SGD, ManualSGD, Tensors
+from fedstrata.clients.training.sgd import ManualSGD, Tensors
+from fedstrata.clients.training.steps import OPTIMIZER, steps_of
 from fedstrata.federation.messages import Extra, Params, Weights
 from fedstrata.federation.settings import DEFAULT_EPOCHS, Training
 from fedstrata.models.batchnorm import has_batchnorm
@@ -72,19 +73,19 @@ class LocalData:
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
-        """Yield the mini-batches of a round.
+        """Yield the samples of each step of a round; with ``training.accumulate``, of several mini-batches at once.
 
         Each epoch has a new random order. With ``training.local_steps``, there are exactly that many batches, all of
         the same size.
 
         Args:
-            training: The settings: batch size, and epochs or steps.
+            training: The settings: samples per step, and epochs or steps.
             generator: The source of the random orders.
             pairs: Whether a step needs at least two samples, as BatchNorm does. A single sample at the end of an epoch
                 then joins the batch before it, and a client with a single sample takes no step.
         """
         n = self._size
-        size = min(training.batch_size, n)
+        size = min(training.samples_per_step, n)
         if n < (2 if pairs else 1):
             return
         full_batches = training.local_steps is not None
@@ -171,10 +172,11 @@ class TrainingSetup:
     @classmethod
     def of(cls, context: ClientContext, objective: Objective) -> TrainingSetup:
         """Return the setup for an objective."""
-        config = context.config
+        config, training = context.config, context.config.training
         named = config.model.module.named_parameters()
         on_cpu = context.cached(on_device).device == CPU
-        by_hand = on_cpu and config.training.precision == "float32" and is_plain(objective, "loss", "trains")
+        simple = training.precision == "float32" and training.optimizer.is_sgd and training.accumulate == 1
+        by_hand = on_cpu and simple and is_plain(objective, "loss", "trains")
         return cls(
             chain=context.cached(manual_sgd_of) if by_hand else None,
             trained=frozenset(name for name, _ in named if objective.trains(name, config.model)),
@@ -196,7 +198,8 @@ def train(
 
     Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. Here w are the parameters, v is the
     velocity, g the gradient of the objective's loss, r the objective's correction, η the learning rate, μ the momentum,
-    and λ the weight decay.
+    and λ the weight decay. Another optimiser (``training.optimizer``) takes its own step with the gradient clip(g + r).
+    With ``optimizer_state = "keep"``, its state is stored in the client's state.
 
     Args:
         client: The client.
@@ -210,7 +213,9 @@ def train(
     shared, device, model = client.context, data.device, client.model
     config, training = shared.config, shared.config.training
     setup = shared.cached(shared_setup) if objective is None else TrainingSetup.of(shared, objective)
+    keeps = training.optimizer_state == "keep" and objective is None
     kept = client.state.get(OBJECTIVE) if objective is None else None
+    optimizer_state = client.state.get(OPTIMIZER) if keeps else None
     objective = objective or shared.objective
     if device != CPU:
         model = shared.cached(on_device).model
@@ -227,7 +232,9 @@ def train(
         else:  # handwritten gradients need neither random numbers nor the module
             params = {name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.params.items()}
         batches = data.shuffled(training, client.rng("batches", round), setup.pairs)
-        losses, seen = _descend(setup, model, params, objective, context, training, batches)
+        losses, seen, optimizer_state = _descend(
+            setup, model, params, objective, context, training, batches, optimizer_state
+        )
         after = Weights(params, weights.buffers)
         if setup.chain is None:
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
@@ -237,7 +244,9 @@ def train(
             done = Trained(after.params, len(losses), model, data.in_order, shared.privacy.min_samples)
             extra, kept = objective.client_final(done, context)
     if device != CPU:
-        after, extra, kept = to_device((after, extra, kept), CPU)
+        after, extra, kept, optimizer_state = to_device((after, extra, kept, optimizer_state), CPU)
+    if keeps and optimizer_state is not None:
+        client.state[OPTIMIZER] = optimizer_state
     mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
 
@@ -267,11 +276,12 @@ def _descend(
     context: Context,
     training: Training,
     batches: Iterable[Batch],
-) -> tuple[list[Tensor], int]:
+    optimizer_state: Tree,
+) -> tuple[list[Tensor], int, Tree]:
     """Take one step on each batch; the parameters change in place.
 
     Returns:
-        The loss before each step, and the total number of samples in all batches.
+        The loss before each step, the total number of samples in all batches, and the new state of the optimiser.
     """
     chain, losses, seen = setup.chain, list[Tensor](), 0
     if chain is not None and not (training.momentum or training.clip or setup.corrects):
@@ -279,24 +289,55 @@ def _descend(
             for batch in batches:
                 losses.append(chain.step(params, batch, context.lr, training.weight_decay))
                 seen += batch.y.shape[0]
-        return losses, seen
+        return losses, seen, None
     names = list(filter(setup.trained.__contains__, params))
     trained = [params[name] for name in names]
-    sgd = SGD(training, context.lr)
-    for batch in batches:
-        gradient: Tensors
+
+    def loss_and_gradient(batch: Batch) -> tuple[Tensor, Tensors]:
         if chain is not None:
-            loss, gradient = chain.gradient(params, batch.x, batch.y)
+            return chain.gradient(params, batch.x, batch.y)
+        with computing(training, batch.x.device.type):
+            loss = objective.loss(model, params, batch, context)
+        # A parameter that the loss does not use gets the gradient zero. Correction and weight decay still apply.
+        return loss.detach(), torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+
+    steps = steps_of(training, context.lr, trained, optimizer_state)
+    for batch in batches:
+        if training.accumulate == 1:
+            loss, gradient = loss_and_gradient(batch)
         else:
-            with computing(training, batch.x.device.type):
-                loss = objective.loss(model, params, batch, context)
-            # A parameter that the loss does not use gets the gradient zero. Correction and weight decay still apply.
-            gradient = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+            loss, gradient = accumulated(loss_and_gradient, batch, training.batch_size, setup.pairs)
         correction = objective.correction(params, context) if setup.corrects else None
-        sgd.step(trained, gradient, None if correction is None else [correction[name] for name in names])
-        losses.append(loss.detach())
+        steps.step(trained, gradient, None if correction is None else [correction[name] for name in names])
+        losses.append(loss)
         seen += batch.y.shape[0]
-    return losses, seen
+    return losses, seen, steps.state()
+
+
+def accumulated(
+    loss_and_gradient: Callable[[Batch], tuple[Tensor, Tensors]], batch: Batch, size: int, pairs: bool
+) -> tuple[Tensor, Tensors]:
+    """Return the loss of a batch and its gradient, which are computed part by part.
+
+    Args:
+        loss_and_gradient: A function that returns the mean loss of a part, and its gradient.
+        batch: The batch.
+        size: The largest number of samples in a part.
+        pairs: Whether a part needs at least two samples. Parts are then larger than ``size`` if necessary.
+    """
+    n = batch.y.shape[0]
+    parts = -(-n // size)
+    parts = max(1, min(parts, n // 2)) if pairs else parts
+    total, mean = torch.zeros((), device=batch.y.device), list[Tensor]()
+    for x, y in zip(batch.x.tensor_split(parts), batch.y.tensor_split(parts), strict=True):
+        loss, gradient = loss_and_gradient(Batch(x, y))
+        weighted = torch._foreach_mul(gradient, len(y) / n)
+        total += loss * (len(y) / n)
+        if mean:
+            torch._foreach_add_(mean, weighted)
+        else:
+            mean = list(weighted)
+    return total, mean
 
 
 def is_plain(objective: Objective, *hooks: str) -> bool:

@@ -49,11 +49,7 @@ class SGD:
             gradient: The gradient g, in the shapes of ``params``.
             correction: The objective's correction r, in the shapes of ``params``, or None.
         """
-        # Gradients must not change in place, because autograd may return one tensor as the gradient of two parameters.
-        if correction is not None:
-            gradient = torch._foreach_add(gradient, correction)
-        if self.training.clip is not None:
-            gradient = clipped(gradient, self.training.clip)
+        gradient = corrected(gradient, correction, self.training.clip)
         if self.training.weight_decay:
             gradient = torch._foreach_add(gradient, params, alpha=self.training.weight_decay)
         if self.training.momentum:
@@ -64,6 +60,20 @@ class SGD:
                 torch._foreach_add_(self.velocity, gradient)
             gradient = self.velocity
         torch._foreach_add_(params, gradient, alpha=-self.lr)
+
+    def state(self) -> list[Tensor] | None:
+        """Return the velocity; None if no step was taken, or without momentum."""
+        return self.velocity
+
+
+def corrected(gradient: Tensors, correction: Tensors | None, clip: float | None) -> Tensors:
+    """Return clip(g + r) for a gradient g and a correction r, without a change in place.
+
+    Gradients must not change in place, because autograd may return one tensor as the gradient of two parameters.
+    """
+    if correction is not None:
+        gradient = torch._foreach_add(gradient, correction)
+    return gradient if clip is None else clipped(gradient, clip)
 
 
 def clipped(gradient: Tensors, limit: float) -> list[Tensor]:

@@ -1,0 +1,106 @@
+"""Steps of PyTorch's optimisers, and the state of an optimiser that a client keeps from round to round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree, decode, encode
+from fedstrata.clients.training.sgd import SGD, Tensors, corrected
+from fedstrata.federation.settings import Training
+from fedstrata.models.model import Params
+
+OPTIMIZER = "optimizer"
+"""The key under which a client's state contains the state of its optimiser."""
+
+
+class TorchSteps:
+    """Steps of an optimiser of PyTorch with the gradient clip(g + r), where g is the gradient and r the correction.
+
+    Args:
+        training: The settings: the optimiser, its momentum and weight decay, and ``clip``.
+        lr: The learning rate η.
+        params: The parameters, which the steps change in place.
+        kept: The state of an earlier instance, which is copied; None to begin without a state.
+    """
+
+    def __init__(self, training: Training, lr: float, params: Tensors, kept: Tree = None) -> None:
+        self._clip = training.clip
+        self._optimizer = training.optimizer.make(params, lr, training.momentum, training.weight_decay)
+        if kept is not None:
+            state = {place: _like(params[place], values) for place, values in kept["state"].items()}
+            self._optimizer.load_state_dict({**kept, "state": state})
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+
+    @torch.no_grad()
+    def step(self, params: Tensors, gradient: Tensors, correction: Tensors | None = None) -> None:
+        """Take one step, which changes the parameters in place; see ``SGD.step``."""
+        for parameter, part in zip(params, corrected(gradient, correction, self._clip), strict=True):
+            parameter.grad = part
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def state(self) -> Tree:
+        """Return the state of the optimiser, as its ``state_dict``."""
+        return self._optimizer.state_dict()
+
+
+def steps_of(training: Training, lr: float, params: Tensors, kept: Tree = None) -> SGD | TorchSteps:
+    """Return the optimiser of a client for one round.
+
+    Args:
+        training: The settings.
+        lr: The learning rate η of the round.
+        params: The parameters that the client trains.
+        kept: The ``state()`` of the client's optimiser after its last round; None to begin without a state.
+    """
+    if not training.optimizer.is_sgd:
+        return TorchSteps(training, lr, params, kept)
+    sgd = SGD(training, lr)
+    if kept is not None:
+        sgd.velocity = [_like(w, v) for w, v in zip(params, kept, strict=True)]
+    return sgd
+
+
+def _like(parameter: Tensor, value: Any) -> Any:
+    """Return a copy of a part of a state, with tensors on the device and in the memory format of their parameter.
+
+    The memory format, which affects rounding, is lost when a state is stored or sent.
+    """
+    if isinstance(value, Mapping):
+        return {key: _like(parameter, item) for key, item in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value.clone()
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def try_optimizer(training: Training, params: Params) -> None:
+    """Take a first step on copies of the parameters, to find problems before the first round.
+
+    Args:
+        training: The settings.
+        params: The parameters that clients train, by name.
+
+    Raises:
+        SpecError: The optimiser does not accept its arguments, its step fails, or its state cannot be stored.
+    """
+    leaves = [w.detach().clone().requires_grad_() for w in params.values()]
+    steps = steps_of(training, training.lr, leaves)
+    try:
+        steps.step(leaves, [torch.ones_like(w) for w in leaves])
+    except Exception as error:  # a user's own class may raise anything
+        problem = f"its first step fails with {type(error).__name__}: {error}. Use another."
+        raise SpecError("training.optimizer", problem, training.optimizer.label) from error
+    if training.optimizer_state == "keep":
+        try:
+            steps_of(training, training.lr, leaves, decode(encode(steps.state())))
+        except Exception as error:
+            problem = f"the state of {training.optimizer.label} cannot be stored: {error}. Use 'reset'."
+            raise SpecError("training.optimizer_state", problem, "keep") from error

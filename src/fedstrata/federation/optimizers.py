@@ -1,0 +1,148 @@
+"""The optimisers of local training, which a spec chooses with ``training.optimizer``."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field, PositiveFloat
+
+from fedstrata.base.config import FromRegistry, Registry, Setting, build, plain
+from fedstrata.base.errors import SpecError
+from fedstrata.base.loading import load_object
+
+if TYPE_CHECKING:  # settings are read without PyTorch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+ELSEWHERE = ("lr", "momentum", "weight_decay")
+"""The arguments of an optimiser that are settings of ``training``, and not keys of ``training.optimizer``."""
+
+
+class LocalOptimizer(Setting):
+    """Base class of the optimisers of local training."""
+
+    is_sgd: ClassVar[bool] = False
+    """Whether clients take the steps of SGD, which are implemented in ``fedstrata.clients.training.sgd``."""
+
+    @property
+    def label(self) -> str:
+        """The name in a spec."""
+        return self.name
+
+    @abstractmethod
+    def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
+        """Return the class of PyTorch's optimiser, and its arguments other than those in ``ELSEWHERE``."""
+
+    def make(self, params: Sequence[Tensor], lr: float, momentum: float, weight_decay: float) -> Optimizer:
+        """Return a new optimiser of PyTorch.
+
+        Args:
+            params: The parameters that its steps change in place.
+            lr: The learning rate.
+            momentum: ``training.momentum``.
+            weight_decay: ``training.weight_decay``.
+
+        Raises:
+            SpecError: The optimiser does not accept an argument.
+        """
+        cls, arguments = self.find()
+        accepted, given = inspect.signature(cls).parameters, {"lr": lr}
+        for key, value in (("momentum", momentum), ("weight_decay", weight_decay)):
+            if key in accepted:
+                given[key] = value
+            elif value:
+                raise SpecError(f"training.{key}", f"is not an argument of {self.label}. Use 0, or 'sgd'.", value)
+        try:
+            return cls(params, **given, **arguments)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise SpecError("training.optimizer", f"does not accept its arguments: {error}", self.label) from None
+
+
+class SGD(LocalOptimizer):
+    """SGD, with ``training.momentum`` and ``training.weight_decay``."""
+
+    is_sgd = True
+
+    def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
+        """Return PyTorch's SGD, which takes the same steps."""
+        from torch import optim
+
+        return optim.SGD, {}
+
+
+class AdamW(LocalOptimizer):
+    """AdamW (Loshchilov and Hutter 2019), whose weight decay ``training.weight_decay`` is not part of the gradient.
+
+    The steps are those of ``torch.optim.AdamW``. ``training.momentum`` is refused.
+
+    Args:
+        betas: Coefficients of the running means of the gradient and of its square.
+        eps: Term that is added to the square root of the second running mean.
+    """
+
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+
+    def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
+        """Return PyTorch's AdamW and the settings."""
+        from torch import optim
+
+        return optim.AdamW, {"betas": self.betas, "eps": self.eps}
+
+
+class OwnOptimizer(LocalOptimizer):
+    """An optimiser of PyTorch that is named by its path.
+
+    Args:
+        path: The path ``"module:Class"`` of a subclass of ``torch.optim.Optimizer``, such as ``"torch.optim:RMSprop"``.
+        arguments: Further arguments of the class. In a spec, they are the keys of the table other than ``name``.
+    """
+
+    path: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The path."""
+        return self.path
+
+    def to_spec(self) -> dict[str, Any]:
+        """Return the table of a spec: the path is the ``name``, its arguments are further keys."""
+        return {"name": self.path, **plain(self.arguments)}
+
+    def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
+        """Return the class and its arguments."""
+        return load_object(self.path, "optimizer"), self.arguments
+
+
+class _Optimizers(Registry[LocalOptimizer]):
+    """The registry of local optimisers, which also accepts the classes of ``OwnOptimizer``."""
+
+    def make(self, name: str, table: Mapping[str, Any]) -> LocalOptimizer:
+        """See ``Registry.make``."""
+        if ":" not in name:
+            return super().make(name, table)
+        from torch.optim import Optimizer
+
+        cls = load_object(name, self.kind)
+        if not inspect.isclass(cls) or not issubclass(cls, Optimizer):
+            raise SpecError("name", "is not a class derived from torch.optim.Optimizer. Use another.", name)
+        for key in ELSEWHERE:
+            if key in table:
+                raise SpecError(key, f"is set for all optimisers alike. Set training.{key} instead.", table[key])
+        return build(OwnOptimizer, {"path": name, "arguments": dict(table)})
+
+
+OPTIMIZERS = _Optimizers(
+    "optimizer",
+    LocalOptimizer,  # type: ignore[type-abstract]
+    {"sgd": "fedstrata.federation.optimizers:SGD", "adamw": "fedstrata.federation.optimizers:AdamW"},
+)
+"""The optimisers of local training that a spec can name."""
+
+AnyOptimizer = Annotated[LocalOptimizer, FromRegistry(OPTIMIZERS)]
