@@ -190,6 +190,27 @@ def test_behind_an_update_are_the_samples_that_its_steps_see(tiny, steps: int, b
     assert len(federation.fit()) == (2 if steps * batch >= 5 else 0)
 
 
+@pytest.mark.parametrize(("least", "answers"), [(8, True), (9, False)])
+def test_accumulated_batches_are_behind_an_update(tiny, least: int, answers: bool) -> None:
+    """Two steps on 2 × 2 samples each see eight."""
+    training = {"rounds": 1, "local_steps": 2, "batch_size": 2, "accumulate": 2}
+    spec = fs.Experiment(
+        data={"name": "digits", "limit": 200},
+        partition={"name": "iid", "clients": 4},
+        training=training,
+        privacy={"min_samples": least},
+    )
+    if answers:
+        (record,) = fs.run(spec)
+        assert record["clients_returned"] == 4
+    else:
+        product = r"training\.local_steps × training\.batch_size × training\.accumulate = 2 × 2 × 2 = 8 samples"
+        with pytest.raises(SpecError, match=rf"privacy\.min_samples = 9: .* {product}"):
+            fs.run(spec)
+    federation = with_minimum(tiny(2, sizes=[20, 20], **training), least)
+    assert len(federation.fit()) == 2 * answers
+
+
 def together(least: int, batch: int) -> fs.Experiment:
     return fs.Experiment.from_table(
         {

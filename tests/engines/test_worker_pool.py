@@ -54,6 +54,7 @@ def table(**sections):
     "sections",
     [
         {"training": {"momentum": 0.9}},
+        {"training": {"optimizer": "adamw", "optimizer_state": "keep", "accumulate": 2}},
         {"method": {"name": "scaffold"}},
         {"method": {"name": "fedstas", "strata": 2, "fraction": 0.5}},
         {"model": {"name": "resnet20"}, "training": {"batch_norm": "local", "local_steps": 1, "local_epochs": None}},

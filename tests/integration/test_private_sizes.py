@@ -72,6 +72,7 @@ def test_under_privacy_neither_counters_nor_control_variates_tell_a_size(monkeyp
     [
         ({"model": "norm"}, r"^training\.local_steps: with epochs BatchNorm's running statistics would tell"),
         ({"weight_decay": 0.1}, r"^training\.local_steps: with epochs weight decay would tell"),
+        ({"optimizer": "adamw"}, r"^training\.local_steps: with epochs the length of an optimiser's steps would tell"),
         ({"client_sampler": "weighted"}, r"^method\.client_sampler: asks for sizes that clients keep private"),
         ({"client_sampler": "clustered"}, r"^method\.client_sampler: asks for sizes that clients keep private"),
         ({"client_sampler": "power-of-choice"}, r"^method\.client_sampler: asks for sizes"),
@@ -83,7 +84,7 @@ def test_under_privacy_nothing_else_tells_a_size(changes, message):
     method = {"name": "fedstas", "epsilon": 3.0, "bound": 200, "aggregator": "mean"}
     if "client_sampler" in changes:
         method["client_sampler"] = changes["client_sampler"]
-    decay = {"weight_decay": changes.get("weight_decay", 0.0)}
+    decay = {key: changes[key] for key in ("weight_decay", "optimizer") if key in changes}
     model = norm if "model" in changes else None
 
     def prepared(**training):

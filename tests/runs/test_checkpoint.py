@@ -21,18 +21,22 @@ from fedstrata.cli import main
 from fedstrata.clients.store import StateStore
 from fedstrata.runs import checkpoint
 
-METHODS = {"scaffold": 2, "stratify": 1}
+METHODS = {"scaffold": 2, "stratify": 1, "fedavg": 2}
 """Rounds between two checkpoints."""
+
+ADAMW = {"optimizer": "adamw", "optimizer_state": "keep", "lr": 0.01}
+"""Settings of FedAvg with which clients keep a state."""
 
 
 def experiment(method: str, rounds: int = 5, every: int | None = None) -> fs.Experiment:
+    more = ADAMW if method == "fedavg" else {}
     return fs.Experiment.from_table(
         {
             "method": method,
             "data": {"name": "digits", "limit": 200},
             "partition": {"alpha": 0.5, "clients": 8},
             "availability": {"name": "bernoulli", "p": 0.7},
-            "training": {"rounds": rounds, "local_epochs": 1, "clients_per_round": 4},
+            "training": {"rounds": rounds, "local_epochs": 1, "clients_per_round": 4, **more},
             "evaluation": {"checkpoint_every": METHODS[method] if every is None else every},
         }
     )

@@ -33,6 +33,7 @@ PRIVATE = {"method": {"name": "fedstas", "epsilon": 3.0, "bound": 50, "strata": 
 MASKED = {"method": {"name": "stratify", "masking": "prf"}}
 UNIT = {"data": {"name": "digits", "normalize": "unit", "shape": [1, 8, 8], "classes": 10}}
 TRAVELLING = {"method": {"name": "stratify", "mode": "single"}}
+TWICE = {"training": {"accumulate": 2}}
 SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "training": {"batch_size": 8}}
 
 
@@ -45,6 +46,7 @@ SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "train
         ({"rounds": 2}, {}, "policy.rounds", "3 rounds; accepted: 2 at most"),
         ({"min_samples": 2}, TRAVELLING, "policy.min_samples", "Steps trains a model on one sample at a time; acc"),
         ({"min_samples": 65}, {}, "policy.min_samples", "training.local_steps × training.batch_size = 2 × 32 = 64"),
+        ({"min_samples": 129}, TWICE, "policy.min_samples", "batch_size × training.accumulate = 2 × 32 × 2 = 128 sa"),
         ({"min_samples": 9}, SMALL, "policy.min_samples", "FitTogether tells sums over a first batch, which has train"),
         ({"min_samples": 33, "below": "refuse"}, {"method": "stratify"}, "policy.min_samples", "Gradient is over a pa"),
         ({"min_samples": 2}, UNIT, "policy.min_samples", "data.normalize = 'unit' discloses the smallest and the"),
@@ -76,6 +78,7 @@ def test_a_job_that_breaks_a_rule_does_not_begin(
         ({"ldp": True}, PRIVATE),
         ({"methods": ["fedavg"]}, {}),
         ({"min_samples": 64}, {}),
+        ({"min_samples": 128}, TWICE),
         ({"min_samples": 8}, SMALL),
         ({"min_samples": 33}, {"method": "stratify"}),
     ],

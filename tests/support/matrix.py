@@ -27,6 +27,11 @@ _TABLES: dict[str, dict[str, Any]] = {
         "training": {"clients_per_round": 2, "rounds": 4},
         "evaluation": {"every": 0, "checkpoint_every": 1},
     },
+    "ask, state of the optimiser": {
+        "method": "fedprox",
+        "training": {"rounds": 3, "clients_per_round": 2, "optimizer": "adamw", "optimizer_state": "keep", "lr": 0.01},
+        "evaluation": {"every": 0, "checkpoint_every": 1, "client_test": 0.2, "fine_tune": 1},
+    },
     "ask, state of BatchNorm": {
         "method": "fedavg",
         **_NORMALISED,

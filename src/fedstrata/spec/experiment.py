@@ -66,7 +66,7 @@ class Experiment(Setting):
     availability: AnyAvailability = Always()
     method: AnyMethod = FedAvg()
     model: AnyModel = MLP()
-    training: Training = Training()
+    training: Annotated[Training, from_word(Training)] = Training()
     evaluation: Annotated[Evaluation, from_word(Evaluation)] = Evaluation()
     communication: Annotated[Communication, from_word(Communication)] = Communication()
     privacy: Annotated[Privacy, from_word(Privacy)] = Privacy()
