@@ -293,7 +293,7 @@ def test_methods_learn_the_digits_with_adamw(method):
 
 
 WRONG = [
-    ({"optimizer": "adam"}, r"^training\.optimizer\.name = 'adam': is not a known optimizer\. Use one of"),
+    ({"optimizer": "adam"}, r"^training\.optimizer\.name = 'adam': is not a known local optimiser\. Use one of"),
     ({"optimizer": "torch.optim:Nothing"}, r"^training\.optimizer\.name = .* has no 'Nothing'"),
     ({"optimizer": "torch.nn:Linear"}, r"^training\.optimizer\.name = .* not a class derived from torch"),
     ({"optimizer": {"name": "adamw", "beta": 1}}, r"^training\.optimizer\.beta = 1: unknown key"),

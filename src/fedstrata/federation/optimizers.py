@@ -117,7 +117,7 @@ class OwnOptimizer(LocalOptimizer):
 
     def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
         """Return the class and its arguments."""
-        return load_object(self.path, "optimizer"), self.arguments
+        return load_object(self.path, "local optimiser"), self.arguments
 
 
 class _Optimizers(Registry[LocalOptimizer]):
@@ -139,7 +139,7 @@ class _Optimizers(Registry[LocalOptimizer]):
 
 
 OPTIMIZERS = _Optimizers(
-    "optimizer",
+    "local optimiser",
     LocalOptimizer,  # type: ignore[type-abstract]
     {"sgd": "fedstrata.federation.optimizers:SGD", "adamw": "fedstrata.federation.optimizers:AdamW"},
 )
