@@ -85,7 +85,7 @@ class LocalData:
                 then joins the batch before it, and a client with a single sample takes no step.
         """
         n = self._size
-        size = min(training.samples_per_step, n)
+        size = min(training.batch_size * training.accumulate, n)
         if n < (2 if pairs else 1):
             return
         full_batches = training.local_steps is not None
