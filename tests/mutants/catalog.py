@@ -49,6 +49,11 @@ server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
 sgd = _of("clients/training/sgd.py", "clients/test_sgd.py", "clients/test_local.py")
 local = _of("clients/training/local.py", "clients/test_local.py")
 settings = _of("federation/settings.py", "spec/test_experiment.py", "clients/test_local.py")
+steps = _of("clients/training/steps.py", "clients/test_local_optimizers.py")
+optimised = _of("clients/training/local.py", "clients/test_local_optimizers.py")
+warmup = _of("federation/settings.py", "clients/test_local_optimizers.py")
+behind = _of("clients/client.py", "clients/test_minimum.py")
+limits = _of("federation/allowed.py", "clients/test_minimum.py")
 randomness = _of("base/rng.py", "base/test_rng.py")
 allocation = _of("sampling/allocation.py", "sampling/test_allocation.py")
 stratified = _of("sampling/stratified.py", "sampling/test_stratified.py", "methods/test_fedstas.py")
@@ -190,31 +195,27 @@ MUTANTS = [
     sgd(
         "decay before the clip",
         (
-            "if self.training.clip is not None:\n"
-            "            gradient = clipped(gradient, self.training.clip)\n"
+            "gradient = corrected(gradient, correction, self.training.clip)\n"
             "        if self.training.weight_decay:\n"
             "            gradient = torch._foreach_add(gradient, params, alpha=self.training.weight_decay)"
         ),
         (
             "if self.training.weight_decay:\n"
             "            gradient = torch._foreach_add(gradient, params, alpha=self.training.weight_decay)\n"
-            "        if self.training.clip is not None:\n"
-            "            gradient = clipped(gradient, self.training.clip)"
+            "        gradient = corrected(gradient, correction, self.training.clip)"
         ),
     ),
     sgd(
         "the clip before the correction",
         (
             "if correction is not None:\n"
-            "            gradient = torch._foreach_add(gradient, correction)\n"
-            "        if self.training.clip is not None:\n"
-            "            gradient = clipped(gradient, self.training.clip)"
+            "        gradient = torch._foreach_add(gradient, correction)\n"
+            "    return gradient if clip is None else clipped(gradient, clip)"
         ),
         (
-            "if self.training.clip is not None:\n"
-            "            gradient = clipped(gradient, self.training.clip)\n"
-            "        if correction is not None:\n"
-            "            gradient = torch._foreach_add(gradient, correction)"
+            "if clip is not None:\n"
+            "        gradient = clipped(gradient, clip)\n"
+            "    return gradient if correction is None else torch._foreach_add(gradient, correction)"
         ),
     ),
     sgd("short gradients grow", "max=1.0)", "max=1e9)"),
@@ -222,6 +223,34 @@ MUTANTS = [
         "momentum is dampened",
         "torch._foreach_add_(self.velocity, gradient)",
         "torch._foreach_add_(self.velocity, gradient, alpha=1 - self.training.momentum)",
+    ),
+    steps("the rate of the last round", 'group["lr"] = lr', "pass"),
+    steps(
+        "a kept state changes in place",
+        "return torch.empty_like(",
+        "return value if value.dim() else torch.empty_like(",
+    ),
+    optimised(
+        "parts of all sizes alike",
+        "weighted = torch._foreach_mul(gradient, len(y) / n)",
+        "weighted = torch._foreach_mul(gradient, 1 / parts)",
+    ),
+    optimised(
+        "no state is kept",
+        'keeps = training.optimizer_state == "keep" and objective is None',
+        "keeps = False",
+    ),
+    optimised("single samples are left over", "max(1, min(parts, n // 2)) if pairs else parts", "parts"),
+    warmup("full already in the last round of the warm-up", "(self.warmup + 1)", "self.warmup"),
+    behind(
+        "one part counts",
+        "training.local_steps * training.samples_per_step",
+        "training.local_steps * training.batch_size",
+    ),
+    limits(
+        "one part counts",
+        "training.local_steps * training.samples_per_step",
+        "training.local_steps * training.batch_size",
     ),
     settings("a round late", "t = round - 1", "t = round"),
     settings("half a cosine", "math.pi * min(t", "0.5 * math.pi * min(t"),
