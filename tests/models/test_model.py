@@ -168,7 +168,7 @@ def test_the_head_is_attribute_head_else_the_last_linear_else_named():
     assert own().head_names == {"fc_out.weight", "fc_out.bias"}
     assert Model(nn.Linear(2, 2)).head_names == {"weight", "bias"}
     with pytest.raises(SpecError, match=r"Model\(module, head="):
-        Model(nn.Sequential(nn.Conv2d(1, 1, 1)))
+        _ = Model(nn.Sequential(nn.Conv2d(1, 1, 1))).head_names
     with pytest.raises(SpecError, match=r"model.head = 'classifier'.*fc_out"):
         Model(OwnModule(), head="classifier")
 

@@ -8,13 +8,16 @@ bits of results.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedstrata.models.model import forward
 
-def lay_out(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+
+def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, ...]]) -> nn.Module:
     """Convert a module with convolutions to channels-last format, in place, if it works in that format.
 
     Some modules do not, for example if they call ``x.view(len(x), -1)`` after a convolution, which needs the default
@@ -23,12 +26,17 @@ def lay_out(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
 
     Args:
         module: The module.
-        shape: The shape of one sample, such as (channels, height, width).
+        shape: The shape of one sample, such as (channels, height, width), or of each of its parts. Only modules of
+            images (three sides) change.
 
     Returns:
         ``module`` itself.
     """
-    if len(shape) != 3 or not any(isinstance(part, nn.Conv2d) for part in module.modules()):
+    if (
+        isinstance(shape, Mapping)
+        or len(shape) != 3
+        or not any(isinstance(part, nn.Conv2d) for part in module.modules())
+    ):
         return module
     if _runs(copy.deepcopy(module), shape):
         return module.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
@@ -40,14 +48,15 @@ def _runs(module: nn.Module, shape: tuple[int, ...]) -> bool:
     """Return True if a forward and a backward pass succeed in channels-last format, with the same logits as before."""
     x = torch.linspace(-1, 1, 2 * torch.Size(shape).numel()).view(2, *shape)
     module.eval()
-    with torch.no_grad():
-        expected = module(x)
-    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     try:
+        with torch.no_grad():
+            expected = forward(module, x)
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         with torch.enable_grad():
-            logits = module(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2))  # like inputs of a ``Dataset``
-            logits.sum().backward()
-    except RuntimeError:
+            images = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # like inputs of a ``Dataset``
+            logits = forward(module, images)
+            torch.autograd.backward(logits.sum())
+    except Exception:  # a user's own module may raise anything; if it cannot be used at all, preparation reports it
         return False
     return torch.allclose(logits, expected, rtol=1e-3, atol=1e-4)
 

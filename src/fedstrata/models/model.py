@@ -6,15 +6,21 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedstrata.base.errors import SpecError
+from fedstrata.models.head import Head
 
 Params = dict[str, Tensor]
 """A mapping from the dotted name of a parameter or buffer in the module to its tensor."""
+
+Inputs = Tensor | Mapping[str, Tensor]
+"""A batch: one tensor (B, …), or a mapping from the names of the module's arguments to tensors (B, …)."""
 
 
 class Model:
@@ -28,18 +34,19 @@ class Model:
     Outside ``loaded`` the module holds its initial values and is in evaluation mode. A model serves one thread at a
     time; another thread uses a ``clone``.
 
-    **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. Its *head* is
-    the submodule that computes logits from features, and its *features* are the input of that submodule. By default,
-    the head is the submodule ``head`` if there is one, and otherwise the last ``nn.Linear``. ``forward`` must call the
-    head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Parameters that do not require gradients
-    are treated as buffers: they are sent and saved, but not trained.
+    **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. A batch of
+    several tensors is passed by name: ``module(**inputs)``. The module returns the logits, or an object with an
+    attribute ``logits``, or a tuple that begins with them. Its *head* is the submodule that computes logits from
+    features, and its *features* are the input of that submodule. By default, the head is the submodule ``head`` if
+    there is one, and otherwise the last ``nn.Linear`` that is trained and not part of a LoRA adapter. ``forward`` must
+    call the head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
 
     Args:
         module: The module; do not use it elsewhere afterwards, because the model changes it.
         head: The dotted name of the head, such as ``"classifier.2"``; the empty string is the module itself.
 
     Raises:
-        SpecError: The module has no head, or no parameters to train.
+        SpecError: The module has no parameters to train, or not the named head.
 
     >>> model = Model(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
     >>> sorted(model.head_names)
@@ -50,21 +57,26 @@ class Model:
 
     def __init__(self, module: nn.Module, head: str | None = None) -> None:
         self.module = module.eval()
-        self.head_name = _find_head(module) if head is None else head
-        modules = dict(module.named_modules(remove_duplicate=False))
-        if self.head_name not in modules:
-            raise SpecError("model.head", "is not a submodule of the model. Use one of: " + ", ".join(modules), head)
-        self._head = modules[self.head_name]
+        self._named_head = head
         self._installed: Params | None = None
         self._shared: Params = {}
         self._collect()
-        # Find the head's parameters by identity and not by the prefix of their names, because a submodule with two
-        # names has its parameters only under the first one.
-        names = {id(tensor): name for name, tensor in self._leaves.items()}
-        local = {name: names.get(id(tensor)) for name, tensor in self._head.named_parameters()}
-        self._head_params = {name: full for name, full in local.items() if full is not None}
-        self.head_names = frozenset(self._head_params.values())
-        """The names of the head's parameters in the whole module."""
+        if head is not None:
+            _ = self._head  # the name is checked here
+
+    @cached_property
+    def _head(self) -> Head:
+        return Head.of(self.module, self._named_head, self._leaves)
+
+    @property
+    def head_name(self) -> str:
+        """The dotted name of the head. A module without a head raises ``SpecError``."""
+        return self._head.name
+
+    @property
+    def head_names(self) -> frozenset[str]:
+        """The names of the head's trainable parameters in the whole module."""
+        return frozenset(self._head.params.values())
 
     def _collect(self) -> None:
         persistent = self.module.state_dict().keys()
@@ -131,28 +143,30 @@ class Model:
                     buffer.copy_(current)
                 part._buffers[name] = buffer
 
-    def __call__(self, params: Params, x: Tensor) -> Tensor:
+    def __call__(self, params: Params, x: Inputs) -> Tensor:
         """Compute the logits of a batch.
 
         Args:
             params: The dictionary that ``loaded`` yields, or any mapping from name to tensor. Parameters and buffers
                 that it lacks are read from the module and not changed there.
-            x: A batch, shape (B, …).
+            x: A batch: a tensor (B, …), or a mapping from the names of the module's arguments to tensors.
 
         Returns:
             The logits, shape (B, classes).
         """
         if params is self._installed:
-            return self.module(x)  # type: ignore[no-any-return]
+            output = self.module(x) if isinstance(x, Tensor) else self.module(**x)
+            return output if isinstance(output, Tensor) else unwrapped(output)
         if self._changing and self.module.training:
             # BatchNorm updates its running statistics in place; copies keep the call pure.
             params = {**_copies(self._changing), **params}
         tied = {other: params[name] for name, others in self._tied.items() if name in params for other in others}
+        args, named = ((x,), {}) if isinstance(x, Tensor) else ((), dict(x))
         # Pass each tensor under all of its names. PyTorch's option ``tie_weights`` does the same, but if a submodule
         # has two names, the module keeps the passed tensor after the call.
-        return functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)  # type: ignore[no-any-return]
+        return unwrapped(functional_call(self.module, {**params, **tied}, args, named, tie_weights=False))
 
-    def with_features(self, params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
+    def with_features(self, params: Params, x: Inputs) -> tuple[Tensor, Tensor]:
         """Compute features and logits in one pass.
 
         Returns:
@@ -162,7 +176,7 @@ class Model:
             RuntimeError: ``forward`` did not call the head.
         """
         features: list[Tensor] = []
-        handle = self._head.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+        handle = self._head.module.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
         try:
             logits = self(params, x)
         finally:
@@ -182,9 +196,9 @@ class Model:
             The logits, shape (B, classes).
         """
         if params is self._installed:
-            return self._head(features)  # type: ignore[no-any-return]
-        head_params = {name: params[full] for name, full in self._head_params.items() if full in params}
-        return functional_call(self._head, head_params, (features,))  # type: ignore[no-any-return]
+            return self._head.module(features)  # type: ignore[no-any-return]
+        head_params = {name: params[full] for name, full in self._head.params.items() if full in params}
+        return functional_call(self._head.module, head_params, (features,))  # type: ignore[no-any-return]
 
     @contextmanager
     def loaded(
@@ -298,7 +312,7 @@ class Model:
             RuntimeError: The model is in use inside a ``with model.loaded(...)`` block.
         """
         self._refuse_loaded("cloned")
-        twin = Model(copy.deepcopy(self.module), self.head_name)
+        twin = Model(copy.deepcopy(self.module), self._named_head)
         twin.train_mode(self.module.training)
         return twin
 
@@ -307,14 +321,18 @@ class Model:
             raise RuntimeError(f"a model cannot be {verb} while it is loaded")
 
 
-def _find_head(module: nn.Module) -> str:
-    if isinstance(getattr(module, "head", None), nn.Module):
-        return "head"
-    linear: list[str] = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
-    if not linear:
-        problem = f"{type(module).__name__} has neither a submodule 'head' nor an nn.Linear: call its classifier 'head'"
-        raise SpecError("model.head", f"{problem}, or name it: Model(module, head='dotted.name')")
-    return linear[-1]
+def forward(module: nn.Module, x: Inputs) -> Tensor:
+    """Return the logits that a module computes for a batch: a tensor, or a mapping of its arguments."""
+    return unwrapped(module(x) if isinstance(x, Tensor) else module(**x))
+
+
+def unwrapped(output: Any) -> Tensor:
+    """Return the logits in the output of a module: the output itself, its ``logits``, or the first item of a tuple."""
+    if isinstance(output, Tensor):
+        return output
+    if hasattr(output, "logits"):  # before the check for a tuple, because some tuples have names
+        return output.logits  # type: ignore[no-any-return]
+    return output[0] if isinstance(output, tuple) and output else output  # type: ignore[no-any-return]
 
 
 def _tied(module: nn.Module) -> dict[str, list[str]]:

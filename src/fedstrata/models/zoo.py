@@ -21,7 +21,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.loading import load_object
 from fedstrata.base.rng import torch_seeded
 from fedstrata.models.memory_format import lay_out
-from fedstrata.models.model import Model
+from fedstrata.models.model import Model, forward
 
 
 class ModelSpec(Setting):
@@ -241,7 +241,7 @@ def _try_out(module: nn.Module, name: str, shape: tuple[int, ...], classes: int)
     """Run a forward pass on a sample of zeros, so that a module that does not fit fails here and not at a client."""
     try:
         with torch.no_grad():
-            logits = module.eval()(torch.zeros(1, *shape))
+            logits = forward(module.eval(), torch.zeros(1, *shape))
     except Exception as error:  # a user's own module may raise anything
         raise SpecError("model.name", f"fails on samples of shape {shape}: {error}", name) from error
     if not isinstance(logits, torch.Tensor) or logits.shape != (1, classes):

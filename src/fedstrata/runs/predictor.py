@@ -29,7 +29,7 @@ from fedstrata.data.tables import read_table, table_of
 from fedstrata.evaluation.history import MODEL, WEIGHTS, read_weights
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.memory_format import lay_out
-from fedstrata.models.model import Model
+from fedstrata.models.model import Model, forward
 from fedstrata.models.zoo import MODELS, make_model
 from fedstrata.runs.preparation import Prepared
 
@@ -237,7 +237,7 @@ class Predictor:
         bounds = np.linspace(0, n, -(-n // self._batch_size) + 1).astype(int).tolist()
         with _batch_statistics(self.module) if self._batch_statistics else nullcontext():
             for begin, end in pairwise(bounds):
-                yield self.module(data.inputs(slice(begin, end), "test").to(device))
+                yield forward(self.module, data.inputs(slice(begin, end), "test").to(device))
 
     def _samples(self, x: Any) -> Dataset:
         """Return a data set that contains the samples and has the normalisation of the run's data set."""
@@ -409,7 +409,7 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
     try:
         laid_out = Model(lay_out(model.module, shape), head="")
         with torch.no_grad():
-            output = tuple(laid_out.module(torch.zeros(2, *shape)).shape)
+            output = tuple(forward(laid_out.module, torch.zeros(2, *shape)).shape)
     except Exception as error:  # the user's own module may raise anything
         raise SpecError("model", f"{needed}; this one failed: {error}", name) from error
     if output != (2, about["classes"]):

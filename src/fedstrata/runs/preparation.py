@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedstrata.base.config import under
 from fedstrata.base.errors import SpecError
@@ -30,6 +28,7 @@ from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model
+from fedstrata.models.probe import draws_random_numbers
 from fedstrata.models.zoo import CustomModel, OwnModel, make_model, own_module
 from fedstrata.runs.identity import about_data, about_model, identity_of
 from fedstrata.spec.experiment import Experiment
@@ -165,7 +164,7 @@ def assemble(
         most_samples=assignment.sizes if sizes_known else None,
         server_data=ServerData(dataset, _all_but_the_servers(everybody, held)) if sizes_known else None,
         weight_diversity=spec.evaluation.weight_diversity,
-        random=_draws_random_numbers(made, dataset),
+        random=draws_random_numbers(made, dataset.inputs(slice(0, 2), "train" if dataset.train_size else "test")),
         privacy=spec.privacy,
     )
     # ``availability.check`` stores values of this run in the object. Copy it, so that the user's spec does not change.
@@ -214,39 +213,6 @@ def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:
         return assignment
     used = np.union1d(assignment.indices, held.validation)
     return replace(assignment, indices=used, offsets=np.array([0, len(used)]))
-
-
-def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
-    """Try a forward pass in training mode; return True if it draws random numbers."""
-    x = dataset.inputs(slice(0, 2), "train" if dataset.train_size else "test")
-    x = x if len(x) else torch.zeros(1, *dataset.shape)  # the server of a deployment may have no samples
-    before, draws = torch.get_rng_state(), _Draws()  # type: ignore[no-untyped-call]
-    loaded = model.loaded(model.params(), model.buffers(), train=True)
-    try:
-        # Ignore errors here: they occur again in training, and the message then names the client.
-        with suppress(Exception), torch.no_grad(), loaded as params, draws:
-            model(params, torch.cat([x, x])[:2])
-        return draws.random
-    finally:
-        torch.set_rng_state(before)
-
-
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Detects whether this thread runs a PyTorch operation that draws random numbers.
-
-    A comparison of the generator's state would also notice other threads, because all threads share the generator.
-    """
-
-    random = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False, because otherwise PyTorch would import its compiler, which takes two seconds."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
 
 
 def _check_start(model: Model, spec: Experiment) -> None:

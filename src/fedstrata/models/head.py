@@ -1,0 +1,78 @@
+"""The head of a model: the submodule that computes logits from features."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fedstrata.base.errors import SpecError
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a module.
+
+    Args:
+        name: The dotted name of the head in the module.
+        module: The head.
+        params: A mapping from the name of each trainable parameter in the head to its name in the whole module.
+    """
+
+    name: str
+    module: nn.Module
+    params: Mapping[str, str]
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str | None, trained: Mapping[str, Tensor]) -> Head:
+        """Return the head of a module.
+
+        Args:
+            module: The whole module.
+            name: The dotted name of the head; by default, it is found.
+            trained: The trainable parameters of the whole module.
+
+        Raises:
+            SpecError: The module has no head, or not the named one.
+        """
+        name = _find(module) if name is None else name
+        modules = dict(module.named_modules(remove_duplicate=False))
+        if name not in modules:
+            raise SpecError("model.head", "is not a submodule of the model. Use one of: " + ", ".join(modules), name)
+        # Find the head's parameters by identity and not by the prefix of their names, because a submodule with two
+        # names has its parameters only under the first one.
+        names = {id(tensor): full for full, tensor in trained.items()}
+        inside = {local: names.get(id(tensor)) for local, tensor in modules[name].named_parameters()}
+        return cls(name, modules[name], {local: full for local, full in inside.items() if full is not None})
+
+
+def _find(module: nn.Module) -> str:
+    head = getattr(module, "head", None)
+    if isinstance(head, nn.Module) and not _is_frozen(head):
+        return "head"
+    linear: list[str] = [
+        name for name, part in module.named_modules() if isinstance(part, nn.Linear) and not _is_frozen(part)
+    ]
+    linear = [name for name in linear if not _in_adapter(module, name)]
+    if not linear:
+        problem = f"{type(module).__name__} has neither a submodule 'head' nor an nn.Linear that is trained"
+        advice = "call its classifier 'head', or name it: Model(module, head='dotted.name')"
+        raise SpecError("model.head", f"{problem}: {advice}")
+    return linear[-1]
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    """Return True if a module has parameters and none of them requires gradients."""
+    needs = [tensor.requires_grad for tensor in module.parameters()]
+    return bool(needs) and not any(needs)
+
+
+def _in_adapter(module: nn.Module, name: str) -> bool:
+    """Return True if a submodule is part of a LoRA adapter, which its name or the name of its class shows."""
+    parts = name.split(".") if name else []
+    inside = [module.get_submodule(".".join(parts[: depth + 1])) for depth in range(len(parts))]
+    return any(re.match("(?i)(.*_)?lora", part) for part in parts) or any(
+        re.search("L[oO][rR][aA]", type(part).__name__) for part in inside
+    )

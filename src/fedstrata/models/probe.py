@@ -1,0 +1,63 @@
+"""Try a model on a few samples before a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedstrata.base.errors import SpecError
+from fedstrata.models.model import Inputs, Model
+
+
+def draws_random_numbers(model: Model, x: Inputs) -> bool:
+    """Try a forward pass in training mode; return True if it draws random numbers, as a dropout layer does.
+
+    Args:
+        model: The model, which does not change.
+        x: Some samples; one sample is used twice, and none stands for two samples of zeros.
+
+    Raises:
+        SpecError: The pass fails.
+    """
+    x = _two(x) if isinstance(x, Tensor) else {name: _two(part) for name, part in x.items()}
+    before, draws = torch.get_rng_state(), _Draws()  # type: ignore[no-untyped-call]
+    try:
+        with torch.no_grad(), model.loaded(model.params(), model.buffers(), train=True) as params, draws:
+            model(params, x)
+    except Exception as error:  # the user's own module may raise anything
+        shapes = tuple(x.shape) if isinstance(x, Tensor) else {name: tuple(part.shape) for name, part in x.items()}
+        problem = f"fails in training mode on a batch of shape {shapes}: {type(error).__name__}: {error}"
+        raise SpecError("model", problem, type(model.module).__name__) from error
+    finally:
+        torch.set_rng_state(before)
+    return draws.random
+
+
+def _two(x: Tensor) -> Tensor:
+    return torch.cat([x, x])[:2] if len(x) else x.new_zeros(2, *x.shape[1:])
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Detects whether this thread runs a PyTorch operation that draws random numbers.
+
+    A comparison of the generator's state would also notice other threads, because all threads share the generator.
+    """
+
+    random = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, because otherwise PyTorch would import its compiler, which takes two seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            names = [argument.name for argument in func._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}  # without those that have their default
+            # Attention always has this tag, but draws only for dropout, whose default is 0.
+            self.random |= "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
+        return func(*args, **kwargs)
