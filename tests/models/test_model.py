@@ -115,7 +115,7 @@ def test_buffers_given_among_the_parameters_are_used():
     torch.testing.assert_close(model({**model.params(), "bn.running_mean": mean}, x), expected)
 
 
-def test_frozen_parameters_are_buffers():
+def test_frozen_parameters_are_neither_trained_nor_buffers():
     model = own()
     assert list(model.params()) == [
         "fc_out.weight",
@@ -126,12 +126,11 @@ def test_frozen_parameters_are_buffers():
         "squeeze.bias",
     ]
     assert list(model.buffers()) == [
-        "frozen.weight",
-        "frozen.bias",
         "bn.running_mean",
         "bn.running_var",
         "bn.num_batches_tracked",
     ]
+    assert list(model.untrained.frozen) == ["frozen.weight", "frozen.bias"]
 
 
 def test_features_of_a_users_module_on_both_paths():

@@ -7,7 +7,6 @@ bits of results.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstrata.models.model import forward
+from fedstrata.models.untrained import twin_of
 
 
 def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, ...]]) -> nn.Module:
@@ -38,7 +38,7 @@ def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, 
         or not any(isinstance(part, nn.Conv2d) for part in module.modules())
     ):
         return module
-    if _runs(copy.deepcopy(module), shape):
+    if _runs(twin_of(module), shape):
         return module.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
     module.register_forward_pre_hook(_to_default_format)
     return module

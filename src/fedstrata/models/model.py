@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -15,6 +14,7 @@ from torch.func import functional_call
 
 from fedstrata.base.errors import SpecError
 from fedstrata.models.head import Head
+from fedstrata.models.untrained import Untrained, twin_of
 
 Params = dict[str, Tensor]
 """A mapping from the dotted name of a parameter or buffer in the module to its tensor."""
@@ -41,12 +41,15 @@ class Model:
     there is one, and otherwise the last ``nn.Linear`` that is trained and not part of a LoRA adapter. ``forward`` must
     call the head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
 
+    Parameters that do not require gradients are *frozen*: they are neither sent nor saved. Every party makes the module
+    itself, and its frozen parameters must be the same everywhere. Trainable parameters are float32.
+
     Args:
         module: The module; do not use it elsewhere afterwards, because the model changes it.
         head: The dotted name of the head, such as ``"classifier.2"``; the empty string is the module itself.
 
     Raises:
-        SpecError: The module has no parameters to train, or not the named head.
+        SpecError: The module has no parameters to train, or some that are not float32, or not the named head.
 
     >>> model = Model(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
     >>> sorted(model.head_names)
@@ -78,25 +81,12 @@ class Model:
         """The names of the head's trainable parameters in the whole module."""
         return frozenset(self._head.params.values())
 
-    def _collect(self) -> None:
-        persistent = self.module.state_dict().keys()
-        named = dict(self.module.named_parameters())
-        self._leaves: Params = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
-        if not self._leaves:
-            raise SpecError(
-                "model",
-                f"{type(self.module).__name__} has no parameter that requires gradients. Use a model that can be "
-                "trained.",
-            )
-        self._changing = dict(self.module.named_buffers())
-        self._buffer_places = [
-            (part, name, buffer)
-            for part in self.module.modules()
-            for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
-        ]
-        self._others: Params = {name: tensor for name, tensor in named.items() if name not in self._leaves}
-        self._others |= {name: tensor for name, tensor in self._changing.items() if name in persistent}
-        self._initial_params, self._initial_buffers = _copies(self._leaves), _copies(self._others)
+    def _collect(self, constant: Collection[str] = ()) -> None:
+        self._leaves: Params = {name: w for name, w in self.module.named_parameters() if w.requires_grad}
+        require_trainable(self.module)
+        self.untrained = Untrained(self.module, constant)
+        """The buffers and the frozen parameters."""
+        self._initial_params, self._initial_buffers = _copies(self._leaves), _copies(self.untrained.sent)
         self._tied = _tied(self.module)
 
     def params(self) -> Params:
@@ -117,8 +107,19 @@ class Model:
         return clones
 
     def buffers(self) -> Params:
-        """Return clones of the initial buffers (running statistics, frozen parameters), in the same order."""
+        """Return clones of the initial buffers (such as running statistics) that training changes, in the same order.
+
+        Buffers that are not saved (``persistent=False``) are left out, and so are constant ones.
+        """
         return _copies(self._initial_buffers)
+
+    def keep_constant(self, names: Collection[str]) -> None:
+        """Treat buffers as frozen: they are neither sent nor saved, and must not change.
+
+        Args:
+            names: The names of saved buffers, beside those of earlier calls.
+        """
+        self._collect({*names, *self.untrained.constant})
 
     def current_buffers(self) -> Params:
         """Return clones of the buffers in their current state, which training may have changed.
@@ -128,20 +129,9 @@ class Model:
         """
         if self._installed is None:
             raise RuntimeError("current_buffers() is for use inside 'with model.loaded(...)'")
-        self._gather_rebound()
-        return _copies(self._others)
-
-    def _gather_rebound(self) -> None:
-        """Copy buffers that a forward pass replaced by other tensors back into the original tensors."""
-        for part, name, buffer in self._buffer_places:
-            current = part._buffers.get(name)
-            if current is not buffer:
-                if current is None or current.shape != buffer.shape:
-                    shape = None if current is None else tuple(current.shape)
-                    raise SpecError("model", f"training made buffer {name!r} {shape}, it was {tuple(buffer.shape)}")
-                with torch.no_grad():
-                    buffer.copy_(current)
-                part._buffers[name] = buffer
+        self.untrained.refuse_changes()
+        self.untrained.gather()
+        return _copies(self.untrained.sent)
 
     def __call__(self, params: Params, x: Inputs) -> Tensor:
         """Compute the logits of a batch.
@@ -157,9 +147,9 @@ class Model:
         if params is self._installed:
             output = self.module(x) if isinstance(x, Tensor) else self.module(**x)
             return output if isinstance(output, Tensor) else unwrapped(output)
-        if self._changing and self.module.training:
+        if self.untrained.changing and self.module.training:
             # BatchNorm updates its running statistics in place; copies keep the call pure.
-            params = {**_copies(self._changing), **params}
+            params = {**_copies(self.untrained.changing), **params}
         tied = {other: params[name] for name, others in self._tied.items() if name in params for other in others}
         args, named = ((x,), {}) if isinstance(x, Tensor) else ((), dict(x))
         # Pass each tensor under all of its names. PyTorch's option ``tie_weights`` does the same, but if a submodule
@@ -227,24 +217,26 @@ class Model:
         if missing := self._leaves.keys() - params.keys():
             raise ValueError(f"parameters missing: {', '.join(sorted(missing))}")
         _check(params, self._leaves, "parameter")
-        _check(buffers, self._others, "buffer")
+        _check(buffers, self.untrained.sent, "buffer")
         training = self.module.training
-        self._gather_rebound()
+        self.untrained.gather()
         installed = self._installed = dict(self._leaves)
         try:
             _copy_into(self._leaves, params)
-            _copy_into(self._others, buffers)
+            _copy_into(self.untrained.sent, buffers)
+            self.untrained.watch()
             self.train_mode(train)
             yield installed
+            self.untrained.refuse_changes()
         finally:
             self._installed = None
             installed.clear()
-            self._gather_rebound()
+            self.untrained.gather()
             for name in self._shared:  # give these parameters memory of their own again; see ``share``
                 self._leaves[name].data = torch.empty_like(self._initial_params[name])
             self._shared.clear()
             _copy_into(self._leaves, self._initial_params)
-            _copy_into(self._others, self._initial_buffers)
+            _copy_into(self.untrained.sent, self._initial_buffers)
             for leaf in self._leaves.values():
                 leaf.grad = None
             self.train_mode(training)
@@ -263,6 +255,7 @@ class Model:
         """
         self._refuse_loaded("loaded")
         self._installed = dict(self._leaves)
+        self.untrained.watch()
         self.train_mode(train)
         return self._installed
 
@@ -277,7 +270,7 @@ class Model:
         """
         if self._installed is None:
             raise RuntimeError("share() is for use inside 'with model.loaded(...)'")
-        self._gather_rebound()
+        self.untrained.gather()
         for name, leaf in self._leaves.items():
             given, initial = params[name], self._initial_params[name]
             if given is self._shared.get(name):
@@ -287,7 +280,7 @@ class Model:
             else:  # the tensor is not in the module's memory format, for example because it is from a message or a file
                 self._shared.pop(name, None)
                 leaf.data = torch.empty_like(initial).copy_(given)
-        _copy_into(self._others, buffers or {})
+        _copy_into(self.untrained.sent, buffers or {})
 
     def train_mode(self, on: bool) -> None:
         """Switch the module to training mode or to evaluation mode."""
@@ -302,7 +295,7 @@ class Model:
         """
         self._refuse_loaded("moved")
         self.module.to(device)
-        self._collect()
+        self._collect(self.untrained.constant)
         return self
 
     def clone(self) -> Model:
@@ -312,7 +305,10 @@ class Model:
             RuntimeError: The model is in use inside a ``with model.loaded(...)`` block.
         """
         self._refuse_loaded("cloned")
-        twin = Model(copy.deepcopy(self.module), self._named_head)
+        constant = self.untrained.constant
+        twin = Model(twin_of(self.module, constant.values()), self._named_head)
+        if constant:
+            twin.keep_constant(constant)
         twin.train_mode(self.module.training)
         return twin
 
@@ -324,6 +320,17 @@ class Model:
 def forward(module: nn.Module, x: Inputs) -> Tensor:
     """Return the logits that a module computes for a batch: a tensor, or a mapping of its arguments."""
     return unwrapped(module(x) if isinstance(x, Tensor) else module(**x))
+
+
+def require_trainable(module: nn.Module) -> None:
+    """Raise ``SpecError`` if a module has no trainable parameters, or some that are not float32."""
+    trained = {name: tensor.dtype for name, tensor in module.named_parameters() if tensor.requires_grad}
+    if not trained:
+        raise SpecError("model", f"{type(module).__name__} has no parameter that requires gradients")
+    if wrong := [f"{name} is {str(dtype)[6:]}" for name, dtype in trained.items() if dtype != torch.float32]:
+        listed = ", ".join(wrong[:6]) + " …" * (len(wrong) > 6)
+        problem = f"{listed}, but trainable parameters must be float32. Convert them with float(), or freeze them"
+        raise SpecError("model", f"{problem} with requires_grad_(False).", type(module).__name__)
 
 
 def unwrapped(output: Any) -> Tensor:

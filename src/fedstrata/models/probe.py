@@ -15,24 +15,38 @@ from fedstrata.models.model import Inputs, Model
 def draws_random_numbers(model: Model, x: Inputs) -> bool:
     """Try a forward pass in training mode; return True if it draws random numbers, as a dropout layer does.
 
+    The pass also shows which buffers are constant; see ``Model.keep_constant``.
+
     Args:
-        model: The model, which does not change.
+        model: The model. Its values do not change.
         x: Some samples; one sample is used twice, and none stands for two samples of zeros.
 
     Raises:
-        SpecError: The pass fails.
+        SpecError: The pass fails, or changes a frozen parameter.
     """
     x = _two(x) if isinstance(x, Tensor) else {name: _two(part) for name, part in x.items()}
     before, draws = torch.get_rng_state(), _Draws()  # type: ignore[no-untyped-call]
     try:
-        with torch.no_grad(), model.loaded(model.params(), model.buffers(), train=True) as params, draws:
-            model(params, x)
+        with torch.no_grad(), model.loaded(model.params(), model.buffers(), train=True) as params:
+            versions, sums = model.untrained.versions(), model.untrained.sums()
+            with draws:
+                model(params, x)
+            if model.untrained.sent:  # find buffers that only change in an evaluation too
+                model.train_mode(False)
+                model(params, x)
+            changed = model.untrained.changed(versions) | dict(sums.items() ^ model.untrained.sums().items()).keys()
+            model.untrained.refuse(changed)
+            constant = model.untrained.sent.keys() - changed
+    except SpecError:
+        raise
     except Exception as error:  # the user's own module may raise anything
         shapes = tuple(x.shape) if isinstance(x, Tensor) else {name: tuple(part.shape) for name, part in x.items()}
         problem = f"fails in training mode on a batch of shape {shapes}: {type(error).__name__}: {error}"
         raise SpecError("model", problem, type(model.module).__name__) from error
     finally:
         torch.set_rng_state(before)
+    if constant:
+        model.keep_constant(constant)
     return draws.random
 
 

@@ -21,7 +21,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.loading import load_object
 from fedstrata.base.rng import torch_seeded
 from fedstrata.models.memory_format import lay_out
-from fedstrata.models.model import Model, forward
+from fedstrata.models.model import Model, forward, require_trainable
 
 
 class ModelSpec(Setting):
@@ -239,6 +239,7 @@ def own_module(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> n
 
 def _try_out(module: nn.Module, name: str, shape: tuple[int, ...], classes: int) -> None:
     """Run a forward pass on a sample of zeros, so that a module that does not fit fails here and not at a client."""
+    require_trainable(module)
     try:
         with torch.no_grad():
             logits = forward(module.eval(), torch.zeros(1, *shape))

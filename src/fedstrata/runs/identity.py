@@ -47,7 +47,7 @@ def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assig
         model: The model with its initial parameters.
         assignment: The samples of each client.
     """
-    return {
+    identity = {
         "results_version": RESULTS,
         "spec": dict(_flat({key: value for key, value in spec.to_spec().items() if key != "tracking"})),
         "data": fingerprint_of_data(data),
@@ -55,12 +55,16 @@ def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assig
         "partition": _digest(assignment.indices.tobytes(), assignment.offsets.tobytes()),
         "code": dict(sorted(_code(spec))),
     }
+    frozen = fingerprints_of_frozen(model)
+    return identity | {"frozen": frozen} if frozen else identity
 
 
 def well_formed(identity: object) -> bool:
     """Return True if a value that was read from a file has the keys and types of an identity."""
     kinds = {"results_version": int, "spec": dict, "data": str, "model": str, "partition": str, "code": dict}
-    return isinstance(identity, dict) and all(isinstance(identity.get(key), kind) for key, kind in kinds.items())
+    if not isinstance(identity, dict) or not isinstance(identity.get("frozen", {}), dict):
+        return False
+    return all(isinstance(identity.get(key), kind) for key, kind in kinds.items())
 
 
 def about_data(data: Dataset) -> str:
@@ -86,10 +90,30 @@ def fingerprint_of_data(data: Dataset) -> str:
 
 
 def fingerprint_of_model(model: Model) -> str:
-    """Return the SHA-256 of the architecture and of the initial parameters and buffers."""
-    named = {**model.params(), **model.buffers()}
+    """Return the SHA-256 of the architecture and of the initial parameters and buffers, including the frozen ones."""
+    named = {**model.params(), **model.untrained.all}
     parts = [part for name, tensor in named.items() for part in (name.encode(), _bytes(tensor))]
     return _digest(str(model.module).encode(), *parts)
+
+
+def fingerprints_of_frozen(model: Model) -> dict[str, str]:
+    """Return a mapping from the name of each frozen tensor of a model to the SHA-256 of its type, shape and values."""
+    return {name: _digest(_bytes(tensor)) for name, tensor in model.untrained.frozen.items()}
+
+
+def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose: str) -> None:
+    """Raise ``SpecError`` about the first frozen tensor that differs.
+
+    Args:
+        before: The fingerprints of the frozen tensors that are needed; see ``fingerprints_of_frozen``.
+        now: The fingerprints of the frozen tensors of the given model.
+        whose: The owner of the needed tensors, for the error message.
+    """
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            was, is_now = (f"{each[name][:12]}…" if name in each else "missing" for each in (before, now))
+            problem = f"the frozen tensor {name} is {is_now} here, and {was} in {whose}"
+            raise SpecError("model", f"{problem}. Build the model on the same base (the same weights file or seed).")
 
 
 @cache
@@ -130,6 +154,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
         SpecError: A difference is not permitted, because it would change the results.
     """
     advice = f". Use the old value, or another folder than {where}"
+    require_same_frozen(before.get("frozen", {}), now.get("frozen", {}), f"the run in {where}")
     changes = []
     old, new = before["spec"], now["spec"]
     for key in sorted(old.keys() | new.keys()):
@@ -221,8 +246,9 @@ def _settings(value: Any) -> Iterator[Setting]:
 def _bytes(tensor: Tensor | None) -> bytes:
     if tensor is None:
         return b"none"
-    array = tensor.detach().cpu().contiguous().numpy()
-    return f"{array.dtype}{array.shape}".encode() + array.tobytes()
+    flat = tensor.detach().cpu().contiguous()
+    values = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # NumPy does not have all types of PyTorch
+    return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}".encode() + values.numpy().tobytes()
 
 
 def _digest(*parts: bytes) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -30,7 +29,9 @@ from fedstrata.evaluation.history import MODEL, WEIGHTS, read_weights
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model, forward
-from fedstrata.models.zoo import MODELS, make_model
+from fedstrata.models.untrained import twin_of
+from fedstrata.models.zoo import MODELS, OwnModel, make_model, own_module
+from fedstrata.runs.identity import fingerprints_of_frozen, require_same_frozen
 from fedstrata.runs.preparation import Prepared
 
 FORMAT = 1
@@ -66,7 +67,7 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
         schema = {key: value for key, value in features.schema.to_spec().items() if key in OF_ROWS}
         table = {"schema": schema, "imputed": features.imputed, "features": features.schema.names()}
     local = spec.training.batch_norm == "local" and has_batchnorm(model.module)
-    return {
+    about = {
         "format": FORMAT,
         "fedstrata": version("fedstrata"),
         "model": architecture,
@@ -78,6 +79,8 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
         "batch_size": spec.evaluation.batch_size,
         "batch_statistics": local,
     }
+    frozen = prepared.identity.get("frozen")  # not in the file of parameters: whoever loads the model builds them again
+    return about | {"frozen": {"seed": spec.seed, "fingerprints": frozen}} if frozen else about
 
 
 def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
@@ -97,7 +100,7 @@ def _checksum(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(jsonable(about), sort_keys=True).encode()).hexdigest()
 
 
-def load(run_dir: str | Path, model: nn.Module | Model | None = None) -> Predictor:
+def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
     """Load the final model of a run for inference.
 
     Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. If the run's spec names your own
@@ -105,8 +108,9 @@ def load(run_dir: str | Path, model: nn.Module | Model | None = None) -> Predict
 
     Args:
         run_dir: The run folder, or any folder with these two files.
-        model: A module with the same architecture, if the run trained a module of your own. Its parameters are ignored,
-            and it is not changed.
+        model: A module with the same architecture, if the run trained a module of your own; or its class, or a function
+            that makes it, as for ``fedstrata.run``. Its trainable parameters are ignored, and it is not changed. Its
+            frozen parameters must be those of the run, because the folder does not contain them.
 
     Raises:
         SpecError: The folder has no run, the run has not ended, or ``model`` is missing or does not fit.
@@ -127,7 +131,10 @@ def load(run_dir: str | Path, model: nn.Module | Model | None = None) -> Predict
     about = _read(folder / MODEL)
     tensors = read_weights(folder / WEIGHTS)
     built = _build(about, model, folder)
+    frozen = about.get("frozen", {}).get("fingerprints", {})
+    built.keep_constant(built.untrained.sent.keys() & frozen)
     _require_fit(built, tensors, folder)
+    require_same_frozen(frozen, fingerprints_of_frozen(built) if "frozen" in about else {}, f"the run in {folder}")
     if model is not None:
         built = _try_out(built, about)
     built.load_for_good()
@@ -365,6 +372,10 @@ def _check(about: Mapping[str, Any]) -> None:
     if not isinstance(about["model"]["name"], str):
         raise ValueError("model.name is not text")
     _features_of(about)
+    if (frozen := about.get("frozen")) is not None and not (
+        type(frozen["seed"]) is int and frozen["fingerprints"].keys()
+    ):
+        raise ValueError("frozen has not a seed and fingerprints")
     if normalisation is not None:
         if normalisation["dtype"] not in ("float32", "float64"):
             raise ValueError(f"normalisation.dtype is {normalisation['dtype']!r}")
@@ -374,13 +385,12 @@ def _check(about: Mapping[str, Any]) -> None:
                 raise ValueError(f"normalisation.{key} is not a number for each of {shape[0]}")
 
 
-def _build(about: Mapping[str, Any], model: object, folder: Path) -> Model:
+def _build(about: Mapping[str, Any], model: OwnModel | None, folder: Path) -> Model:
     """Build a model with the architecture of the run and arbitrary parameters."""
-    if isinstance(model, (Model, nn.Module)):
-        module = model.module if isinstance(model, Model) else model
-        return Model(copy.deepcopy(module), head="")  # inference does not use the head
+    shape, classes, seed = tuple(about["input_shape"]), about["classes"], about.get("frozen", {}).get("seed", 0)
     if model is not None:
-        raise SpecError("model", "must be an nn.Module or a fedstrata Model, or omitted.", type(model).__name__)
+        module = own_module(model, shape, classes, seed)
+        return Model(twin_of(module.module if isinstance(module, Model) else module))
     name = about["model"]["name"]
     if name == CUSTOM:
         own = about["model"].get("class")
@@ -388,7 +398,7 @@ def _build(about: Mapping[str, Any], model: object, folder: Path) -> Model:
         raise SpecError("model", f"{problem}. Pass such a module: fedstrata.load(…, model=…).")
     try:
         table = under("model", lambda: MODELS.parse(about["model"]))
-        return make_model(table, tuple(about["input_shape"]), about["classes"], seed=0)
+        return make_model(table, shape, classes, seed)
     except SpecError as error:
         if ":" not in name:
             raise
@@ -407,7 +417,8 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
         f"a model takes a batch of shape (B, {', '.join(map(str, shape))}) and gives logits (B, {about['classes']})"
     )
     try:
-        laid_out = Model(lay_out(model.module, shape), head="")
+        laid_out = Model(lay_out(model.module, shape))
+        laid_out.keep_constant(model.untrained.constant)
         with torch.no_grad():
             output = tuple(forward(laid_out.module, torch.zeros(2, *shape)).shape)
     except Exception as error:  # the user's own module may raise anything
@@ -418,13 +429,19 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
 
 
 def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise ``SpecError`` about the first tensor that differs in name, dtype or shape between module and file."""
-    expected = {**model.params(), **model.buffers()}
+    """Raise ``SpecError`` about the first tensor that differs in name, dtype or shape between module and file.
+
+    Files of earlier versions contain frozen parameters. The model then uses the file's.
+    """
+    stored_frozen = {name: tensor for name, tensor in model.untrained.frozen.items() if name in tensors}
+    expected = {**model.params(), **model.buffers(), **stored_frozen}
     for name in expected | dict(tensors):
         here, stored = _size(expected.get(name)), _size(tensors.get(name))
         if here != stored:
             problem = f"does not fit the run in {folder}: {name} is {here} in the module, and {stored} in {WEIGHTS}"
             raise SpecError("model", problem, type(model.module).__name__)
+    for name, tensor in stored_frozen.items():
+        tensor.data = torch.empty_like(tensor).copy_(tensors[name])  # the user's module keeps its own
 
 
 def _size(tensor: Tensor | None) -> str:
