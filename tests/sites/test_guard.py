@@ -31,7 +31,7 @@ from fedstrata.sites.guard import Guard, Quota, declared
 from fedstrata.sites.ledger import Entry
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.settings import SiteSettings
-from fedstrata.sites.wire import Begin, Begun, Failed, Fetch, Hopped, Refused, Survey, Total
+from fedstrata.sites.wire import Begin, BeginOnBase, Begun, Failed, Fetch, Hopped, Refused, Survey, Total
 from fedstrata.stratify.masking.messages import CountReport
 from fedstrata.stratify.messages import Gradient, GradientReply, LabelReport, Reserve, Steps
 
@@ -777,3 +777,12 @@ def test_parts_of_a_group_are_counted_and_booked_also_when_it_breaks(tmp_path: P
     made.ask(dataclasses.replace(asked, round=2), clients=[0], group="large")
     assert len(sent) == before
     assert "policy.megabytes" in made.ledger.refused
+
+
+def test_a_site_with_another_base_is_refused_before_the_first_round(site: Make) -> None:
+    made = site(begin=False)
+    frozen = {"base.weight": "0123456789abcdef"}
+    refused = made.call(BeginOnBase("run", made.spec.to_toml(), None, [0, 1], CLIENTS, 0, frozen))
+    assert "the frozen tensor base.weight is missing here, and 0123456789ab… in the server's model" in refused.reason
+    begun = made.call(BeginOnBase("run", made.spec.to_toml(), None, [0, 1], CLIENTS, 0, {}))
+    assert isinstance(begun, Begun)

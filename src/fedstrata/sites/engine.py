@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,25 @@ from fedstrata.data.fitting import Statistics, Unfitted
 from fedstrata.engines.local import refuse_random
 from fedstrata.federation.engine import Engine, EngineEvent, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Weights
+from fedstrata.runs.identity import fingerprints_of_frozen
 from fedstrata.sites.messenger import Messenger
 from fedstrata.sites.relay import SiteRelay, reply_of
 from fedstrata.sites.sums import Sums
-from fedstrata.sites.wire import Answers, Ask, Begin, Begun, Commit, Done, Failed, Hop, Hopped, Save, Survey, Surveyed
+from fedstrata.sites.wire import (
+    Answers,
+    Ask,
+    Begin,
+    BeginOnBase,
+    Begun,
+    Commit,
+    Done,
+    Failed,
+    Hop,
+    Hopped,
+    Save,
+    Survey,
+    Surveyed,
+)
 
 BEGIN_AGAIN = 10.0
 """Seconds after which a site that could not begin the run is asked again, if the run waits until enough sites can."""
@@ -157,7 +173,9 @@ class NVFlareEngine(Engine):
 
         common, total = (self._run, self._spec, self.statistics), self.config.clients
         sites = self.directory.participants()
-        bodies = {site: Begin(*common, self.directory.clients_of(site), total, round) for site in sites}
+        frozen = fingerprints_of_frozen(self.config.model)
+        first = partial(BeginOnBase, frozen=frozen) if frozen else Begin
+        bodies = {site: first(*common, self.directory.clients_of(site), total, round) for site in sites}
         for site, answer in self._begin(bodies, Begun, check).items():
             clients = self.directory.clients_of(site)
             if answer.round != round:

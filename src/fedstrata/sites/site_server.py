@@ -28,6 +28,7 @@ from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.runs import checkpoint
+from fedstrata.runs.identity import fingerprints_of_frozen, require_same_frozen
 from fedstrata.sites import wire
 from fedstrata.sites.data_schema import FEWEST, UnusableDataError, context_of, description_of, require_home, survey_of
 from fedstrata.sites.disclosure import UNDECLARED, Declaration, declaration_of
@@ -57,7 +58,7 @@ HARMLESS = (
 """Errors whose text the server and other sites may read. It is about their own messages or the spec, or it only names a
 column, and the requirement that its values violate."""
 
-BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__)
+BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__, wire.BeginOnBase.__name__)
 """Questions before the first round. Their failures are written to the ledger too, because a failure reveals that the
 data do not fit the spec."""
 
@@ -386,6 +387,8 @@ class SiteRun:
         if own_data and site_server.policy is not None:
             quota.settle(begin.clients, begin.total, "bounds")
         context = site_server.context(begin, asked.job)
+        frozen = begin.frozen if isinstance(begin, wire.BeginOnBase) else {}
+        require_same_frozen(frozen, fingerprints_of_frozen(context.config.model), "the server's model")
         quota.start(site_server.policy)  # only now, so that a start that failed above is not counted
         prepare_process(context.config.training.threads)
         spec = Experiment.from_table(parse_toml(begin.spec))

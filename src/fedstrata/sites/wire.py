@@ -81,6 +81,17 @@ class Begin(Message):
     round: int
 
 
+@record("BeginOnBase")
+class BeginOnBase(Begin):
+    """The first message of a run whose model has frozen tensors, which are not sent: each site has them itself.
+
+    Args:
+        frozen: A mapping from the name of each frozen tensor to its fingerprint.
+    """
+
+    frozen: dict[str, str]
+
+
 @record("Begun")
 class Begun(Message):
     """The answer of a site that is ready for the run.
