@@ -326,7 +326,10 @@ def require_trainable(module: nn.Module) -> None:
     """Raise ``SpecError`` if a module has no trainable parameters, or some that are not float32."""
     trained = {name: tensor.dtype for name, tensor in module.named_parameters() if tensor.requires_grad}
     if not trained:
-        raise SpecError("model", f"{type(module).__name__} has no parameter that requires gradients")
+        raise SpecError(
+            "model",
+            f"{type(module).__name__} has no parameter that requires gradients. Use a model that can be trained.",
+        )
     if wrong := [f"{name} is {str(dtype)[6:]}" for name, dtype in trained.items() if dtype != torch.float32]:
         listed = ", ".join(wrong[:6]) + " …" * (len(wrong) > 6)
         problem = f"{listed}, but trainable parameters must be float32. Convert them with float(), or freeze them"
