@@ -134,7 +134,7 @@ def test_a_module_of_the_users_own(tmp_path: Path) -> None:
     for module, name in ((nn.Sequential(Own()), r"0\.conv"), (Own().double(), r"conv\.weight is float64")):
         with pytest.raises(SpecError, match=name):
             fs.load(tmp_path / "run", model=module)
-    with pytest.raises(SpecError, match=r"model = 'mlp': expected an nn\.Module"):
+    with pytest.raises(SpecError, match=r"model = 'mlp': must be an nn\.Module"):
         fs.load(tmp_path / "run", model="mlp")
 
 
