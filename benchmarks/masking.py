@@ -80,7 +80,9 @@ def federation(clients: int, classes: int, labels: int, seed: int = 0) -> Federa
     names = [f"class {c}" for c in range(classes)]
     data = from_arrays(np.zeros((len(y), 1), np.float32), y, np.zeros((1, 1), np.float32), y[:1], class_names=names)
     assignment = Assignment.from_lists(np.split(np.arange(len(y)), clients))
-    config = FederationConfig(seed, Training(), Model(nn.Linear(1, classes)), classes, clients, assignment.sizes)
+    config = FederationConfig(
+        seed, Training(), Model(nn.Linear(1, classes)), classes, clients, assignment.sizes, strata=classes
+    )
     engine = LocalEngine(
         ClientContext(config, data, assignment, CrossEntropy(), HANDLERS + printed_protocol.HANDLERS), StateStore()
     )

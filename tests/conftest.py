@@ -22,6 +22,7 @@ from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.partitions.base import Assignment
 from fedstrata.data.partitions.picture import draw_partition
 from fedstrata.data.sources import Data
+from fedstrata.data.tasks.base import Task
 from fedstrata.engines import worker_pool
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always, Availability
@@ -62,9 +63,9 @@ def _spare_time() -> Iterator[None]:
     """Save time in all tests: read the digits once, use no worker processes, and do not draw pictures of partitions."""
     load, read = Data.load, dict[tuple[str, int], Dataset]()
 
-    def load_once(data: Data, seed: int = 0) -> Dataset:
-        if data.name != "digits":
-            return load(data, seed)
+    def load_once(data: Data, seed: int = 0, task: Task | None = None) -> Dataset:
+        if data.name != "digits" or task is not None:
+            return load(data, seed, task)
         key = data.model_dump_json(), seed
         if key not in read:
             read[key] = load(data, seed)
@@ -156,7 +157,7 @@ def tiny() -> Callable[..., Tiny]:
         training = {"batch_size": 4} | ({} if "local_steps" in training else {"local_epochs": 1}) | training
         settings = Training(**training)
         config = FederationConfig(
-            0, settings, Model(module), CLASSES, len(assignment), assignment.sizes, assignment.sizes
+            0, settings, Model(module), CLASSES, len(assignment), assignment.sizes, assignment.sizes, strata=CLASSES
         )
         context = ClientContext(config, data, assignment, objective or CrossEntropy(), HANDLERS + handlers)
         engine = LocalEngine(context, StateStore() if store is None else store)

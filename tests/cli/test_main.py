@@ -24,7 +24,7 @@ clients = 10
 
 BAD = {
     "unknown key": ("[partition]\nalfa = 0.1", "partition.alfa = 0.1: is not a known key. Use one of: clients, min_size, alpha, balance, prior; did you mean 'alpha'? (s.toml, line 2)"),
-    "unknown section": ("seed = 1\n[trainin]\nrounds = 2", "trainin = {'rounds': 2}: is not a known key. Use one of: seed, data, partition, availability, method, model, training, evaluation, communication, privacy, callbacks, tracking; did you mean 'training'? (s.toml, line 2)"),
+    "unknown section": ("seed = 1\n[trainin]\nrounds = 2", "trainin = {'rounds': 2}: is not a known key. Use one of: seed, data, task, partition, availability, method, model, training, evaluation, communication, privacy, callbacks, tracking; did you mean 'training'? (s.toml, line 2)"),
     "a word for a number": ('[training]\nrounds = "five"', "training.rounds = 'five': must be a whole number. (s.toml, line 2)"),
     "a fraction for a whole number": ("[training]\nrounds = 2.5", "training.rounds = 2.5: must be a whole number"),
     "a number for a table": ("training = 3", "training = 3: must be a table"),

@@ -13,7 +13,7 @@ from fedstrata.data.partitions.schemes import IID, Dirichlet, Given, PowerLaw, S
 
 
 def table(partition, dataset, seed=0):
-    return partition.split(dataset, seed).counts(dataset.y_train.numpy(), dataset.classes)
+    return partition.split(dataset, seed).counts(dataset.y_train.numpy(), dataset.outputs)
 
 
 def test_assignment_by_hand():
@@ -78,7 +78,7 @@ def test_nothing_is_lost_or_repeated_and_the_seed_decides(labelled, scheme, seed
     assert np.array_equal(np.sort(assignment.indices), np.arange(len(labels)))
     assert len(assignment) == partition.clients
     assert assignment.sizes.min() >= partition.min_size
-    assert np.array_equal(assignment.counts(labels, dataset.classes).sum(axis=0), np.bincount(labels))
+    assert np.array_equal(assignment.counts(labels, dataset.outputs).sum(axis=0), np.bincount(labels))
     again = partition.split(dataset, seed)
     assert np.array_equal(assignment.indices, again.indices)
     assert np.array_equal(assignment.offsets, again.offsets)

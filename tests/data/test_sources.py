@@ -37,7 +37,7 @@ def write(path, **more):
 
 def test_digits_is_a_fixed_stratified_split_of_all_of_them():
     data, again = Data().load(), Data("digits").load(seed=5)
-    assert (data.train_size, len(data.y_test), data.shape, data.classes) == (1437, 360, (1, 8, 8), 10)
+    assert (data.train_size, len(data.y_test), data.shape, data.outputs) == (1437, 360, (1, 8, 8), 10)
     assert torch.equal(data.x_train, again.x_train)
     from sklearn.datasets import load_digits
 

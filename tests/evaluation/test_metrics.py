@@ -17,7 +17,8 @@ from fedstrata.evaluation.metrics import METRICS, Metric
 from fedstrata.evaluation.predictions import Predictions
 from fedstrata.evaluation.sums import EvaluationSums, sums_of
 
-LABELS = list(METRICS)
+LABELS = [label for label in METRICS if METRICS.find(label).table != "errors"]
+"""The metrics of classes."""
 
 
 def drawn(n, classes, seed, *, coarse=False):
@@ -38,6 +39,12 @@ def by_reference(label, found):
         return reference.balanced_accuracy_score(truth, found.predicted)
     if label == "macro-f1":
         return reference.f1_score(truth, found.predicted, average="macro")
+    if label == "micro-f1":
+        return reference.f1_score(truth, found.predicted, average="micro")
+    if label == "mean-iou":
+        return reference.jaccard_score(truth, found.predicted, average="macro")
+    if label == "perplexity":
+        return np.exp(reference.log_loss(truth, shares, labels=classes))
     if label == "auroc":
         return reference.roc_auc_score(truth, shares[:, 1] if found.classes == 2 else shares, multi_class="ovr")
     if label == "log-loss":

@@ -34,7 +34,9 @@ def test_under_privacy_no_reply_tells_a_size(monkeypatch):
 
 def test_private_sizes_cannot_be_weights():
     spec = fs.Experiment(method={"name": "fedstas", "epsilon": 3.0, "aggregator": "size"}, partition=fs.IID(clients=20))
-    with pytest.raises(SpecError, match=r"method\.aggregator: weighs by sizes that clients keep private"):
+    with pytest.raises(
+        SpecError, match=r"method\.aggregator: weights models by the clients' sizes, which data_sampler keeps private"
+    ):
         fs.prepare(spec)
 
 
@@ -62,7 +64,9 @@ def test_under_privacy_neither_counters_nor_control_variates_tell_a_size(monkeyp
 
     # SCAFFOLD's (w_t − w) / (K η) gives K, and epochs give n_k from it.
     private = {**method, "objective": "scaffold"}
-    with pytest.raises(SpecError, match=r"method\.objective = 'scaffold': tells sizes .* training\.local_steps"):
+    with pytest.raises(
+        SpecError, match=r"method\.objective = 'scaffold': discloses the clients' sizes.* training\.local_steps"
+    ):
         fs.prepare(fs.Experiment(method=private, **settings))
     fs.prepare(fs.Experiment(method=private, partition=fs.IID(clients=12), training={"local_steps": 3}))
 
@@ -70,12 +74,21 @@ def test_under_privacy_neither_counters_nor_control_variates_tell_a_size(monkeyp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "norm"}, r"^training\.local_steps: with epochs BatchNorm's running statistics would tell"),
-        ({"weight_decay": 0.1}, r"^training\.local_steps: with epochs weight decay would tell"),
-        ({"optimizer": "adamw"}, r"^training\.local_steps: with epochs the length of an optimiser's steps would tell"),
-        ({"client_sampler": "weighted"}, r"^method\.client_sampler: asks for sizes that clients keep private"),
-        ({"client_sampler": "clustered"}, r"^method\.client_sampler: asks for sizes that clients keep private"),
-        ({"client_sampler": "power-of-choice"}, r"^method\.client_sampler: asks for sizes"),
+        ({"model": "norm"}, r"^training\.local_steps: with epochs BatchNorm's running statistics would disclose"),
+        ({"weight_decay": 0.1}, r"^training\.local_steps: with epochs weight decay would disclose"),
+        (
+            {"optimizer": "adamw"},
+            r"^training\.local_steps: with epochs the length of an optimiser's steps would disclose",
+        ),
+        (
+            {"client_sampler": "weighted"},
+            r"^method\.client_sampler: asks for the clients' sizes, which data_sampler keeps private",
+        ),
+        (
+            {"client_sampler": "clustered"},
+            r"^method\.client_sampler: asks for the clients' sizes, which data_sampler keeps private",
+        ),
+        ({"client_sampler": "power-of-choice"}, r"^method\.client_sampler: asks for the clients' sizes"),
     ],
     ids=str,
 )

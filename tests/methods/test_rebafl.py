@@ -202,7 +202,7 @@ def test_a_client_trains_with_the_prototypes_that_came_and_its_own(start, seven,
     started.step()
     w = {name: tensor.clone().requires_grad_() for name, tensor in started.state.weights.params.items()}
     order = np.array(mine)[rng(spec.seed, "batches", 2, 1).permutation(3)]
-    x, y = seven.inputs(order), seven.labels(torch.from_numpy(order))
+    x, y = seven.inputs(order), seven.targets(torch.from_numpy(order))
     features, logits = model.with_features(w, x)
     # Classes 0 and 2 are its own under the model that came; class 1 is the federation's.
     prototypes = started.state.objective["means"].clone()

@@ -232,8 +232,8 @@ MUTANTS = [
     ),
     optimised(
         "parts of all sizes alike",
-        "weighted = torch._foreach_mul(gradient, len(y) / n)",
-        "weighted = torch._foreach_mul(gradient, 1 / parts)",
+        "share = float(task.weights(y).sum()) / whole",
+        "share = 1 / parts",
     ),
     optimised(
         "no state is kept",
@@ -312,7 +312,7 @@ MUTANTS = [
     batch("who left keeps its positions", "self.owner[theirs] = -1", "self.owner[theirs[:0]] = -1"),
     batch(
         "a sum, no mean, before the clip",
-        "list(reply.gradient.values()), float(reply.samples))",
+        "list(reply.gradient.values()), float(reply.size))",
         "list(reply.gradient.values()), 1.0)",
     ),
     batch("a batch of one goes on", "if pairs and len(wanted) > 1 and", "if False and"),
@@ -398,7 +398,11 @@ MUTANTS = [
         "if other.shape != tensor.shape or other.dtype != tensor.dtype:",
         "if other.shape != tensor.shape:",
     ),
-    messages("negative counts", "if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:", "if reply.samples < 0:"),
+    messages(
+        "negative counts",
+        "if reply.samples < 0 or reply.steps < 0 or reply.seen < 0 or reply.size < 0:",
+        "if reply.samples < 0:",
+    ),
     there("periods begin a round late", "(round - 1) // self.period", "round // self.period"),
     there("groups overlap", 'side="right")]', 'side="left")]'),
     engine(
@@ -483,7 +487,7 @@ MUTANTS = [
     sfl("it learns from a relay", "if sampler.learns(config):", "if False:"),
     head("the whole model is tuned", "for name in config.model.head_names}", "for name in config.model.params()}"),
     head("another sample each round", 'rng(config.seed, "server-samples")', 'rng(config.seed + 1, "server-samples")'),
-    predictions("the mean of batches", 'reduction="sum"))', 'reduction="mean"))'),
+    predictions("the mean of batches", "data.task.total_loss(output, y)", "float(data.task.mean_loss(output, y))"),
     fitting("means apart are forgotten", "other.squares + distance * distance * share * self.count", "other.squares"),
     fitting("the mean of means", "share, distance = other.count / count.clamp(min=1),", "share, distance = 0.5,"),
     fitting("imputed values are not counted", "share = value - mean, n_missing /", "share = value, n_missing /"),
@@ -781,8 +785,12 @@ MUTANTS = [
         'federation.rng("client-sampling").permutation(len(asked))',
         "np.arange(len(asked))",
     ),
-    sampled("the mean of the batches' means", 'batch.y, reduction="sum"))', 'batch.y, reduction="mean"))'),
-    sampled("a last batch counts as the others", " * (len(batch.y) / len(data))", ""),
+    sampled(
+        "the mean of the batches' means",
+        "task.total_loss(client.model(params, batch.x), batch.y)",
+        "float(task.mean_loss(client.model(params, batch.x), batch.y))",
+    ),
+    sampled("a last batch counts as the others", " * (float(task.weights(batch.y).sum()) / whole)", ""),
     fit(
         "the same samples in every round",
         'client.rng("keep", request.round)',

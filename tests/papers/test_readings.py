@@ -137,13 +137,13 @@ def test_figures_in_the_text_of_the_documentation_are_the_computed_ones():
     found = readings()
     bias, private = found["fedssar-bias"].values, found["ldp-samples"].values
     importance = found["importance-bias"].values
-    pages = [DOCS / folder / "samplers.md" for folder in ("methods", "results")]
+    pages = [*(DOCS / folder / "samplers.md" for folder in ("methods", "results")), DOCS / "results" / "fedstas.md"]
     text = " ".join(" ".join(page.read_text(encoding="utf-8") for page in pages).split())
     for said in [
         f"it is {bias['[90, 5, 5]']:.1f} % off for clusters of 90, 5 and 5 clients",
         f"{bias['[34, 33, 33]']:.1f} % for 34, 33 and 33",
         f"and {bias['[7, 5, 3, 2, 2, 1]']:.1f} % for 7, 5, 3, 2, 2 and 1",
-        f"with probability {private['keep']:.2f} on average where 0.10 is wanted",
+        f"samples are kept with probability {private['keep']:.2f} instead of 0.10",
         f"it is {100 * (importance['drawn'] / importance['mean'] - 1):.0f} % too long",
     ]:
         assert said in text, said

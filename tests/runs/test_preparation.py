@@ -25,7 +25,7 @@ from fedstrata.base.errors import SpecError
         ({"model": "cnn"}, r"model = 'cnn': must be an nn\.Module, a fedstrata Model, or a class or function that"),
         (
             {"model": nn.Sequential(nn.Flatten(), nn.Linear(64, 9))},
-            r"logits of shape \(B, 10\); this one gave \(2, 9\)",
+            r"outputs of shape \(B, 10\); this one gave \(2, 9\)",
         ),
         ({"model": nn.Linear(64, 10)}, r"a batch of shape \(B, 1, 8, 8\) .*; this one failed"),
     ],

@@ -43,9 +43,9 @@ def test_no_assignment_is_better(values, centres):
 def gradient() -> torch.Tensor:
     """Of a real model on real data."""
     data = Data("digits").load()
-    model = make_model(MLP(), data.shape, data.classes, seed=0)
+    model = make_model(MLP(), data.shape, data.outputs, seed=0)
     params = {name: w.requires_grad_(True) for name, w in model.params().items()}
-    loss = F.cross_entropy(model(params, data.inputs(slice(0, 100))), data.labels(slice(0, 100)))
+    loss = F.cross_entropy(model(params, data.inputs(slice(0, 100))), data.targets(slice(0, 100)))
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(params.values()))])
 
 

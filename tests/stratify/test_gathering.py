@@ -98,7 +98,7 @@ def test_by_hand(seven):
     assert reply.batches.tolist() == [1, 1, 1, 1]
     part = engine.ask({0: Gradient(1, 1, weights)}, together=False)[0]
     module = linear()
-    F.cross_entropy(module(seven.inputs([0, 1, 3, 4])), seven.labels([0, 1, 3, 4]), reduction="sum").backward()
+    F.cross_entropy(module(seven.inputs([0, 1, 3, 4])), seven.targets([0, 1, 3, 4]), reduction="sum").backward()
     assert part.samples == 4
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(part.gradient[name], parameter.grad)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.base.errors import ClientsFailedError, SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.federation.engine import HopByHop
 from fedstrata.models.zoo import MLP
 from fedstrata.runs.preparation import prepare
@@ -320,11 +320,9 @@ class Raises(nn.Module):
         return logits
 
 
-def test_a_bug_in_the_model_ends_the_run_with_its_message(start, balanced):
-    for execution in ("fused", "per-client"):
-        started = start(spec_of("iid", training={"execution": execution}), balanced, Raises())
-        with pytest.raises(ClientsFailedError, match="ZeroDivisionError: on purpose"):
-            started.step()
+def test_a_bug_in_the_model_is_told_before_the_first_round(start, balanced):
+    with pytest.raises(SpecError, match=r"model = 'Raises': fails in training mode .* ZeroDivisionError: on purpose"):
+        start(spec_of("iid"), balanced, Raises())
 
 
 def test_hybrid_trains_batches_first_and_then_every_part_of_the_stream(start, balanced):

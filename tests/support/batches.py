@@ -42,7 +42,7 @@ def centralised(module: nn.Module, data, batches, make) -> dict[str, torch.Tenso
     module.train()
     for indices in batches:
         optimizer.zero_grad()
-        x, y = data.inputs(indices), data.labels(torch.from_numpy(indices))
+        x, y = data.inputs(indices), data.targets(torch.from_numpy(indices))
         F.cross_entropy(module(x), y).backward()
         optimizer.step()
     return {name: tensor.detach() for name, tensor in module.state_dict().items()}

@@ -50,7 +50,7 @@ class Aggregator(Setting):
         Args:
             selection: The invited clients, and how they were drawn.
             returned: The clients that replied, as indices into ``selection.clients``, ascending, shape (r,).
-            samples: How many samples each of these clients used, shape (r,).
+            samples: How many samples (or tokens, or pixels) each of these clients used, shape (r,).
 
         Returns:
             The weights, shape (r,).
@@ -67,7 +67,7 @@ class Aggregator(Setting):
         Returns:
             The weights, shape (r,).
         """
-        return self.coefficients(selection, returned, np.array([reply.samples for reply in replies]))
+        return self.coefficients(selection, returned, np.array([reply.size for reply in replies]))
 
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]

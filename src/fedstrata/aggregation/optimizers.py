@@ -100,7 +100,7 @@ class Stepper:
         self._second: list[Tensor] = [tensor.clone() for tensor in state.get("second", ())]
 
     @torch.no_grad()
-    def step(self, gradient: Params, samples: int = 1) -> None:
+    def step(self, gradient: Params, samples: float = 1) -> None:
         """Take one step with ``gradient / samples``: the mean gradient, if ``gradient`` is a sum over samples."""
         gradients = [gradient[name] for name in self._weights]
         if self.settings.optimizer == "sgd":

@@ -52,7 +52,7 @@ class View:
     def of(cls, model: Model, params: Params, pixels: Pixels, images: Tensor, labels: Tensor) -> View:
         """Make the view; compute the features and the class means from the attacker's images."""
         features = features_of(model, params, pixels, images)
-        means = [images[labels == c] for c in range(pixels.data.classes)]
+        means = [images[labels == c] for c in range(pixels.data.outputs)]
         class_means = torch.stack([(of if len(of) else images).mean(dim=0) for of in means])
         return cls(model, params, pixels, images, labels, features, class_means)
 

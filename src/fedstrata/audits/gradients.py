@@ -307,10 +307,10 @@ class Attacker:
         self.model = prepared.config.model.clone()
         self.layers = Layers.of(self.model, int(np.prod(prepared.data.shape)))
         labels = prepared.data.y_test
-        chosen = [torch.nonzero(labels == c).flatten() for c in range(prepared.data.classes)]
+        chosen = [torch.nonzero(labels == c).flatten() for c in range(prepared.data.outputs)]
         every = torch.arange(len(labels))
         self.own = [pixels.images(some if len(some) else every[:1], "test") for some in chosen]
-        counts = np.bincount(prepared.data.y_train.numpy(), minlength=prepared.data.classes)
+        counts = np.bincount(prepared.data.y_train.numpy(), minlength=prepared.data.outputs)
         self.prior = counts / counts.sum()
 
     def attack(self, size: int, sent: int, parts: Sequence[SentPart]) -> Finding:

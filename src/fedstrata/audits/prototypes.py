@@ -207,7 +207,7 @@ def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) 
         raise SpecError("held_out", problem + ("; use 'test'" if held_out == "spare" else ""), held_out)
     chosen = rng(seed, "audit-held-out").permutation(indices)[:MOST]
     theirs = chosen if split == "train" else chosen[:0]
-    return pixels.images(torch.from_numpy(chosen), split), data.labels(chosen, split), theirs
+    return pixels.images(torch.from_numpy(chosen), split), data.targets(chosen, split), theirs
 
 
 def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int) -> list[Target]:

@@ -149,12 +149,12 @@ def _partition(options: argparse.Namespace) -> None:
     if options.out.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise SpecError("--out", "is not an image file. Use a name that ends in .png, .pdf or .svg.", str(options.out))
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    data = spec.data.load(spec.seed)
+    data = spec.data.load(spec.seed, spec.task)
     assignment = common.located(options, lambda: under("partition", lambda: spec.partition.split(data, spec.seed)))
     draw_partition(assignment, data, options.out)
     if options.json:
-        table = assignment.counts(data.y_train.cpu().numpy(), data.classes)
-        classes = [*map(str, data.class_names or range(data.classes))]
+        table = assignment.counts(*data.strata_or_one)
+        classes = [*data.stratum_names] or ["all samples"]
         print_json({"picture": str(options.out), "classes": classes, "samples": table.tolist()})
     else:
         rich.print(render_table(assignment, data))

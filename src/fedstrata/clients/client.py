@@ -145,12 +145,11 @@ class Client:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """The client's labels, shape (n_k,)."""
-        labels: NDArray[np.int64] = self.context.data.y_train.numpy()[self.indices]
-        return labels
+        """The strata of the client's samples, such as their classes, shape (n_k,)."""
+        return self.context.data.require_strata("method", "stratify")[self.indices]
 
     def samples(self, chosen: NDArray[np.int64] | slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Return the inputs (n, …) and the labels (n,) of some of the client's samples.
+        """Return the inputs (n, …) and the targets (n, …) of some of the client's samples.
 
         Args:
             chosen: Positions of these samples among the client's own samples, from 0 to n_k − 1. Default: all samples.

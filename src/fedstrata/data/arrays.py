@@ -14,7 +14,7 @@ from torch import Tensor
 from fedstrata.base.arrays import Floats32
 from fedstrata.base.errors import DataError
 
-Normalize = Literal["standard", "unit", "none"]
+Normalize = Literal["standard", "unit", "none", "keep"]
 Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
@@ -41,6 +41,19 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
         problem = f"{key}: the rows have different lengths or types. Give one array of numbers or strings."
         raise DataError(problem).publicly(problem)
     return array
+
+
+def checked_ids(values: Array, key: str) -> Tensor:
+    """Convert inputs that are whole numbers, such as the ids of tokens, to int64; their shape stays, (N, …).
+
+    Raises:
+        DataError: The inputs are not whole numbers.
+    """
+    array = _numpy(values, key)
+    if array.dtype.kind not in "iub" or array.ndim < 2 or array.size == 0:
+        problem = f"is of type {array.dtype} and shape {array.shape}. With normalize = 'keep', inputs must be"
+        raise DataError(f"{key}: {problem} whole numbers of shape (N, …).")
+    return torch.from_numpy(np.ascontiguousarray(array.astype(np.int64)))
 
 
 def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
@@ -98,21 +111,23 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def checked_labels(first: Array, second: Array, train: Tensor, test: Tensor, kind: str) -> Pair:
+SPLITS = ("train", "test")
+
+
+def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: str) -> Pair:
     """Return the labels (or domains, or clients) of both splits as whole numbers or strings, one per sample.
 
     Args:
         first: The labels of the training samples.
         second: The labels of the test samples.
-        train: The training inputs, (N, …), of which only the number N is used.
-        test: The test inputs, of which only the number is used.
+        sizes: The number of training samples and of test samples.
         kind: ``"y"``, ``"domain"`` or ``"client"``, for messages.
 
     Raises:
         DataError: The labels have the wrong length, shape or type.
     """
     checked = []
-    for values, samples, split in ((first, train, "train"), (second, test, "test")):
+    for values, samples, split in zip((first, second), sizes, SPLITS, strict=True):
         key = f"{kind}_{split}"
         array = _numpy(values, key)
         if array.ndim == 2 and array.shape[1] == 1:
@@ -121,10 +136,7 @@ def checked_labels(first: Array, second: Array, train: Tensor, test: Tensor, kin
             raise DataError(
                 f"{key}: has shape {array.shape}. Give one number or string per sample (argmax of one-hot)."
             )
-        if len(array) != len(samples):
-            raise DataError(
-                f"{key}: has {len(array)} values for {len(samples)} samples in x_{split}. Give one per sample."
-            )
+        _require_length(array, key, samples)
         if array.dtype.kind == "f":
             if not (np.isfinite(array) & (array == np.floor(array))).all():
                 raise DataError(f"{key}: holds fractions, NaN or infinity. Use whole numbers or strings.")
@@ -140,6 +152,74 @@ def checked_labels(first: Array, second: Array, train: Tensor, test: Tensor, kin
             f"{kind}_train has the type {checked[0].dtype}, but {kind}_test has {checked[1].dtype}. Use the same type."
         )
     return checked[0], checked[1]
+
+
+def _require_length(array: NDArray[np.generic], key: str, samples: int) -> None:
+    if len(array) != samples:
+        split = key.rpartition("_")[2]
+        raise DataError(f"{key}: has {len(array)} values for {samples} samples in x_{split}. Give one per sample.")
+
+
+def has_fractions(values: Array) -> bool:
+    """Return True if the values of targets are floats, and some are no whole numbers."""
+    array = _numpy(values, "y_train")
+    return bool(array.dtype.kind == "f" and np.isfinite(array).all() and (array != np.floor(array)).any())
+
+
+def too_many_values(values: Array) -> int | None:
+    """Return how many different whole numbers there are, if they are too many to be classes without doubt; else None.
+
+    These are more than 100, and more than a third of the samples.
+    """
+    array = _numpy(values, "y_train")
+    if array.dtype.kind not in "fiu" or array.ndim != 1:
+        return None
+    different = len(np.unique(array))
+    return different if different > max(100, len(array) / 3) else None
+
+
+def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]:
+    """Return targets that are numbers, one or several for each sample, as float64 of shape (N, K).
+
+    Args:
+        values: The targets, (N,) or (N, K).
+        key: The name of the targets in messages.
+        samples: N, the number of samples.
+
+    Raises:
+        DataError: The targets are not finite numbers, or of another shape.
+    """
+    array = _numpy(values, key)
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"{key}: is of type {array.dtype}. The task needs numbers as targets.")
+    if array.ndim not in (1, 2) or 0 in array.shape[1:]:
+        raise DataError(f"{key}: has shape {array.shape}. Give one or several numbers per sample, (N,) or (N, K).")
+    _require_length(array, key, samples)
+    numbers = array.reshape(samples, -1).astype(np.float64)
+    if (bad := ~np.isfinite(numbers)).any():
+        place = tuple(int(axis[0]) for axis in np.nonzero(bad))[: array.ndim]
+        raise DataError(f"{key}: {int(bad.sum())} values are not finite numbers, the first at {place}. Remove them.")
+    return numbers
+
+
+def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
+    """Return targets that are one class for each token or pixel, as int64 of shape (N, …).
+
+    Args:
+        values: The targets, (N, T) or (N, H, W).
+        key: The name of the targets in messages.
+        samples: N, the number of samples.
+
+    Raises:
+        DataError: The targets are not whole numbers, or of another shape.
+    """
+    array = _numpy(values, key)
+    if array.dtype.kind not in "iub":
+        raise DataError(f"{key}: is of type {array.dtype}. The task needs whole numbers as targets.")
+    if array.ndim < 2:
+        raise DataError(f"{key}: has shape {array.shape}. Give one class for each token or pixel, (N, …).")
+    _require_length(array, key, samples)
+    return array.astype(np.int64)
 
 
 def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
@@ -195,15 +275,14 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
 
 
 def encode_clients(
-    first: Array | None, second: Array | None, train: Tensor, test: Tensor
+    first: Array | None, second: Array | None, sizes: tuple[int, int]
 ) -> tuple[tuple[Tensor | None, Tensor | None], tuple[str, ...]]:
     """Convert the clients of both splits to numbers 0…M−1; return the numbers, and the name of each number.
 
     Args:
         first: The client of each training sample; None if there are no natural clients.
         second: The client of each test sample; None if it is not known.
-        train: The training inputs, (N, …), of which only the number N is used.
-        test: The test inputs, of which only the number is used.
+        sizes: The number of training samples and of test samples.
 
     Raises:
         DataError: The ids have the wrong length, shape or type, or only the test samples have ids.
@@ -213,8 +292,8 @@ def encode_clients(
             raise DataError("client_test: is given without client_train. Give both, or only client_train.")
         return (None, None), ()
     # If the clients of test samples are not known, encode an empty list of them, of the same type.
-    ids, samples = (second, test) if second is not None else (_numpy(first, "client_train")[:0], test[:0])
-    owners, names = encode(checked_labels(first, ids, train, samples, "client"), None, "client")
+    ids, n_test = (second, sizes[1]) if second is not None else (_numpy(first, "client_train")[:0], 0)
+    owners, names = encode(checked_labels(first, ids, (sizes[0], n_test), "client"), None, "client")
     return (owners[0], None if second is None else owners[1]), names
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,12 +14,16 @@ import torch
 from torch import Tensor
 
 from fedstrata.base.arrays import Ints
-from fedstrata.base.errors import DataError
+from fedstrata.base.errors import DataError, SpecError
 from fedstrata.data import arrays
 from fedstrata.data.arrays import Array, Normalize
+from fedstrata.data.tasks.base import TASKS, Task
+from fedstrata.data.tasks.classification import Classification
 
 if TYPE_CHECKING:
     from fedstrata.data.fitting import Features, Unfitted
+
+LOG = logging.getLogger(__name__)
 
 Split = Literal["train", "test"]
 Indices = Tensor | Ints | slice
@@ -26,7 +31,7 @@ Indices = Tensor | Ints | slice
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training and test samples of one classification task.
+    """Training and test samples of one task.
 
     Images are stored as N,H,W,C and tables as N,F, in the type in which they are given: 60,000 images of bytes stay
     bytes. ``inputs`` converts a batch to float32 for the model. ``from_arrays`` and ``Data(…).load()`` build data sets.
@@ -34,10 +39,10 @@ class Dataset:
     Args:
         name: The name of the data set in reports.
         x_train: Training inputs, (N, H, W, C) or (N, F), contiguous.
-        y_train: Training labels, (N,) int64 in 0…C−1.
+        y_train: Training targets; for classification, labels (N,) int64 in 0…C−1.
         x_test: Test inputs, of the same form.
-        y_test: Test labels, of the same form.
-        class_names: The name of each label.
+        y_test: Test targets, of the same form.
+        class_names: The name of each output of a model, such as the classes; empty if outputs have no names.
         domain_train: The domain of each training sample, (N,) int64; None without domains.
         domain_test: The domain of each test sample.
         domain_names: The name of each domain.
@@ -49,6 +54,9 @@ class Dataset:
         unfitted: The raw samples, from which features are computed again when it is known which samples clients train
             on; None if the features stay the same.
         features: The rule that computes the features of a table from its rows; None for arrays.
+        task: The task, which says what the targets mean.
+        n_outputs: The number of outputs of a model for a sample, a token or a pixel. Default: one for each name.
+        keep: Whether inputs are whole numbers, such as ids of tokens, that the model gets as they are.
     """
 
     name: str
@@ -67,16 +75,56 @@ class Dataset:
     client_names: tuple[str, ...] = ()
     unfitted: Unfitted | None = None
     features: Features | None = None
+    task: Task = field(default_factory=Classification)
+    n_outputs: int | None = None
+    keep: bool = False
 
     @property
-    def classes(self) -> int:
-        """The number of classes C."""
-        return len(self.class_names)
+    def outputs(self) -> int:
+        """The number of outputs of a model for a sample, a token or a pixel, such as the number of classes C."""
+        return len(self.class_names) if self.n_outputs is None else self.n_outputs
+
+    @cached_property
+    def strata(self) -> Ints | None:
+        """The stratum of each training sample, (N,): its class, its range of targets, or its domain; None without."""
+        strata = self.task.strata(self.y_train, self.class_names)
+        if strata is None and self.domain_train is not None:
+            return self.domain_train.cpu().numpy()
+        return strata
+
+    @property
+    def stratum_names(self) -> tuple[str, ...]:
+        """The name of each stratum; empty if samples have no strata."""
+        return self.task.stratum_names(self.class_names) or self.domain_names
+
+    @property
+    def strata_or_one(self) -> tuple[Ints, int]:
+        """The stratum of each training sample, and the number of strata; all samples are in one if there are none."""
+        if self.strata is None:
+            return np.zeros(self.train_size, dtype=np.int64), 1
+        return self.strata, len(self.stratum_names)
+
+    def require_strata(self, key: str, value: object) -> Ints:
+        """Return ``strata``.
+
+        Args:
+            key: The key of the setting that needs strata.
+            value: Its value.
+
+        Raises:
+            SpecError: The samples have no strata; the message says what would provide them.
+        """
+        if self.strata is None:
+            problem = f"needs classes, and the task {self.task.name!r} has none. {self.task.stratum_hint}"
+            raise SpecError(key, problem.rstrip(), value)
+        return self.strata
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one sample as a model sees it: (C, H, W) or (F,)."""
         size = tuple(self.x_train.shape[1:])
+        if self.keep:
+            return size
         return (size[2], size[0], size[1]) if len(size) == 3 else size
 
     @property
@@ -92,12 +140,14 @@ class Dataset:
             split: ``"train"`` or ``"test"``.
 
         Returns:
-            A copy of the inputs, float32, (B, F) or (B, C, H, W) in channels-last memory format.
+            A copy of the inputs, float32, (B, F) or (B, C, H, W) in channels-last memory format; with ``keep``, int64.
 
         Raises:
             IndexError: An index is negative or too large.
         """
         stored = _take(self.x_train if split == "train" else self.x_test, indices)
+        if self.keep:
+            return stored
         if self._rows is not None and self._rows[0].dtype == torch.float64:  # float32 would be too coarse here
             batch = (stored.double().flatten(1) - self._rows[0]).mul_(self._rows[1]).float().view(stored.shape)
         else:
@@ -117,8 +167,8 @@ class Dataset:
         repeats = self.x_train.shape[1:].numel() // len(self.shift)
         return self.shift.repeat(repeats), self.scale.repeat(repeats)
 
-    def labels(self, indices: Indices, split: Split = "train") -> Tensor:
-        """Return the labels of some samples, (B,) int64."""
+    def targets(self, indices: Indices, split: Split = "train") -> Tensor:
+        """Return the targets of some samples, (B, …); for classification, labels (B,) int64."""
         return _take(self.y_train if split == "train" else self.y_test, indices)
 
     def to(self, device: torch.device | str) -> Dataset:
@@ -130,7 +180,8 @@ class Dataset:
         domains = f", domains={len(self.domain_names)}" if self.domain_names else ""
         domains += f", clients={len(self.client_names)}" if self.client_names else ""
         sizes = f"train={self.train_size}, test={len(self.y_test)}"
-        return f"Dataset({self.name!r}, {sizes}, shape={self.shape}, classes={self.classes}{domains})"
+        outputs = f"{'classes' if self.task.has_classes else 'outputs'}={self.outputs}"
+        return f"Dataset({self.name!r}, {sizes}, shape={self.shape}, {outputs}{domains})"
 
 
 def from_arrays(
@@ -147,15 +198,18 @@ def from_arrays(
     clients: Array | None = None,
     clients_test: Array | None = None,
     normalize: Normalize = "standard",
+    task: Task | str | None = None,
 ) -> Dataset:
     """Build a data set from arrays or tensors. It may share their memory, so do not change them afterwards.
 
     Args:
         x_train: Images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F), of any numeric type. Four axes are
             read as N,C,H,W if the length of the second axis is 1, 3 or 4 and that of the last is not.
-        y_train: One label per sample: any whole numbers or strings.
+        y_train: Training targets. Classification: one label per sample, any whole numbers or strings. Regression: one
+            or several numbers per sample, (N,) or (N, K). Several labels: 0 or 1 for each label, (N, K). Next token:
+            ids, (N, T). Segmentation: classes, (N, H, W).
         x_test: Test inputs, of the same kind as ``x_train``.
-        y_test: Test labels, of the same kind as ``y_train``.
+        y_test: Test targets, of the same kind as ``y_train``.
         name: The name of the data set in reports.
         domain_train: The domain of each training sample: any whole numbers or strings.
         domain_test: The domain of each test sample.
@@ -166,7 +220,9 @@ def from_arrays(
         clients_test: The client of each test sample. A client without training samples never trains.
         normalize: ``"standard"``: each channel or feature is shifted and scaled to mean 0 and standard deviation 1 on
             the training set (a constant one is only shifted). ``"unit"``: it is scaled to [0, 1] on the training set
-            (bytes are divided by 255). ``"none"``: values do not change.
+            (bytes are divided by 255). ``"none"``: values do not change. ``"keep"``: inputs are whole numbers of any
+            shape, such as the ids of tokens (N, T), and the model gets them as they are.
+        task: The task, or its name. By default, targets with fractions are a regression, and others are classes.
 
     Raises:
         DataError: Lengths, shapes or types do not match, a value is not finite, or no label of the test set is in the
@@ -176,23 +232,69 @@ def from_arrays(
     >>> data.class_names, data.y_train.tolist(), data.inputs(slice(None)).tolist()
     (('ant', 'cat'), [1, 0], [[-1.0], [1.0]])
     """
-    train = arrays.checked_inputs(x_train, "x_train")
-    test = arrays.checked_inputs(x_test, "x_test", exact=train.dtype == torch.float64)
+    if keep := normalize == "keep":
+        train, test = arrays.checked_ids(x_train, "x_train"), arrays.checked_ids(x_test, "x_test")
+    else:
+        train = arrays.checked_inputs(x_train, "x_train")
+        test = arrays.checked_inputs(x_test, "x_test", exact=train.dtype == torch.float64)
     if train.shape[1:] != test.shape[1:]:
         raise DataError(
             f"a sample of x_train is {_size(train)}, but one of x_test {_size(test)}. Give both the same shape."
         )
-    y, names = arrays.encode(arrays.checked_labels(y_train, y_test, train, test, "y"), class_names, "y")
-    arrays.check_seen(*y, names)
+    sizes = (len(train), len(test))
+    task = task_of(task, y_train)
+    y = task.targets(y_train, y_test, class_names, sizes)
     domains: tuple[tuple[Tensor | None, Tensor | None], tuple[str, ...]] = ((None, None), ())
     if (domain_train is None) != (domain_test is None):
         raise DataError("only one of domain_train and domain_test is given. Give both or neither.")
     if domain_train is not None and domain_test is not None:
-        pair = arrays.checked_labels(domain_train, domain_test, train, test, "domain")
+        pair = arrays.checked_labels(domain_train, domain_test, sizes, "domain")
         domains = arrays.encode(pair, domain_names, "domain")
-    owners, client_names = arrays.encode_clients(clients, clients_test, train, test)
-    shift, scale = arrays.normalisation(train, normalize)
-    return Dataset(name, train, y[0], test, y[1], names, *domains[0], domains[1], shift, scale, *owners, client_names)
+    owners, client_names = arrays.encode_clients(clients, clients_test, sizes)
+    shift, scale = (None, None) if keep else arrays.normalisation(train, normalize)
+    return Dataset(
+        name,
+        train,
+        y.train,
+        test,
+        y.test,
+        y.names,
+        *domains[0],
+        domains[1],
+        shift,
+        scale,
+        *owners,
+        client_names,
+        task=task,
+        n_outputs=y.outputs,
+        keep=keep,
+    )
+
+
+def task_of(task: Task | str | None, y_train: Array) -> Task:
+    """Return a task, which is given by itself or by its name; if it is not given, the targets decide.
+
+    Targets with fractions are a regression, and all others are classes. Whole numbers with very many different values
+    could be either, and are refused.
+
+    Args:
+        task: The task, its name, or None.
+        y_train: The targets of the training samples.
+
+    Raises:
+        SpecError: There is no task of that name, or the targets could be classes or numbers.
+    """
+    if isinstance(task, str):
+        return TASKS.make(task, {})
+    if task is not None:
+        return task
+    if arrays.has_fractions(y_train):
+        LOG.info("the targets have fractions: the task is a regression")
+        return TASKS.make("regression", {})
+    if (many := arrays.too_many_values(y_train)) is not None:
+        problem = f"is not set, and y_train has {many} different whole numbers. Set it to 'regression' if they are "
+        raise SpecError("task", problem + "quantities, or to 'classification' if they are classes.")
+    return Classification()
 
 
 def _take(tensor: Tensor, indices: Indices) -> Tensor:

@@ -365,6 +365,20 @@ def _normal(known: Statistics, train: Tensor, *, unit: bool) -> tuple[Tensor, Te
     return precise(train, known.mean, torch.where(varies, 1 / deviation, 1.0), deviation)
 
 
+def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
+    """Return a data set whose task is fitted to the targets that clients train on.
+
+    Args:
+        data: The data set.
+        groups: For each client, the indices of its training samples.
+    """
+    rows, y = list(groups), data.y_train.double()
+    values, counts = np.unique(y[torch.from_numpy(np.concatenate(rows)), 0].numpy(), return_counts=True)
+    table = torch.from_numpy(np.stack([values, counts.astype(np.float64)], axis=1))
+    known = replace(Unfitted("standard", y, y[:0]).statistics(rows), counts={"y": table})
+    return replace(data, task=data.task.fitted(known))
+
+
 def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
     """Return a data set whose features are computed with the statistics ``known``.
 

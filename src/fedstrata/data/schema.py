@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from fedstrata.base.config import Setting, build, under
 from fedstrata.base.errors import DataError, SpecError, nearest
 from fedstrata.base.rng import rng
 from fedstrata.data.subsets import stratified
+
+if TYPE_CHECKING:
+    from fedstrata.data.tasks.base import Task
 
 TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 """The accepted cells of a boolean column, in small letters, and their values."""
@@ -419,7 +422,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
     return np.stack(columns, axis=1)
 
 
-def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> Bools:
+def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: Task | None = None) -> Bools:
     """Return which rows are test samples, (N,).
 
     Args:
@@ -428,6 +431,7 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> Bool
         seed: The seed of the random choice, if ``test`` is a share.
         first: The id in the federation of the table's first client. With it, a site that has only some clients selects
             the same rows as a simulation of all.
+        task: The task; None for classes. The test samples of other tasks are not spread over the labels.
 
     Raises:
         DataError: A label or a client is missing, or a cell of the column ``test`` is not accepted.
@@ -439,7 +443,9 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> Bool
             problem = f"does not say whether the row is for training or testing. Use one of: {', '.join(PARTS)}"
             raise table.wrong(wrong, schema.test, problem, f"a cell {problem}")
         return np.array([PARTS[text] == 1 for text in cells], dtype=bool)
-    labels = np.unique(ids(table, schema.label, schema), return_inverse=True)[1]
+    labels = np.zeros(len(table), dtype=np.int64)
+    if task is None or task.has_classes:
+        labels = np.unique(ids(table, schema.label, schema), return_inverse=True)[1]
     owners = np.zeros_like(labels)
     if schema.client is not None:
         owners = np.unique(ids(table, schema.client, schema), return_inverse=True)[1]
@@ -472,6 +478,32 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
     if all(text.removeprefix("-").isdecimal() and len(text) < 19 for text in texts):
         return np.array([int(text) for text in texts], dtype=np.int64)
     return np.array(texts)
+
+
+def numbers_of(table: Table, column: str, schema: Schema, *, strict: bool) -> Floats | None:
+    """Return the cells of the label column as numbers, (N,) float64.
+
+    Args:
+        table: The rows.
+        column: The column.
+        schema: The schema.
+        strict: Whether a cell that is not a finite number is an error. Otherwise, None is returned.
+
+    Raises:
+        DataError: A cell is missing, or is not a number although ``strict`` is set.
+    """
+    numbers = np.zeros(len(table))
+    for row, cell in enumerate(_known(table, column, schema)):
+        try:
+            numbers[row] = _float(cell)
+        except (TypeError, ValueError):
+            numbers[row] = math.nan
+        if not math.isfinite(numbers[row]):
+            if not strict:
+                return None
+            problem = "is not a number. The task needs numbers as labels"
+            raise table.wrong(row, column, problem, f"a label {problem}")
+    return numbers
 
 
 def _known(table: Table, column: str, schema: Schema) -> list[Any]:

@@ -29,7 +29,8 @@ from fedstrata.data.fitting import Unfitted, fit
 from fedstrata.data.hub import load_hub
 from fedstrata.data.schema import Schema, another_unit, held_out
 from fedstrata.data.subsets import stratified
-from fedstrata.data.tables import SUFFIXES, dataset_of, read_table
+from fedstrata.data.tables import SUFFIXES, dataset_of, read_table, task_of_table
+from fedstrata.data.tasks.base import Task
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -108,12 +109,13 @@ with warnings.catch_warnings():
         def __init__(self, name: str = "digits", **settings: Any) -> None:
             super().__init__(**{"name": name, **settings})
 
-        def load(self, seed: int = 0) -> Dataset:
+        def load(self, seed: int = 0, task: Task | None = None) -> Dataset:
             """Read the data set into memory.
 
             Args:
                 seed: The seed of random choices: of the samples for ``limit``, and of test samples if the data set has
                     no separate ones.
+                task: The task; None if the targets decide.
 
             Raises:
                 SpecError: No data set has that name.
@@ -121,19 +123,28 @@ with warnings.catch_warnings():
                 ExtraMissingError: The data set needs an extra that is not installed.
             """
             try:
-                data = self._table(seed) if self.name.endswith(SUFFIXES) else self.declared(self._arrays(seed))
+                data = (
+                    self._table(seed, task) if self.name.endswith(SUFFIXES) else self.declared(self._arrays(seed, task))
+                )
             except DataError as error:
                 raise DataError(f"data {self.name!r}: {error}") from None
             if self.limit is not None and self.limit < data.train_size:
-                chosen = torch.from_numpy(stratified(data.y_train.numpy(), self.limit, rng(seed, "data limit")))
+                draws = rng(seed, "data limit")
+                if data.task.has_classes:
+                    chosen = torch.from_numpy(stratified(data.y_train.numpy(), self.limit, draws))
+                else:
+                    chosen = torch.from_numpy(np.sort(draws.permutation(data.train_size)[: self.limit]))
                 keys = ("x_train", "y_train", "domain_train", "client_train")
                 limited: dict[str, Any] = {key: array[chosen] for key in keys if (array := vars(data)[key]) is not None}
-                check_seen(limited["y_train"], data.y_test, data.class_names)
+                if data.task.has_classes:
+                    check_seen(limited["y_train"], data.y_test, data.class_names)
                 if (unfitted := data.unfitted) is not None:
                     limited["unfitted"] = replace(unfitted, train=unfitted.train[chosen])
                 data = replace(data, **limited)
             if data.unfitted is not None:
                 return fit(data, data.unfitted.statistics([np.arange(data.train_size)]), again=True)
+            if self.normalize == "keep":
+                return data
             shift, scale = self.given(data.shape) or normalisation(data.x_train, self.normalize)
             return replace(data, shift=shift, scale=scale)
 
@@ -185,7 +196,7 @@ with warnings.catch_warnings():
             raw = Unfitted(self.normalize, data.x_train, data.x_test, given=self.given(self.shape))
             return replace(data, unfitted=raw)
 
-        def _table(self, seed: int) -> Dataset:
+        def _table(self, seed: int, task: Task | None) -> Dataset:
             if self.client is not None:
                 problem = "has an effect only for a hub data set. For a table, set data.schema.client."
                 raise SpecError("data.client", problem, self.client)
@@ -194,10 +205,11 @@ with warnings.catch_warnings():
                 raise SpecError("data.schema", problem)
             table = read_table(Path(self.name), self.schema)
             schema = self.schema.completed(table)
-            held, given = held_out(table, schema, seed), self.given((len(schema.names()),))
-            return dataset_of(table, schema, held, name=self.name, normalize=self.normalize, given=given)
+            task = task or task_of_table(table, schema)
+            held, given = held_out(table, schema, seed, task=task), self.given((len(schema.names()),))
+            return dataset_of(table, schema, held, name=self.name, normalize=self.normalize, given=given, task=task)
 
-        def _arrays(self, seed: int) -> Dataset:
+        def _arrays(self, seed: int, task: Task | None) -> Dataset:
             """Load arrays without normalising them."""
             arrays = self._read(seed)
             numbered = None if self.classes is None else [str(label) for label in range(self.classes)]
@@ -210,7 +222,8 @@ with warnings.catch_warnings():
                 domain_names=_names(arrays, "domains"),
                 clients=arrays.get("client_train"),
                 clients_test=arrays.get("client_test"),
-                normalize="none",
+                normalize="keep" if self.normalize == "keep" else "none",
+                task=task,
             )
 
         def _read(self, seed: int) -> Arrays:

@@ -14,15 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata.base.arrays import Bools
 from fedstrata.base.config import build
 from fedstrata.base.errors import DataError, ExtraMissingError
+from fedstrata.data import arrays
 from fedstrata.data.arrays import Normalize
-from fedstrata.data.dataset import Dataset, from_arrays
+from fedstrata.data.dataset import Dataset, from_arrays, task_of
 from fedstrata.data.fitting import Unfitted, fit
-from fedstrata.data.schema import Schema, Table, held_out, ids, parsed
+from fedstrata.data.schema import Schema, Table, held_out, ids, numbers_of, parsed
+from fedstrata.data.tasks.base import Task
 
 SUFFIXES = (".csv", ".parquet")
 """The suffixes of files that are read as tables."""
@@ -59,6 +62,7 @@ def from_dataframe(
     normalize: Normalize = "standard",
     seed: int = 0,
     name: str = "table",
+    task: Task | None = None,
     **settings: Any,
 ) -> Dataset:
     """Build a data set from a data frame of pandas or polars.
@@ -72,6 +76,7 @@ def from_dataframe(
         normalize: See ``from_arrays``.
         seed: The seed of the random choice of test samples, if ``test`` is a share.
         name: The name of the data set in reports.
+        task: The task. By default, labels with fractions are a regression, and others are classes.
         settings: Other settings of ``Schema``, such as ``columns`` and ``missing``.
 
     Raises:
@@ -82,14 +87,15 @@ def from_dataframe(
     given = {"label": label, "client": client, **settings}
     if not hasattr(test, "columns"):
         schema = build(Schema, {**given, "test": test}).completed(table)
-        held = held_out(table, schema, seed)
+        task = task or task_of_table(table, schema)
+        held = held_out(table, schema, seed, task=task)
     else:
         other, train_size = table_of(test, f"{name} (test)"), len(table)
         for column in table.columns:
             other.require(column, "test")
         table = Table(name, {column: [*cells, *other.columns[column]] for column, cells in table.columns.items()})
         schema, held = build(Schema, given).completed(table), np.arange(len(table)) >= train_size
-    return dataset_of(table, schema, held, name=name, normalize=normalize)
+    return dataset_of(table, schema, held, name=name, normalize=normalize, task=task or task_of_table(table, schema))
 
 
 def dataset_of(
@@ -100,6 +106,7 @@ def dataset_of(
     name: str,
     normalize: Normalize = "standard",
     given: tuple[Tensor, Tensor] | None = None,
+    task: Task | None = None,
 ) -> Dataset:
     """Build a data set, with features that depend on statistics of all training rows (imputation and normalisation).
 
@@ -112,14 +119,16 @@ def dataset_of(
         name: The name of the data set in reports.
         normalize: See ``from_arrays``.
         given: The shift and scale that the spec sets; None if they are computed.
+        task: The task; None if the labels decide.
 
     Raises:
         DataError: A cell does not match the schema, or a missing value cannot be imputed.
     """
-    cells, y = torch.from_numpy(parsed(table, schema)), ids(table, schema.label, schema)
+    cells, y = torch.from_numpy(parsed(table, schema)), _targets(table, schema, task)
     owners = ids(table, schema.client, schema) if schema.client is not None else None
     size, n_test, n_labels = len(table), int(held.sum()), len(np.unique(y))
-    if n_test in (0, size) or n_labels == size:
+    with_classes = task is None or task.has_classes
+    if n_test in (0, size) or (with_classes and n_labels == size):
         rows = f"rows: {size} ({size - n_test} for training, {n_test} for testing), with {n_labels} different labels"
         raise DataError(f"{rows}. Add rows: at least one for training and one for testing must have the same label.")
     unfitted = Unfitted(normalize, cells[~held], cells[held], schema, given)
@@ -135,8 +144,25 @@ def dataset_of(
         clients=None if owners is None else owners[~held],
         clients_test=None if owners is None else owners[held],
         normalize="none",
+        task=task,
     )
     return fit(replace(data, unfitted=unfitted), known, again=True)
+
+
+def task_of_table(table: Table, schema: Schema) -> Task | None:
+    """Return the task of a table whose labels are numbers with fractions: a regression; None for other labels."""
+    if schema.classes is not None:
+        return None
+    numbers = numbers_of(table, schema.label, schema, strict=False)
+    return None if numbers is None or not arrays.has_fractions(numbers) else task_of(None, numbers)
+
+
+def _targets(table: Table, schema: Schema, task: Task | None) -> NDArray[np.generic]:
+    if task is None or task.has_classes:
+        return ids(table, schema.label, schema)
+    numbers = numbers_of(table, schema.label, schema, strict=True)
+    assert numbers is not None
+    return numbers
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Table:

@@ -5,17 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fedstrata.evaluation.messages import Evaluate, Part
+from fedstrata.data.tasks.base import Task
+from fedstrata.evaluation.messages import Evaluate, EvaluateTask, Part
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.allowed import Allowed
 
 
-def allowed_in_evaluation(evaluation: Evaluation, rounds: int, *, elsewhere: bool) -> list[Allowed]:
+def request_of(task: Task | None) -> type[Evaluate]:
+    """Return the kind of request that evaluations of a task send; None stands for plain classification."""
+    return Evaluate if task is None or task.has_classes else EvaluateTask
+
+
+def allowed_in_evaluation(
+    evaluation: Evaluation, rounds: int, *, elsewhere: bool, request: type[Evaluate] = Evaluate
+) -> list[Allowed]:
     """Return the requests that evaluations of a run may send to clients, with the values that their fields may have.
 
     Args:
         evaluation: The settings of the evaluations.
         rounds: The number of rounds of the run; the last round is always evaluated.
+        request: The kind of request, which depends on the task.
         elsewhere: Whether sites hold the samples, so that all evaluations are done at the sites.
     """
     metrics, evaluated = evaluation.metrics, evaluation.evaluated_rounds(rounds)
@@ -23,8 +32,8 @@ def allowed_in_evaluation(evaluation: Evaluation, rounds: int, *, elsewhere: boo
 
     def measures(part: Part, samples: str, *, personal: bool = False, epochs: int = 0) -> Allowed:
         where: dict[str, Any] = {"part": part, "personal": personal, "epochs": epochs, **bins}
-        rule = replace(Evaluate.rule, description=f"{Evaluate.rule.description}, {samples}")
-        return Allowed(Evaluate, where=where, rounds=evaluated.__contains__, rule=rule)
+        rule = replace(request.rule, description=f"{request.rule.description}, {samples}")
+        return Allowed(request, where=where, rounds=evaluated.__contains__, rule=rule)
 
     requests = []
     if elsewhere:

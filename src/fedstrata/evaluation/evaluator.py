@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from fedstrata.data.dataset import Dataset
 from fedstrata.evaluation.holdouts import HeldOut
-from fedstrata.evaluation.messages import Evaluate, Evaluated, Part
-from fedstrata.evaluation.metrics import nan_for_none
-from fedstrata.evaluation.predictions import Predictions, predict
+from fedstrata.evaluation.messages import Evaluate, Evaluated, EvaluateTask, Part
+from fedstrata.evaluation.metrics import Accuracy, nan_for_none, values_of
+from fedstrata.evaluation.predictions import Predictions, Rows, collect, predict
 from fedstrata.evaluation.settings import Evaluation
-from fedstrata.evaluation.sums import EvaluationSums, confusion_of
+from fedstrata.evaluation.sums import EvaluationSums, TaskSums, confusion_of, task_sums
 from fedstrata.federation.messages import ClientId, Weights
 from fedstrata.models.model import Model
 
@@ -96,10 +96,7 @@ class Evaluator:
             score, predictions = self._of_test(weights, more)
             parts = self._predict_held(weights)
             if "validation" in parts:
-                held = parts["validation"]
-                accuracy = float((held.predicted == held.labels).mean())
-                measured = {"accuracy": accuracy, "loss": held.total_loss / len(held)}
-                more["validation"] = measured | self._values(held)
+                more["validation"] = self._mean(parts["validation"]) | self._values(parts["validation"])
             if tests is not None:
                 own_predictions = parts["clients"] if "clients" in parts else predictions[tests.indices]
                 sizes, per_client = tests.sizes, self._by_client(own_predictions, tests.owners, len(tests))
@@ -117,32 +114,49 @@ class Evaluator:
                 table |= {f"personal_{key}": column for key, column in columns.items() if key != "samples"}
         return replace(score, more=more, table=table)
 
-    def _of_test(self, weights: Weights, more: dict[str, Any]) -> tuple[Score, Predictions]:
+    def _of_test(self, weights: Weights, more: dict[str, Any]) -> tuple[Score, Predictions | Rows]:
         """Evaluate on the server's test set; add columns to ``more``, and return the score and the predictions."""
         predictions = self._predict(weights)
-        if self.settings.chosen:
+        if self.settings.chosen or isinstance(predictions, Rows):
             more["test"] = self._values(predictions)
-        if self.settings.per_class and self.settings.chosen:
+        if self.settings.per_class and self.settings.chosen and isinstance(predictions, Predictions):
             by_class = {metric.label: metric.by_class(predictions) for metric in self.settings.metrics}
             more["by_class"] = {label: values for label, values in by_class.items() if values is not None}
+        if isinstance(predictions, Rows):
+            mean = self._mean(predictions)
+            return Score(mean["loss"], mean.get("accuracy"), [], np.zeros((0, 0), dtype=np.int64)), predictions
         return _score(confusion_of(predictions), predictions.total_loss, max(len(predictions), 1)), predictions
 
-    def _of_pooled(self, sums: EvaluationSums | None, more: dict[str, Any]) -> Score:
+    def _mean(self, predictions: Predictions | Rows) -> dict[str, float | None]:
+        """Return the accuracy, if the task has one, and the mean loss."""
+        if isinstance(predictions, Predictions):
+            accuracy = float((predictions.predicted == predictions.labels).mean())
+            return {"accuracy": accuracy, "loss": predictions.total_loss / len(predictions)}
+        return self._mean_of_sums(task_sums(predictions, self.data.task.tables))
+
+    def _mean_of_sums(self, sums: TaskSums) -> dict[str, float | None]:
+        known = {"loss": sums.loss / sums.weight if sums.weight else None}
+        return {"accuracy": Accuracy().of_task_sums(sums)} | known if self.data.task.has_accuracy else known
+
+    def _of_pooled(self, sums: EvaluationSums | TaskSums | None, more: dict[str, Any]) -> Score:
         """Return the score over the test samples of all sites together, and add columns to ``more``.
 
         Args:
             sums: The sums of all sites, added up; None if no site replied.
             more: Further columns of the round's record.
         """
+        classes = self.data.outputs if self.data.task.has_classes else 0
         if sums is None or not sums.samples:
-            nothing = np.zeros((self.data.classes, self.data.classes), dtype=np.int64)
-            return Score(None, None, [None] * self.data.classes, nothing)
-        if self.settings.chosen:
+            return Score(None, None, [None] * classes, np.zeros((classes, classes), dtype=np.int64))
+        if self.settings.chosen or isinstance(sums, TaskSums):
             more["test"] = self._of_sums(sums, both=False)
+        if isinstance(sums, TaskSums):
+            mean = self._mean_of_sums(sums)
+            return Score(mean["loss"], mean.get("accuracy"), [], np.zeros((0, 0), dtype=np.int64))
         return _score(sums.confusion.numpy(), sums.loss, sums.samples)
 
-    def _predict(self, weights: Weights, indices: Ints | None = None) -> Predictions:
-        return predict(
+    def _predict(self, weights: Weights, indices: Ints | None = None) -> Predictions | Rows:
+        return (predict if self.data.task.has_classes else collect)(
             self.model,
             weights,
             self.data,
@@ -152,7 +166,7 @@ class Evaluator:
             batch_statistics=self.batch_statistics,
         )
 
-    def _predict_held(self, weights: Weights) -> dict[str, Predictions]:
+    def _predict_held(self, weights: Weights) -> dict[str, Predictions | Rows]:
         """Predict all training samples that were held out, in one pass.
 
         Returns:
@@ -174,14 +188,17 @@ class Evaluator:
         ends = np.cumsum([len(indices) for indices in parts.values()]).tolist()
         return {name: predictions[begin:end] for name, begin, end in zip(parts, [0, *ends[:-1]], ends, strict=True)}
 
-    def _values(self, predictions: Predictions) -> dict[str, float | None]:
-        return {metric.label: metric.of(predictions) for metric in self.settings.metrics}
+    def _values(self, predictions: Predictions | Rows) -> dict[str, float | None]:
+        return values_of(self.settings.metrics, predictions)
 
-    def _of_sums(self, sums: EvaluationSums, *, both: bool = True) -> dict[str, float | None]:
+    def _of_sums(self, sums: EvaluationSums | TaskSums, *, both: bool = True) -> dict[str, float | None]:
         """Return the values of all metrics, computed from sums; with ``both``, also the accuracy and the loss.
 
         For a metric whose value is approximate, ``LABEL_error`` is an upper bound of its error.
         """
+        if isinstance(sums, TaskSums):
+            values = {metric.label: metric.of_task_sums(sums) for metric in self.settings.metrics}
+            return (self._mean_of_sums(sums) if both else {}) | values
         known: dict[str, float | None] = {}
         if both and sums.samples:
             hits = int(np.diagonal(sums.confusion.numpy()).sum())
@@ -192,18 +209,23 @@ class Evaluator:
                 known[f"{metric.label}_error"] = error
         return known
 
-    def _by_client(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
+    def _by_client(self, predictions: Predictions | Rows, owners: Ints, clients: int) -> Reals:
         """Return the value of each metric for each client, shape (clients, metrics); NaN if undefined."""
-        columns = [metric.by_client(predictions, owners, clients) for metric in self.settings.metrics]
+        metrics = self.settings.metrics
+        if isinstance(predictions, Rows):
+            columns = [metric.by_client_of_rows(predictions, owners, clients) for metric in metrics]
+        else:
+            columns = [metric.by_client(predictions, owners, clients) for metric in metrics]
         return np.stack(columns, axis=1)
 
     def _question(self, weights: Weights, round: int, part: Part, *, personal: bool = False) -> Evaluate:
         metrics = self.settings.metrics
         epochs = (self.settings.fine_tune or 0) if personal else 0
         scores, confidences = (max(getattr(m, key) for m in metrics) for key in ("score_bins", "confidence_bins"))
-        return Evaluate(round, weights, part, personal, epochs, scores, confidences)
+        kind = Evaluate if self.data.task.has_classes else EvaluateTask
+        return kind(round, weights, part, personal, epochs, scores, confidences)
 
-    def _asked(self, question: Evaluate, ask: Ask) -> tuple[EvaluationSums | None, Reals | None, Ints]:
+    def _asked(self, question: Evaluate, ask: Ask) -> tuple[EvaluationSums | TaskSums | None, Reals | None, Ints]:
         """Send a request to all clients and combine their replies.
 
         Returns:
@@ -212,7 +234,7 @@ class Evaluator:
             - The number of evaluated samples of each client, shape (N,); 0 without a reply.
         """
         replies = ask(question)
-        total: EvaluationSums | None = None
+        total: Any = None
         values = np.full((self.clients, len(self.settings.metrics)), math.nan)
         sizes = np.zeros(self.clients, dtype=np.int64)
         for client in sorted(replies):

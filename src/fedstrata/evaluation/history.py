@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 """The record of one round: plain values, lists and tables that JSON can represent."""
 
-LOWER = frozenset({"loss", "log-loss", "ece"})
+LOWER = frozenset({"loss", "log-loss", "ece", "perplexity", "rmse", "mae"})
 """The built-in metrics for which lower is better."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95)
@@ -256,7 +256,8 @@ class History(Sequence[Record]):
     @property
     def best_on(self) -> str:
         """The samples that decide which round is best: ``"validation"``, or ``"test"`` without validation samples."""
-        validated = any(_number(record, "validation.accuracy") is not None for record in self)
+        keys = ("validation.accuracy", "validation.loss")
+        validated = any(_number(record, key) is not None for record in self for key in keys)
         return "validation" if validated else "test"
 
     @property

@@ -71,10 +71,12 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
     Raises:
         SpecError: A class would have no sample for validation, or none to train on.
     """
-    labels = data.y_train.cpu().numpy()
+    labels = data.task.order(data.y_train)
     wanted = np.array([round(share * len(labels))])
     mask = held_by_label(np.zeros(len(labels), dtype=np.int64), labels, wanted, seed, "validation")
-    held, there = (np.bincount(part, minlength=data.classes) for part in (labels[mask], labels))
+    if not data.task.has_classes:
+        return np.flatnonzero(mask)
+    held, there = (np.bincount(part, minlength=data.outputs) for part in (labels[mask], labels))
     for c in np.flatnonzero(there):
         if not 0 < held[c] < there[c]:
             what = "no sample of it to train on" if held[c] else "none of them for validation"
@@ -178,7 +180,7 @@ def split_each(
     """
     sizes, owners = assignment.sizes, assignment.owners
     wanted = np.minimum(np.maximum(np.round(share * sizes).astype(np.int64), least), np.maximum(sizes - 1, 0))
-    labels = data.y_train.cpu().numpy()[assignment.indices]
+    labels = data.task.order(data.y_train)[assignment.indices]
     mask = held_by_label(owners, labels, wanted, seed, purpose)
     return _entries(assignment, ~mask), _entries(assignment, mask)
 

@@ -8,7 +8,7 @@ import torch
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record
-from fedstrata.evaluation.sums import EvaluationSums
+from fedstrata.evaluation.sums import EvaluationSums, TaskSums
 from fedstrata.federation.messages import Reply, Request, RequestRule, Weights
 from fedstrata.federation.reply_checks import require_shape
 
@@ -81,3 +81,39 @@ class Evaluate(Request):
         members = sums.scores[:, 1].sum(dim=1)
         if self.score_bins and not torch.equal(members, sums.confusion.sum(dim=1)):
             raise ReplyRefusedError("scores of other samples than those in the confusion matrix")
+
+
+@record("TaskEvaluated")
+class TaskEvaluated(Reply):
+    """The evaluation of a model on a client's own samples, for tasks other than plain classification.
+
+    Args:
+        sums: The sums over the client's samples, from which metrics can be computed.
+        values: See ``Evaluated``.
+    """
+
+    sums: TaskSums
+    values: dict[str, float] | None
+
+    def require(self, outputs: int) -> None:
+        """Do nothing: ``EvaluateTask.check`` has checked the sums."""
+
+
+@record("EvaluateTask")
+class EvaluateTask(Evaluate):
+    """A request to evaluate a model of a task other than plain classification; see ``Evaluate``."""
+
+    reply_type: ClassVar[type[Reply]] = TaskEvaluated
+    rule = RequestRule(
+        "sums of the model's losses and errors on its samples",
+        phase="evaluation",
+        discloses=frozenset({"sizes"}),
+    )
+
+    def check(self, reply: TaskEvaluated) -> None:  # type: ignore[override]
+        """Refuse a reply with impossible sums."""
+        sums = reply.sums
+        if sums.samples < 0 or sums.weight < 0:
+            raise ReplyRefusedError("a negative count")
+        if any(not table.is_floating_point() for table in sums.tables.values()):
+            raise ReplyRefusedError("sums that are not floats")

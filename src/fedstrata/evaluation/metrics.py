@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -20,8 +20,9 @@ from typing_extensions import override
 from fedstrata.base.config import FromRegistry, Registry, Setting, build
 from fedstrata.base.errors import SpecError
 from fedstrata.base.loading import load_object
-from fedstrata.evaluation.predictions import Predictions
-from fedstrata.evaluation.sums import EvaluationSums, calibration
+from fedstrata.data.tasks.base import Task
+from fedstrata.evaluation.predictions import Predictions, Rows
+from fedstrata.evaluation.sums import EvaluationSums, TaskSums, calibration
 
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
@@ -38,6 +39,10 @@ class Metric(Setting):
 
     higher_is_better: ClassVar[bool] = True
     """Whether a higher value is better."""
+
+    table: ClassVar[str] = "classes"
+    """The entry of ``Task.tables`` from which the metric is computed; ``"loss"`` if the losses are enough; ``"rows"``
+    for a function of rows; ``"classes"`` for a metric of plain classification."""
 
     score_bins: ClassVar[int] = 0
     """The number of bins of each class's histogram of scores that ``of_sums`` needs; 0 if it needs none."""
@@ -86,10 +91,64 @@ class Metric(Setting):
         """Return the metric's value for each class; None if the metric is not defined for single classes."""
         return None
 
+    def of_tables(self, tables: Mapping[str, Reals], loss: Reals, weight: Reals) -> Reals:
+        """Return the metric's value of a task other than plain classification, for each of M sets of samples.
+
+        Args:
+            tables: The sums of the entries in ``Task.tables``, each of shape (M, …).
+            loss: The sum of the losses of each set, (M,).
+            weight: The sum of the weights of each set, (M,).
+
+        Raises:
+            NotImplementedError: The metric cannot be computed from sums.
+        """
+        raise NotImplementedError
+
     @property
     def adds_up(self) -> bool:
         """Whether the metric can be computed from sums."""
         return type(self).of_sums is not Metric.of_sums
+
+    def check_rows(self, rows: Rows, task: Task) -> None:
+        """Test that the metric works for a task other than plain classification.
+
+        Args:
+            rows: The rows of a few samples.
+            task: The task.
+
+        Raises:
+            SpecError: The metric is of other tasks or fails.
+        """
+        if self.table not in ("loss", "rows", *task.tables):
+            accepted = ", ".join(task.default_metrics)
+            problem = f"is not a metric of the task {task.name!r}. Use {accepted}, or a function of your own."
+            raise SpecError("evaluation.metrics", problem, self.label)
+        everything = np.zeros(len(rows), dtype=np.int64)
+        self._try(
+            lambda: none_for_nan(self.by_client_of_rows(rows, everything, 1)[0]),
+            f"predictions of the task {task.name!r}",
+        )
+
+    def by_client_of_rows(self, rows: Rows, owners: Ints, clients: int) -> Reals:
+        """Return the metric's value for each client's samples of a task other than plain classification.
+
+        Args:
+            rows: The rows of N samples.
+            owners: The client of each sample, (N,), from 0.
+            clients: The number of clients.
+
+        Returns:
+            One value per client, shape (clients,); NaN if it is undefined.
+        """
+        tables = {name: rows.sums(name, owners, clients) for name in (self.table,) if name in rows.arrays}
+        loss: Reals = np.bincount(owners, weights=rows.losses, minlength=clients).astype(np.float64)
+        weight: Reals = np.bincount(owners, weights=rows.weights, minlength=clients).astype(np.float64)
+        return self.of_tables(tables, loss, weight)
+
+    def of_task_sums(self, sums: TaskSums) -> float | None:
+        """Return the metric's value, computed from sums that real sites sent."""
+        tables = {name: table.numpy()[None] for name, table in sums.tables.items()}
+        return none_for_nan(self.of_tables(tables, np.array([sums.loss]), np.array([sums.weight]))[0])
 
     def check(self, classes: int) -> None:
         """Test that the metric works, on a few artificial predictions that contain all classes.
@@ -97,12 +156,18 @@ class Metric(Setting):
         Raises:
             SpecError: The metric fails, or returns neither a number nor None.
         """
+        if self.table not in ("classes", "counts", "loss", "rows"):
+            problem = "is not a metric of classes. Use it with task = 'regression', or use accuracy."
+            raise SpecError("evaluation.metrics", problem, self.label)
         labels = np.arange(4 * classes) % classes
         logits = np.random.default_rng(0).normal(size=(len(labels), classes))
+        self._try(lambda: self.of(Predictions.of(labels, logits)), f"predictions of {classes} classes")
+
+    def _try(self, measure: Callable[[], float | None], on: str) -> None:
         try:
-            value = self.of(Predictions.of(labels, logits))
+            value = measure()
         except Exception as error:  # a metric of the user's own may raise anything
-            problem = f"fails on predictions of {classes} classes: {type(error).__name__}: {error}"
+            problem = f"fails on {on}: {type(error).__name__}: {error}"
             raise SpecError("evaluation.metrics", problem, self.label) from error
         if value is not None and not isinstance(value, (int, float, np.number)):
             problem = f"returns a {type(value).__name__}. Return a number, or None if the metric has no value."
@@ -119,6 +184,12 @@ class _ByClient(Metric):
 
 class _OfCounts(_ByClient):
     """A metric that is computed from three counts of each class: correct predictions, samples, and predictions."""
+
+    table = "counts"
+
+    @override
+    def of_tables(self, tables: Mapping[str, Reals], loss: Reals, weight: Reals) -> Reals:
+        return self.overall(*np.moveaxis(tables["counts"], -1, 0))
 
     def each(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
         """Return the value for each class, by default the recall; NaN if it is undefined.
@@ -170,6 +241,79 @@ class MacroF1(_OfCounts):
     @override
     def each(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
         return _ratio(2 * hits, actual + predicted)
+
+
+class MicroF1(_OfCounts):
+    """F1 of the counts of all classes or labels together (scikit-learn's micro ``f1_score``)."""
+
+    @override
+    def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
+        return _ratio(2 * hits.sum(axis=-1), actual.sum(axis=-1) + predicted.sum(axis=-1))
+
+
+class MeanIoU(_OfCounts):
+    """Mean over the classes of intersection over union: the overlap of true and predicted pixels.
+
+    The mean leaves out classes that have no pixels and were not predicted.
+    """
+
+    @override
+    def each(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
+        return _ratio(hits, actual + predicted - hits)
+
+
+class _OfErrors(Metric):
+    """A metric of numbers, computed from sums over the samples: the mean of its values for each target."""
+
+    table = "errors"
+    higher_is_better = False
+
+    @override
+    def of(self, predictions: Predictions) -> float | None:
+        raise NotImplementedError
+
+    @abstractmethod
+    def each(self, n: Reals, absolute: Reals, square: Reals, total: Reals, squares: Reals) -> Reals:
+        """Return the value for each target.
+
+        Args:
+            n: The number of samples.
+            absolute: The sum of the absolute errors, in the unit of the target.
+            square: The sum of the squared errors.
+            total: The sum of the targets, measured from their training mean.
+            squares: The sum of the squares of these.
+        """
+
+    @override
+    def of_tables(self, tables: Mapping[str, Reals], loss: Reals, weight: Reals) -> Reals:
+        values = self.each(*np.moveaxis(tables["errors"], -1, 0)).mean(axis=-1)
+        return np.where(np.isfinite(values), values, np.nan)
+
+
+class RMSE(_OfErrors):
+    """Root mean squared error, in the unit of the target (scikit-learn's ``root_mean_squared_error``)."""
+
+    @override
+    def each(self, n: Reals, absolute: Reals, square: Reals, total: Reals, squares: Reals) -> Reals:
+        return np.sqrt(_ratio(square, n))
+
+
+class MAE(_OfErrors):
+    """Mean absolute error, in the unit of the target (scikit-learn's ``mean_absolute_error``)."""
+
+    @override
+    def each(self, n: Reals, absolute: Reals, square: Reals, total: Reals, squares: Reals) -> Reals:
+        return _ratio(absolute, n)
+
+
+class R2(_OfErrors):
+    """Coefficient of determination R² (scikit-learn's ``r2_score``); undefined if all targets are equal."""
+
+    higher_is_better = True
+
+    @override
+    def each(self, n: Reals, absolute: Reals, square: Reals, total: Reals, squares: Reals) -> Reals:
+        return 1 - _ratio(square, squares - _ratio(total * total, n))
 
 
 class AUROC(_ByClient):
@@ -235,7 +379,12 @@ class AUROC(_ByClient):
 class LogLoss(Metric):
     """Mean cross-entropy in nats (scikit-learn's ``log_loss``)."""
 
+    table = "loss"
     higher_is_better = False
+
+    @override
+    def of_tables(self, tables: Mapping[str, Reals], loss: Reals, weight: Reals) -> Reals:
+        return _ratio(loss, weight)
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -249,6 +398,28 @@ class LogLoss(Metric):
     @override
     def of_sums(self, sums: EvaluationSums) -> float | None:
         return none_for_nan(sums.loss / sums.samples) if sums.samples else None
+
+
+class Perplexity(LogLoss):
+    """Exponential of the mean cross-entropy in nats: the number of equally likely tokens that would be as uncertain."""
+
+    @override
+    def of(self, predictions: Predictions) -> float | None:
+        value = super().of(predictions)
+        return None if value is None else none_for_nan(np.exp(value))
+
+    @override
+    def by_client(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
+        return np.exp(super().by_client(predictions, owners, clients))
+
+    @override
+    def of_sums(self, sums: EvaluationSums) -> float | None:
+        value = super().of_sums(sums)
+        return None if value is None else none_for_nan(np.exp(value))
+
+    @override
+    def of_tables(self, tables: Mapping[str, Reals], loss: Reals, weight: Reals) -> Reals:
+        return np.exp(super().of_tables(tables, loss, weight))
 
 
 class ECE(_ByClient):
@@ -285,12 +456,15 @@ class ECE(_ByClient):
 class FunctionMetric(Metric):
     """A metric that is a function of the user's own, ``fn(labels, probabilities)``.
 
-    The function gets arrays of shapes (N,) and (N, C), and returns a number, or None if the value is undefined.
+    The function gets arrays of shapes (N,) and (N, C); for other tasks, the targets and the predictions, such as (N, K)
+    numbers. It returns a number, or None if the value is undefined.
 
     Args:
         function: The function, as ``"module:function"``.
         lower_is_better: Whether a lower value is better.
     """
+
+    table = "rows"
 
     function: Annotated[str, Field(exclude=True)]  # excluded, because a spec gives the function as the metric's name
     lower_is_better: bool = False
@@ -304,6 +478,14 @@ class FunctionMetric(Metric):
     @override
     def label(self) -> str:
         return self.function.rpartition(":")[2]
+
+    @override
+    def by_client_of_rows(self, rows: Rows, owners: Ints, clients: int) -> Reals:
+        measure, values = load_object(self.function, "metric"), np.full(clients, math.nan)
+        for client in np.unique(owners).tolist():
+            part = rows[owners == client].arrays
+            values[client] = nan_for_none(measure(part["targets"], part["predictions"]))
+        return values
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -347,10 +529,24 @@ METRICS: Registry[Metric] = _Metrics(
         "auroc": f"{_HERE}:AUROC",
         "log-loss": f"{_HERE}:LogLoss",
         "ece": f"{_HERE}:ECE",
+        "micro-f1": f"{_HERE}:MicroF1",
+        "mean-iou": f"{_HERE}:MeanIoU",
+        "perplexity": f"{_HERE}:Perplexity",
+        "rmse": f"{_HERE}:RMSE",
+        "mae": f"{_HERE}:MAE",
+        "r2": f"{_HERE}:R2",
     },
 )
 
 AnyMetric = Annotated[Metric, FromRegistry(METRICS)]
+
+
+def values_of(metrics: Sequence[Metric], predictions: Predictions | Rows) -> dict[str, float | None]:
+    """Return a mapping from the label of each metric to its value; None if it is undefined."""
+    if isinstance(predictions, Predictions):
+        return {metric.label: metric.of(predictions) for metric in metrics}
+    owners = np.zeros(len(predictions), dtype=np.int64)
+    return {metric.label: none_for_nan(metric.by_client_of_rows(predictions, owners, 1)[0]) for metric in metrics}
 
 
 def _counts(predictions: Predictions, owners: Ints, clients: int) -> tuple[Reals, Reals, Reals]:

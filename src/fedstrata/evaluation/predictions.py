@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset, Split
-from fedstrata.federation.messages import Weights
+from fedstrata.federation.messages import Params, Weights
 from fedstrata.models.model import Model
 
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
+
+OUTPUT_BYTES = 256 << 20
+"""The size of a batch's outputs, in bytes, above which ``collect`` takes smaller batches."""
+
+KEPT_BYTES = 4 << 30
+"""The largest size, in bytes, of what an evaluation keeps of all samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +88,102 @@ class Predictions:
         return -self.log_probabilities[np.arange(len(self)), self.labels]
 
 
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows that an evaluation keeps of N samples of a task other than plain classification.
+
+    Args:
+        arrays: The entries of ``Task.rows``, each of shape (N, …).
+        losses: The loss of each sample, summed over its tokens or pixels, (N,).
+        weights: The weight of each sample: 1, or its number of tokens or pixels, (N,).
+    """
+
+    arrays: Mapping[str, NDArray[Any]]
+    losses: Reals
+    weights: Reals
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def __getitem__(self, part: slice | Ints) -> Rows:
+        """Return the rows of some samples."""
+        arrays = {name: array[part] for name, array in self.arrays.items()}
+        return Rows(arrays, self.losses[part], self.weights[part])
+
+    def sums(self, name: str, owners: Ints, clients: int) -> Reals:
+        """Return the sum of an entry over the samples of each client.
+
+        Args:
+            name: The entry.
+            owners: The client of each sample, (N,).
+            clients: The number of clients.
+
+        Returns:
+            The sums, (clients, …).
+        """
+        array = self.arrays[name]
+        sums = np.zeros((clients, *array.shape[1:]))
+        np.add.at(sums, owners, array)
+        return sums
+
+
+@torch.no_grad()
+def collect(
+    model: Model,
+    weights: Weights,
+    data: Dataset,
+    split: Split = "test",
+    indices: Ints | None = None,
+    *,
+    batch_size: int = 1000,
+    batch_statistics: bool = False,
+) -> Rows:
+    """Compute what an evaluation keeps of samples; for arguments, see ``predict``.
+
+    Outputs are dropped batch by batch, and batches are smaller if their outputs would take more than ``OUTPUT_BYTES``.
+
+    Raises:
+        SpecError: All samples together would keep more than ``KEPT_BYTES``.
+    """
+    task, kept, losses, counts = data.task, dict[str, list[Tensor]](), list[Tensor](), list[Tensor]()
+    n = len(data.y_train if split == "train" else data.y_test) if indices is None else len(indices)
+    every = np.arange(n) if indices is None else indices
+    begin, size = 0, 1  # the first sample shows how large outputs are
+    with _evaluating(model, weights, batch_statistics and n > 1) as (params, device):
+        while begin < n:
+            part = every[begin : begin + size]
+            x, y = data.inputs(part, split).to(device), data.targets(part, split).to(device)
+            output = model(params, x).float()
+            loss, weight = task.losses(output, y)
+            rows = task.rows(output, y)
+            losses.append(loss.double().cpu())
+            counts.append(weight.double().cpu())
+            for name, tensor in rows.items():
+                kept.setdefault(name, []).append(tensor.cpu())
+            if begin == 0:
+                row = sum(tensor[:1].numel() * tensor.element_size() for tensor in rows.values())
+                if row * n > KEPT_BYTES:
+                    problem = f"keeps {row * n / 2**30:.1f} GiB for {n} samples; at most {KEPT_BYTES >> 30} GiB. "
+                    raise SpecError("task", problem + "Let its rows keep less of each sample.", task.name)
+                size = max(1, min(batch_size, OUTPUT_BYTES // max(1, output[:1].numel() * 4)))
+            begin += len(part)
+    arrays = {name: torch.cat(tensors).numpy() for name, tensors in kept.items()}
+    empty = torch.zeros(0, dtype=torch.float64)
+    return Rows(arrays, torch.cat([empty, *losses]).numpy(), torch.cat([empty, *counts]).numpy())
+
+
+@contextmanager
+def _evaluating(model: Model, weights: Weights, batch_statistics: bool) -> Iterator[tuple[Params, torch.device]]:
+    """Load a model for evaluation; yield its parameters and their device."""
+    with model.loaded(weights.params, weights.buffers, train=False) as params:
+        norms = [m for m in model.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        for layer in norms:
+            layer.train(batch_statistics)
+        yield params, next(iter(params.values())).device
+        for layer in norms:
+            layer.eval()
+
+
 @torch.no_grad()
 def predict(
     model: Model,
@@ -103,23 +208,17 @@ def predict(
     """
     labels = data.y_train if split == "train" else data.y_test
     n = len(labels) if indices is None else len(indices)
-    logits, predicted, loss = np.empty((n, data.classes), dtype=np.float32), np.empty(n, dtype=np.int64), 0.0
-    with model.loaded(weights.params, weights.buffers, train=False) as params:
-        device = next(iter(params.values())).device
-        norms = [m for m in model.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        for layer in norms:
-            # BatchNorm cannot compute statistics of a single sample. It then uses the running statistics.
-            layer.train(batch_statistics and n > 1)
+    logits, predicted, loss = np.empty((n, data.outputs), dtype=np.float32), np.empty(n, dtype=np.int64), 0.0
+    # BatchNorm cannot compute statistics of a single sample. It then uses the running statistics.
+    with _evaluating(model, weights, batch_statistics and n > 1) as (params, device):
         # Make batches of nearly equal size, so that the last batch is not a single sample.
         bounds = np.linspace(0, n, -(-n // batch_size) + 1).astype(int).tolist()
         for begin, end in itertools.pairwise(bounds):
             part = slice(begin, end) if indices is None else indices[begin:end]
-            x, y = data.inputs(part, split).to(device), data.labels(part, split).to(device)
+            x, y = data.inputs(part, split).to(device), data.targets(part, split).to(device)
             output = model(params, x)
-            loss += float(F.cross_entropy(output, y, reduction="sum"))
+            loss += data.task.total_loss(output, y)
             predicted[begin:end] = output.argmax(dim=1).cpu().numpy()
             logits[begin:end] = output.float().cpu().numpy()
-        for layer in norms:
-            layer.eval()
     true = labels.cpu().numpy()
     return Predictions(true if indices is None else true[indices], logits, predicted, loss)

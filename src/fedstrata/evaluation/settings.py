@@ -9,7 +9,8 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from fedstrata.base.config import MayChange, Setting, plain
 from fedstrata.base.errors import SpecError, nearest
-from fedstrata.evaluation.metrics import AnyMetric, Metric
+from fedstrata.data.tasks.base import Task
+from fedstrata.evaluation.metrics import METRICS, AnyMetric, Metric
 
 Share = Annotated[float | None, Field(gt=0, lt=1)]
 
@@ -102,6 +103,16 @@ class Evaluation(Setting):
             problem = "personal models are evaluated on the clients' own test parts. Set evaluation.client_test too."
             raise SpecError("fine_tune", problem, self.fine_tune)
         return self
+
+    def of_task(self, task: Task) -> Evaluation:
+        """Return the settings with the metrics of a task, if they name none."""
+        changed: dict[str, Any] = {}
+        if not self.chosen and task.default_metrics and not task.has_classes:
+            changed["metrics"] = [METRICS.make(name, {}) for name in task.default_metrics]
+        first = (changed.get("metrics") or self.metrics)[0].label
+        if self.primary == "accuracy" and not task.has_accuracy and not task.has_classes:
+            changed["primary"] = first
+        return self.model_copy(update=changed) if changed else self
 
     @property
     def labels(self) -> list[str]:

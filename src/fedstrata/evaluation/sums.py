@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from fedstrata.base import records
 from fedstrata.base.records import Message, record
-from fedstrata.evaluation.predictions import Predictions
+from fedstrata.evaluation.predictions import Predictions, Rows
 
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
@@ -45,6 +47,38 @@ class EvaluationSums(Message):
 
     def __add__(self, other: EvaluationSums) -> EvaluationSums:
         return records.add(self, other)  # type: ignore[no-any-return]
+
+
+@record("TaskSums")
+class TaskSums(Message):
+    """Sums over samples of a task other than plain classification. The sums of two sets of samples can be added.
+
+    Args:
+        samples: The number of samples.
+        loss: The sum of the samples' losses.
+        weight: The sum of the samples' weights.
+        tables: The sums of the entries that the task names in ``Task.tables``.
+    """
+
+    samples: int
+    loss: float
+    weight: float
+    tables: dict[str, Tensor]
+
+    def __add__(self, other: TaskSums) -> TaskSums:
+        return records.add(self, other)  # type: ignore[no-any-return]
+
+
+def task_sums(rows: Rows, tables: Iterable[str]) -> TaskSums:
+    """Return the sums over some samples.
+
+    Args:
+        rows: The rows of the samples.
+        tables: The names of the entries to sum up.
+    """
+    owners = np.zeros(len(rows), dtype=np.int64)
+    sums = {name: torch.from_numpy(rows.sums(name, owners, 1)[0]) for name in tables if name in rows.arrays}
+    return TaskSums(len(rows), float(rows.losses.sum()), float(rows.weights.sum()), sums)
 
 
 def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int = 0) -> EvaluationSums:

@@ -22,12 +22,12 @@ class Terms:
     Args:
         training: The settings of local training.
         clients: Number of clients, N.
-        classes: Number of classes, C; None if it is not known.
+        strata: Number of strata, such as the classes; None if it is not known.
     """
 
     training: Training
     clients: int
-    classes: int | None = None
+    strata: int | None = None
 
 
 Agreed = FederationConfig | Terms

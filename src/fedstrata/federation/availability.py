@@ -33,7 +33,7 @@ class Population:
 
     Args:
         clients: Number of clients, N.
-        classes: Number of classes, C.
+        classes: Number of classes C, or of other strata.
         assignment: The training samples of each client; None for real sites, whose samples the server does not know.
         y: The label of every training sample; None for real sites.
     """

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstrata.data.partitions.server_data import ServerData
+from fedstrata.data.tasks.base import Task
+from fedstrata.data.tasks.classification import Classification
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.federation.settings import Privacy, Training
@@ -25,7 +27,7 @@ class FederationConfig:
         seed: The experiment's seed.
         training: The settings of local training.
         model: The model's architecture; parameters are passed to it.
-        classes: Number of classes, C.
+        outputs: Number of outputs of the model for a sample, such as the number of classes C.
         clients: Number of clients, N.
         sizes: Number of samples n_k of every client, shape (N,); None at real sites. A method uses the sizes only for
             warnings and for simulated time, never for training.
@@ -35,12 +37,14 @@ class FederationConfig:
         weight_diversity: Whether methods that combine clients' models record the distances between these models.
         random: Whether the model's forward pass draws random numbers during training, as dropout does.
         privacy: The settings of privacy, with the smallest number of samples that may contribute to an answer.
+        strata: Number of strata, such as the classes; 0 if samples have no strata.
+        task: The task, which gives the loss.
     """
 
     seed: int
     training: Training
     model: Model
-    classes: int
+    outputs: int
     clients: int
     sizes: NDArray[np.int64] | None = None
     most_samples: NDArray[np.int64] | None = field(default=None, repr=False, compare=False)
@@ -48,6 +52,8 @@ class FederationConfig:
     weight_diversity: bool = False
     random: bool = False
     privacy: Privacy = field(default_factory=Privacy)
+    strata: int = 0
+    task: Task = field(default_factory=Classification)
 
 
 @dataclass(frozen=True)

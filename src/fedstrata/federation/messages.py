@@ -290,6 +290,27 @@ class FitReply(Reply):
         """Return True if the client took a step."""
         return self.trained
 
+    @property
+    def size(self) -> float:
+        """The client's share of an average over samples, before it is divided by the sum of all shares."""
+        return self.samples
+
+
+@record("WeightedFitReply")
+class WeightedFitReply(FitReply):
+    """A locally trained model, for tasks whose samples have different weights.
+
+    Args:
+        weight: The sum of the weights of the samples that were used, such as their number of tokens.
+    """
+
+    weight: float = 0.0
+
+    @property
+    def size(self) -> float:
+        """The sum of the samples' weights."""
+        return self.weight
+
 
 def fit_changes(weights: Weights, message: Extra) -> Params:
     """Return tensors with the names, shapes and dtypes of the update in a ``FitReply``.
@@ -315,7 +336,7 @@ class TrainingRequest(ModelRequest):
     def check(self, reply: FitReply) -> None:
         """Refuse a model with other names, shapes or dtypes than the one that was sent, and negative counts."""
         reply.weights.require_like(self.weights)
-        if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
+        if reply.samples < 0 or reply.steps < 0 or reply.seen < 0 or reply.size < 0:
             raise ReplyRefusedError("a negative count")
 
 

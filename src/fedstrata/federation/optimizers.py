@@ -108,7 +108,7 @@ class OwnOptimizer(LocalOptimizer):
 
     @property
     def label(self) -> str:
-        """The path."""
+        """The path ``"module:Class"`` of the optimiser."""
         return self.path
 
     def to_spec(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class _Optimizers(Registry[LocalOptimizer]):
     """The registry of local optimisers, which also accepts the classes of ``OwnOptimizer``."""
 
     def make(self, name: str, table: Mapping[str, Any]) -> LocalOptimizer:
-        """See ``Registry.make``."""
+        """Make the optimiser with a name; see ``Registry.make``."""
         if ":" not in name:
             return super().make(name, table)
         from torch.optim import Optimizer

@@ -60,6 +60,9 @@ class Method(Setting):
         """Return the functions that answer all requests of the method, including those of a recipe's choices."""
         return self.handlers
 
+    needs_strata: ClassVar[bool] = False
+    """Whether each sample must belong to a stratum, such as its class or a range of targets."""
+
     def objective_in_use(self) -> Objective:
         """Return the objective that clients minimise in local training."""
         return CrossEntropy()
@@ -296,7 +299,7 @@ class Recipe(Method):
             problem = "discloses the clients' sizes, which data_sampler keeps private. Use another objective."
             by_steps = replace(config, training=config.training.model_copy(update={"local_steps": 1}))
             if not objective.tells_counts(by_steps):
-                problem += ", or training.local_steps, the same for all"
+                problem = problem.removesuffix(".") + ", or training.local_steps, the same for all clients."
             raise SpecError("method.objective", problem, objective.name)
         decays, adaptive = config.training.weight_decay > 0, not config.training.optimizer.is_sgd
         if config.training.local_steps is None and (decays or adaptive or has_batchnorm(config.model.module)):

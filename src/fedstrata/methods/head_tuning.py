@@ -46,6 +46,9 @@ class HeadTuning(Setting):
             SpecError: The server has too few samples, or clients keep their own BatchNorm statistics.
         """
         key = f"{section}.per_class"
+        if not config.task.has_classes:
+            problem = f"needs classes for the server's samples, and the task {config.task.name!r} has none"
+            raise SpecError(section, f"{problem}. Use another method, such as fedavg.")
         if config.server_data is None:
             problem = (
                 "the server would train the head on samples that no client holds, but real sites hold all data. Use "

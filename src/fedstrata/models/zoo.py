@@ -190,14 +190,20 @@ OwnModel = nn.Module | Model | Callable[..., nn.Module]
 AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 
 
-def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int) -> Model:
+Trial = tuple[torch.Tensor, Callable[[torch.Tensor], str]] | None
+"""A batch for a trial of a model, and a function that returns the shape that the outputs should have, or an empty text
+if they have it. None for a batch of zeros, and logits of classes."""
+
+
+def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int, trial: Trial = None) -> Model:
     """Create the model of ``spec``, initialised from ``seed``. Equal arguments give equal bits.
 
     Args:
         spec: The model's settings.
         shape: The shape of one sample, (channels, height, width) or (features,).
-        classes: The number of classes.
+        classes: The number of outputs, such as the number of classes.
         seed: The experiment's seed.
+        trial: A sample to try the model on; see ``Trial``.
 
     Raises:
         SpecError: The model cannot take the shape, or does not return one logit per class.
@@ -206,7 +212,7 @@ def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int)
     try:
         with torch_seeded(seed, "model"):
             module = spec.build(shape, classes)
-            _try_out(module, name, shape, classes)
+            _try_out(module, name, shape, classes, trial)
     except FedstrataError:
         raise
     except Exception as error:  # a user's own model may raise anything
@@ -237,19 +243,22 @@ def own_module(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> n
     return model
 
 
-def _try_out(module: nn.Module, name: str, shape: tuple[int, ...], classes: int) -> None:
+def _try_out(module: nn.Module, name: str, shape: tuple[int, ...], classes: int, trial: Trial) -> None:
     """Run a forward pass on a sample of zeros, so that a module that does not fit fails here and not at a client."""
     require_trainable(module)
+    x, form_of = trial or (
+        torch.zeros(1, *shape),
+        lambda logits: "" if logits.shape == (1, classes) else f"(B, {classes})",
+    )
     try:
         with torch.no_grad():
-            logits = forward(module.eval(), torch.zeros(1, *shape))
+            logits = forward(module.eval(), x)
     except Exception as error:  # a user's own module may raise anything
         raise SpecError("model.name", f"fails on samples of shape {shape}: {error}", name) from error
-    if not isinstance(logits, torch.Tensor) or logits.shape != (1, classes):
+    if not isinstance(logits, torch.Tensor) or form_of(logits):
+        form = form_of(logits if isinstance(logits, torch.Tensor) else torch.empty(0))
         given = f"a tensor {tuple(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
-        problem = (
-            f"must return logits of shape (B, {classes}). For a batch of shape {(1, *shape)}, it returned {given}."
-        )
+        problem = f"must return logits of shape {form}. For a batch of shape {(1, *shape)}, it returned {given}."
         raise SpecError("model.name", problem, name)
 
 

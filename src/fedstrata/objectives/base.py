@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.records import Tree
+from fedstrata.data.tasks.base import Task
+from fedstrata.data.tasks.classification import Classification
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, Fact, FitReply, Params, Weights
 from fedstrata.models.model import Model
@@ -28,7 +29,7 @@ class Batch:
 
     Args:
         x: Inputs, shape (B, …), float32.
-        y: Labels, shape (B,), int64.
+        y: Targets, shape (B, …); for classification, labels (B,) int64.
     """
 
     x: Tensor
@@ -45,11 +46,13 @@ class Context:
 
     Args:
         start: The global parameters w_t at which the client starts.
-        counts: n_k(c), how many training samples of each class c the client has, shape (C,), float32.
+        counts: n_k(c), how many training samples of each class c the client has, shape (C,), float32; empty if the
+            task has no classes.
         received: The server's message, together with the entries that ``client_prepare`` added.
         kept: The client's state of this objective, as ``client_final`` last returned it; None in its first round.
         lr: The learning rate η of this round.
         derived: Values that ``client_init`` computed once for all steps.
+        task: The task, which gives the loss.
     """
 
     start: Params
@@ -58,6 +61,7 @@ class Context:
     kept: Tree
     lr: float
     derived: Mapping[str, Any] = field(default_factory=dict)
+    task: Task = field(default_factory=Classification)
 
     def deriving(self, **derived: Any) -> Context:
         """Return a copy of the context with additional entries in ``derived``."""
@@ -84,7 +88,7 @@ class Trained:
 
 
 class Objective(Setting):
-    """Base class of the objectives, whose hooks subclasses override; as it is, it minimises the cross-entropy."""
+    """Base class of the objectives, whose hooks subclasses override; as it is, it minimises the loss of the task."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the objective's own requests at a client; see ``fedstrata.clients.handling``."""
@@ -111,6 +115,9 @@ class Objective(Setting):
     def discloses(self) -> frozenset[Fact]:
         """The facts about a client that the message of ``client_final`` discloses."""
         return frozenset()
+
+    tasks: ClassVar[frozenset[str]] = frozenset({"classification"})
+    """The names of the tasks that an objective with a loss of its own accepts; the task's own loss fits any task."""
 
     # Hooks at the server.
 
@@ -173,7 +180,7 @@ class Objective(Setting):
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
         """Return the mean loss over a batch, a scalar."""
-        return F.cross_entropy(model(params, batch.x), batch.y)
+        return context.task.mean_loss(model(params, batch.x), batch.y)
 
     def correction(self, params: Params, context: Context) -> Params | None:
         """Return the correction that is added to the gradient of each parameter; None for no correction."""
@@ -189,7 +196,7 @@ class Objective(Setting):
 
 
 class CrossEntropy(Objective):
-    """Plain cross-entropy: FedAvg's local objective."""
+    """The task's own loss, such as the cross-entropy of classes: FedAvg's local objective."""
 
 
 class PerSample(Objective):
@@ -202,6 +209,11 @@ class PerSample(Objective):
     @abstractmethod
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
         """Return the loss of every sample of a batch, shape (B,)."""
+
+
+def is_plain(objective: Objective, *hooks: str) -> bool:
+    """Return True if an objective overrides none of these methods of ``Objective``."""
+    return all(getattr(type(objective), hook) is getattr(Objective, hook) for hook in hooks)
 
 
 OBJECTIVES: Registry[Objective] = Registry(

@@ -90,7 +90,7 @@ class Rebalanced(PerSample):
 
     @override
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
-        return no_prototypes(config.classes, feature_size(config.model)) if self.mu else None
+        return no_prototypes(config.strata, feature_size(config.model)) if self.mu else None
 
     def message(self, state: Tree) -> Extra:
         """Return the federation's prototypes."""

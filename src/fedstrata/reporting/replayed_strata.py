@@ -102,9 +102,9 @@ def strata_of(prepared: Prepared, state: Any, round: int) -> View:
     strata = sampler.stratification(prepared.config, state.clients, round) if isinstance(state, RecipeState) else None
     if strata is None:
         raise _no_strata(spec)
-    table = prepared.assignment.counts(data.y_train.cpu().numpy(), data.classes)
+    table = prepared.assignment.counts(*data.strata_or_one)
     title = f"{spec.method.name} on {data.name}, {prepared.config.clients} clients, after round {round}"
-    return View(round, strata.clients, strata.points, strata.strata, table[strata.clients], title, data.class_names)
+    return View(round, strata.clients, strata.points, strata.strata, table[strata.clients], title, data.stratum_names)
 
 
 def _sampler(spec: Experiment) -> Any:

@@ -69,8 +69,9 @@ def well_formed(identity: object) -> bool:
 
 def about_data(data: Dataset) -> str:
     """Return the text that represents the user's own data in a spec: their checksum, sizes and shape."""
+    outputs = "classes" if data.task.has_classes else "outputs"
     sizes = f"{data.train_size} training and {len(data.y_test)} test samples of shape {data.shape}"
-    return f"sha256 {fingerprint_of_data(data)}: {sizes}, {data.classes} classes"
+    return f"sha256 {fingerprint_of_data(data)}: {sizes}, {data.outputs} {outputs}"
 
 
 def about_model(model: Model) -> str:

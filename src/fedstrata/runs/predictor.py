@@ -20,17 +20,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedstrata.base.config import build, under
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import jsonable, replace_file, write_json
-from fedstrata.data.arrays import checked_inputs
+from fedstrata.data.arrays import checked_ids, checked_inputs
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.fitting import Features
 from fedstrata.data.schema import Schema, Table, parsed
 from fedstrata.data.tables import read_table, table_of
+from fedstrata.data.tasks.base import TASKS, Task
+from fedstrata.data.tasks.classification import Classification
 from fedstrata.evaluation.history import MODEL, WEIGHTS, read_weights
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model, forward
 from fedstrata.models.untrained import twin_of
-from fedstrata.models.zoo import MODELS, OwnModel, make_model, own_module
+from fedstrata.models.zoo import MODELS, OwnModel, Trial, make_model, own_module
 from fedstrata.runs.identity import fingerprints_of_frozen, require_same_frozen
 from fedstrata.runs.preparation import Prepared
 
@@ -72,13 +74,15 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
         "fedstrata": version("fedstrata"),
         "model": architecture,
         "input_shape": list(data.shape),
-        "classes": data.classes,
+        "classes": data.outputs,
         "class_names": list(data.class_names),
         "table": table,
         "normalisation": normalisation,
         "batch_size": spec.evaluation.batch_size,
         "batch_statistics": local,
     }
+    if data.task != Classification():
+        about |= {"task": data.task.to_spec(), "keep": data.keep}
     frozen = prepared.identity.get("frozen")  # not in the file of parameters: whoever loads the model builds them again
     return about | {"frozen": {"seed": spec.seed, "fingerprints": frozen}} if frozen else about
 
@@ -168,6 +172,9 @@ class Predictor:
         """The labels that ``predict`` may return, in the order of the columns of ``predict_proba``."""
         self.shape: tuple[int, ...] = tuple(about["input_shape"])
         """Shape of one sample in the input of ``module``: (channels, height, width) or (features,)."""
+        self.task: Task = _task_of(about)
+        """The task, which says what ``predict`` returns."""
+        self._keep = bool(about.get("keep", False))
         self._features = _features_of(about)
         self.schema: Schema | None = None if self._features is None else self._features.schema
         """The columns of a table, and the cells that each accepts; None if the run trained on arrays.
@@ -182,7 +189,7 @@ class Predictor:
             self._shift, self._scale = (torch.tensor(normalisation[key], dtype=dtype) for key in ("shift", "scale"))
 
     def predict(self, x: Any) -> NDArray[Any]:
-        """Return the most likely class of each sample.
+        """Return the most likely class of each sample; for other tasks, the numbers, labels or tokens.
 
         Args:
             x: For a model of a table, its rows: a data frame of pandas or polars, a mapping of column names to lists,
@@ -196,11 +203,19 @@ class Predictor:
             stores class names as text. Labels that were the strings "0" and "1" are therefore returned as integers, and
             labels that were True and False as strings.
 
+            Regression: the numbers in the unit of the targets, (N,), or (N, K) for several targets. Several labels: 1
+            for each label that is predicted, (N, K). Next token and segmentation: a class for each token or pixel.
+
         Raises:
             DataError: A cell does not match the schema, or a value is missing in a column that has no rule for missing
                 values. Or the samples are not finite numbers, or have another shape than the training samples.
             SpecError: The rows lack a column.
         """
+        if not self.task.has_classes:
+            predictions = [self.task.predictions(outputs) for outputs in self._logits(x)]
+            key = "values" if "values" in predictions[0] else "labels"
+            whole: NDArray[Any] = torch.cat([each[key] for each in predictions]).cpu().numpy()
+            return whole[:, 0] if key == "values" and whole.shape[1] == 1 else whole
         numbers = np.concatenate([logits.argmax(dim=1).cpu().numpy() for logits in self._logits(x)])
         labels: NDArray[Any] = np.array(self.classes)
         if labels.dtype.kind == "f":  # NumPy makes floats of integers if some are negative and some at least 2**63
@@ -218,9 +233,13 @@ class Predictor:
             The probabilities, shape (N, C), float32; column c belongs to ``classes[c]``.
 
         Raises:
+            SpecError: The task has no probabilities.
             FedstrataError: See ``predict``.
         """
-        return np.concatenate([logits.softmax(dim=1).cpu().numpy() for logits in self._logits(x)])
+        parts = [self.task.predictions(outputs) for outputs in self._logits(x)]
+        if not all("probabilities" in part for part in parts):
+            raise SpecError("task", "predicts no probabilities. Use predict.", self.task.name)
+        return np.concatenate([part["probabilities"].cpu().numpy() for part in parts])
 
     def inputs(self, x: Any) -> Tensor:
         """Return samples in the form that ``module`` takes: normalised, float32, shape (N, F) or (N, C, H, W).
@@ -253,6 +272,15 @@ class Predictor:
         if self._features is not None and (isinstance(x, (Table, Mapping)) or hasattr(x, "columns")):
             table = x if isinstance(x, Table) else table_of(x, "x")
             x = self._features.of(torch.from_numpy(parsed(table, self._features.schema)))
+        if self._keep:
+            ids = checked_ids(x, "x")
+            if ids.shape[1:] != self.shape:
+                problem = (
+                    f"has the shape {tuple(ids.shape)}, but this model takes (N, {', '.join(map(str, self.shape))})"
+                )
+                raise DataError(f"x: {problem}. Pad or cut the samples.")
+            nothing = torch.zeros(len(ids), dtype=torch.int64)
+            return Dataset("x", ids, nothing, ids, nothing, (), keep=True)
         stored = checked_inputs(x, "x", exact=self._shift is not None and self._shift.dtype == torch.float64)
         form = (*self.shape[1:], self.shape[0]) if len(self.shape) == 3 else self.shape
         if stored.shape[1:] != form:
@@ -267,7 +295,8 @@ class Predictor:
         return Dataset("x", stored, labels, stored, labels, names, shift=self._shift, scale=self._scale)
 
     def __repr__(self) -> str:
-        return f"Predictor({type(self.module).__name__}, shape={self.shape}, classes={len(self.classes)})"
+        what = f"classes={len(self.classes)}" if self.task.has_classes else f"task={self.task.name!r}"
+        return f"Predictor({type(self.module).__name__}, shape={self.shape}, {what})"
 
 
 @contextmanager
@@ -341,6 +370,17 @@ def _read(path: Path) -> dict[str, Any]:
     return about
 
 
+def _task_of(about: Mapping[str, Any]) -> Task:
+    return Classification() if about.get("task") is None else TASKS.parse(about["task"])
+
+
+def _trial_of(about: Mapping[str, Any], samples: int = 1) -> Trial:
+    """Return a trial for a model: samples of zeros, and a function that says which shape its outputs should have."""
+    x = torch.zeros(samples, *about["input_shape"], dtype=torch.int64 if about.get("keep") else torch.float32)
+    needed = "" if about.get("task") else f"(B, {about['classes']})"
+    return x, lambda outputs: "" if not needed or outputs.shape == (samples, about["classes"]) else needed
+
+
 def _features_of(about: Mapping[str, Any]) -> Features | None:
     """Return the rule that computes the features of a table; None if the run trained on arrays.
 
@@ -363,9 +403,13 @@ def _features_of(about: Mapping[str, Any]) -> Features | None:
 
 def _check(about: Mapping[str, Any]) -> None:
     shape, names, normalisation = about["input_shape"], about["class_names"], about["normalisation"]
-    if len(shape) not in (1, 3) or not all(type(side) is int and side > 0 for side in shape):
+    if (len(shape) not in (1, 3) and not about.get("keep")) or not all(
+        type(side) is int and side > 0 for side in shape
+    ):
         raise ValueError(f"input_shape is {shape}")
-    if not names or not all(isinstance(name, str) for name in names) or len(names) != about["classes"]:
+    _task_of(about)
+    unnamed = about.get("task") is not None and not names
+    if not unnamed and (not names or not all(isinstance(n, str) for n in names) or len(names) != about["classes"]):
         raise ValueError("class_names are not as many texts as there are classes")
     if type(about["batch_size"]) is not int or about["batch_size"] < 1 or type(about["batch_statistics"]) is not bool:
         raise ValueError("batch_size or batch_statistics is of a wrong kind")
@@ -398,7 +442,7 @@ def _build(about: Mapping[str, Any], model: OwnModel | None, folder: Path) -> Mo
         raise SpecError("model", f"{problem}. Pass such a module: fedstrata.load(…, model=…).")
     try:
         table = under("model", lambda: MODELS.parse(about["model"]))
-        return make_model(table, shape, classes, seed)
+        return make_model(table, shape, classes, seed, _trial_of(about))
     except SpecError as error:
         if ":" not in name:
             raise
@@ -417,14 +461,16 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
         f"a model takes a batch of shape (B, {', '.join(map(str, shape))}) and gives logits (B, {about['classes']})"
     )
     try:
-        laid_out = Model(lay_out(model.module, shape))
+        laid_out = Model(model.module if about.get("keep") else lay_out(model.module, shape))
         laid_out.keep_constant(model.untrained.constant)
         with torch.no_grad():
-            output = tuple(forward(laid_out.module, torch.zeros(2, *shape)).shape)
+            trial = _trial_of(about, 2)
+            assert trial is not None
+            output = forward(laid_out.module, trial[0])
     except Exception as error:  # the user's own module may raise anything
         raise SpecError("model", f"{needed}; this one failed: {error}", name) from error
-    if output != (2, about["classes"]):
-        raise SpecError("model", f"{needed}; this one gave {output} for two samples", name)
+    if trial[1](output):
+        raise SpecError("model", f"{needed}; this one gave {tuple(output.shape)} for two samples", name)
     return laid_out
 
 

@@ -15,21 +15,24 @@ from numpy.typing import NDArray
 from fedstrata.base.config import under
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.training.steps import try_optimizer
-from fedstrata.data.dataset import Dataset, from_arrays
-from fedstrata.data.fitting import Statistics, fit
+from fedstrata.data.dataset import Dataset, Split, from_arrays
+from fedstrata.data.fitting import Statistics, fit, fit_targets
 from fedstrata.data.partitions.base import Assignment, Partition
 from fedstrata.data.partitions.natural import SingleClient
 from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.data.sources import Data
 from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, natural_tests, without
+from fedstrata.evaluation.predictions import collect
 from fedstrata.federation.availability import Population
 from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.messages import Weights
 from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model
 from fedstrata.models.probe import draws_random_numbers
-from fedstrata.models.zoo import CustomModel, OwnModel, make_model, own_module
+from fedstrata.models.zoo import CustomModel, OwnModel, Trial, make_model, own_module
+from fedstrata.objectives.base import is_plain
 from fedstrata.runs.identity import about_data, about_model, identity_of
 from fedstrata.spec.experiment import Experiment
 
@@ -77,10 +80,11 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | N
         DataError: The data are missing or damaged.
     """
     if data is None:
-        dataset = spec.data.load(spec.seed)
+        dataset = spec.data.load(spec.seed, spec.task)
     else:
         dataset = as_dataset(data, spec)
         spec = spec.model_copy(update={"data": Data("custom", custom=about_data(dataset))})
+    spec = spec.with_task(dataset.task)
     share, validation = spec.evaluation.validation, None
     divided, numbers = dataset, None
     if share is not None and spec.partition.name not in NATURAL:
@@ -127,16 +131,19 @@ def assemble(
         SpecError: A setting does not fit the data, the federation or another setting.
     """
     if model is None:
-        made = make_model(spec.model, dataset.shape, dataset.classes, spec.seed)
+        made = make_model(spec.model, dataset.shape, dataset.outputs, spec.seed, _trial_of(dataset))
     else:
-        module = own_module(model, dataset.shape, dataset.classes, spec.seed)
-        made = module if isinstance(module, Model) else Model(lay_out(module, dataset.shape))
+        module = own_module(model, dataset.shape, dataset.outputs, spec.seed)
+        made = (
+            module
+            if isinstance(module, Model)
+            else Model(lay_out(module, dataset.shape) if not dataset.keep else module)
+        )
         _check_outputs(made, dataset)
         spec = spec.model_copy(update={"model": CustomModel(custom=about_model(made))})
     federate_batchnorm(made.module)
     _check_start(made, spec)
-    for metric in spec.evaluation.metrics:
-        metric.check(dataset.classes)
+    _check_metrics(made, dataset, spec)
     for callback in spec.callbacks:
         callback.check(spec.evaluation)
     everybody = assignment
@@ -154,11 +161,14 @@ def assemble(
             rows = trained_on(dataset, fitting, held)
             fitting = dataset.unfitted.statistics(rows, spec.privacy.min_samples)
         dataset = fit(dataset, fitting)
+    if dataset.task.fits:
+        rows = trained_on(dataset, fitting if isinstance(fitting, Assignment) else assignment, held)
+        dataset = fit_targets(dataset, rows)
     config = FederationConfig(
         seed=spec.seed,
         training=spec.training,
         model=made,
-        classes=dataset.classes,
+        outputs=dataset.outputs,
         clients=len(assignment),
         sizes=assignment.sizes if sizes_known else None,
         most_samples=assignment.sizes if sizes_known else None,
@@ -166,13 +176,16 @@ def assemble(
         weight_diversity=spec.evaluation.weight_diversity,
         random=draws_random_numbers(made, dataset.inputs(slice(0, 2), "train" if dataset.train_size else "test")),
         privacy=spec.privacy,
+        strata=len(dataset.stratum_names),
+        task=dataset.task,
     )
     # ``availability.check`` stores values of this run in the object. Copy it, so that the user's spec does not change.
     spec = spec.model_copy(update={"availability": spec.availability.model_copy()})
     known = assignment if sizes_known else None
-    population = Population(config.clients, dataset.classes, known, dataset.y_train.cpu().numpy())
+    population = Population(config.clients, config.strata, known, dataset.strata)
     under("availability", lambda: spec.availability.check(population))
     _check_optimizer(spec.method, config)
+    _check_task(spec.method, config)
     spec.method.check(config)
     for allowed in spec.method.declared(config) or ():
         if limit := allowed.limit_below(spec.privacy):
@@ -229,18 +242,54 @@ def _check_start(model: Model, spec: Experiment) -> None:
         raise SpecError("evaluation.batch_size", problem, 1)
 
 
+def _check_task(method: Method, config: FederationConfig) -> None:
+    """Raise ``SpecError`` if the method, or an objective with a loss of its own, is not for the task."""
+    task = config.task.name
+    for objective in (method.objective_in_use(), method.personal_objective()):
+        own_loss = not is_plain(objective, "loss")
+        if own_loss and task not in objective.tasks:
+            problem = (
+                f"has a loss of its own for the tasks {', '.join(sorted(objective.tasks))}, and the task is {task!r}."
+            )
+            raise SpecError("method", f"{problem} Use another method, such as fedavg or fedprox.", method.name)
+    if method.needs_strata and not config.strata:
+        problem = f"needs classes, and the task {task!r} has none. {config.task.stratum_hint}".rstrip()
+        raise SpecError("method", problem, method.name)
+
+
+def _check_metrics(model: Model, dataset: Dataset, spec: Experiment) -> None:
+    """Raise ``SpecError`` if a metric does not work for the task."""
+    for metric in spec.evaluation.metrics:
+        if dataset.task.has_classes:
+            metric.check(dataset.outputs)
+        else:
+            split: Split = "train" if dataset.train_size else "test"
+            weights = Weights(model.params(), model.buffers())
+            metric.check_rows(
+                collect(model, weights, dataset, split, np.arange(min(4, dataset.train_size))), dataset.task
+            )
+
+
+def _trial_of(dataset: Dataset) -> Trial:
+    """Return a sample for a trial of a model, and a function that says which shape its outputs lack."""
+    split: Split = "train" if dataset.train_size else "test"
+    x, y = dataset.inputs(slice(0, 1), split), dataset.targets(slice(0, 1), split)
+    if not len(y):  # the server of a deployment may have no samples
+        return None
+    return x, lambda outputs: dataset.task.check_outputs(outputs, y, dataset.outputs)
+
+
 def _check_outputs(model: Model, dataset: Dataset) -> None:
-    """Raise ``SpecError`` if the user's own module does not return a logit for every class."""
-    needed = (
-        f"a batch of shape (B, {', '.join(map(str, dataset.shape))}) and gives logits of shape (B, {dataset.classes})"
-    )
-    x = dataset.inputs(slice(0, 2))
+    """Raise ``SpecError`` if the user's own module does not return outputs of the shape that the task needs."""
+    x, y = dataset.inputs(slice(0, 2)), dataset.targets(slice(0, 2))
+    form = dataset.task.check_outputs(torch.empty(0), y, dataset.outputs)
+    needed = f"a batch of shape (B, {', '.join(map(str, dataset.shape))}) and gives outputs of shape {form}"
     try:
         with torch.no_grad(), model.loaded(model.params(), model.buffers()) as params:
             output = model(params, x)
     except Exception as error:
         raise SpecError("model", f"a model takes {needed}; this one failed: {error}") from error
-    if not isinstance(output, torch.Tensor) or tuple(output.shape) != (len(x), dataset.classes):
+    if not isinstance(output, torch.Tensor) or dataset.task.check_outputs(output, y, dataset.outputs):
         shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise SpecError("model", f"a model takes {needed}; this one gave {shape} for {len(x)} samples")
 
@@ -248,14 +297,17 @@ def _check_outputs(model: Model, dataset: Dataset) -> None:
 def as_dataset(data: Arrays, spec: Experiment) -> Dataset:
     """Return the user's own arrays as a data set."""
     if isinstance(data, Dataset):
+        if spec.task not in (None, data.task):
+            problem = f"is not the task of the data set, which is {data.task.name!r}. Give task= to from_arrays too."
+            raise SpecError("task", problem, spec.task.name if spec.task is not None else "")
         return data
     if isinstance(data, Mapping):
         accepted = inspect.signature(from_arrays).parameters
         if wrong := [key for key in data if key not in accepted] + [key for key in ARRAYS if key not in data]:
             problem = f"a mapping has the keys {', '.join(ARRAYS)}, and may have others of from_arrays"
             raise SpecError("data", problem, sorted(map(str, wrong)))
-        return from_arrays(**{"normalize": spec.data.normalize, **data})
+        return from_arrays(**{"normalize": spec.data.normalize, "task": spec.task, **data})
     if not isinstance(data, Sequence) or len(data) != len(ARRAYS):
         problem = f"must be a Dataset, a mapping, or four arrays: {', '.join(ARRAYS)}"
         raise SpecError("data", problem, f"{len(data)} of them" if isinstance(data, Sequence) else type(data).__name__)
-    return from_arrays(*data, normalize=spec.data.normalize)
+    return from_arrays(*data, normalize=spec.data.normalize, task=spec.task)

@@ -45,6 +45,7 @@ HANDLERS = Handlers(
         encoded.answer,
         encoded.answer_second,
         evaluation.evaluate,
+        evaluation.evaluate_task,
         sampling.report_size,
         sampling.compress,
         sampling.send_sketch,
@@ -245,7 +246,7 @@ class Simulation:
 
         def ask(question: Evaluate) -> Mapping[ClientId, Evaluated]:
             nonlocal sent
-            replies, size = self.federation.measure(question, check=lambda reply: reply.require(place.data.classes))
+            replies, size = self.federation.measure(question, check=lambda reply: reply.require(place.data.outputs))
             sent += size
             return replies
 

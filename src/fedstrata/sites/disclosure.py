@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedstrata.evaluation.allowed import allowed_in_evaluation
+from fedstrata.evaluation.allowed import allowed_in_evaluation, request_of
 from fedstrata.federation.allowed import Agreed, Allowed, Terms, joined
 from fedstrata.federation.communication.allowed import encoded
 from fedstrata.federation.messages import PHASES, Fact, Phase
@@ -132,7 +132,9 @@ def declaration_of(
     rounds = spec.training.rounds
     training = method.declared(agreed)
     travelling = None if training is None else encoded(training, spec.communication)
-    allowed = joined(travelling, allowed_in_evaluation(spec.evaluation, rounds, elsewhere=own))
+    allowed = joined(
+        travelling, allowed_in_evaluation(spec.evaluation, rounds, elsewhere=own, request=request_of(spec.task))
+    )
     survey = _survey(spec) if own else ""
     job, extremes = hash_of(spec), bool(survey) and data.normalize == "unit"
     return Declaration(job, method.name, rounds, allowed, survey, own, method.conceals, extremes, spec.privacy)

@@ -18,6 +18,8 @@ from fedstrata.base.errors import SpecError, nearest
 from fedstrata.data.partitions.base import AnyPartition
 from fedstrata.data.partitions.schemes import Dirichlet
 from fedstrata.data.sources import Data
+from fedstrata.data.tasks.base import AnyTask, Task
+from fedstrata.data.tasks.classification import Classification
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import Always, AnyAvailability
 from fedstrata.federation.communication.codecs import Communication
@@ -44,6 +46,9 @@ class Experiment(Setting):
     Args:
         seed: Seed of all random numbers.
         data: The data set.
+        task: What a model learns: ``classification``, ``regression``, ``multilabel``, ``next-token``,
+            ``segmentation``, or a task of your own. Default: ``regression`` if targets have fractions, otherwise
+            ``classification``.
         partition: Assignment of samples to clients.
         availability: Rule that decides which clients answer, and how fast.
         method: Federated method.
@@ -62,6 +67,7 @@ class Experiment(Setting):
 
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
     data: Annotated[Data, from_word(Data, "name")] = Data()
+    task: AnyTask | None = None
     partition: AnyPartition = Dirichlet(alpha=0.5)
     availability: AnyAvailability = Always()
     method: AnyMethod = FedAvg()
@@ -72,6 +78,26 @@ class Experiment(Setting):
     privacy: Annotated[Privacy, from_word(Privacy)] = Privacy()
     callbacks: list[AnyCallback] = []
     tracking: Annotated[Tracking, from_word(Tracking)] = Tracking()
+
+    @model_validator(mode="after")
+    def _measure_task(self) -> Experiment:
+        """Replace the default metric, the accuracy, with the metrics of the task."""
+        if self.task is not None:
+            self.__dict__["evaluation"] = self.evaluation.of_task(self.task)
+        return self
+
+    def with_task(self, task: Task) -> Experiment:
+        """Return the experiment for the task of its data, if the spec names none."""
+        if self.task is not None or task == Classification():
+            return self
+        evaluation = self.evaluation.of_task(task)
+        callbacks = [
+            each.model_copy(update={"metric": evaluation.primary})
+            if getattr(each, "metric", None) == self.evaluation.primary
+            else each
+            for each in self.callbacks
+        ]
+        return self.model_copy(update={"task": task, "evaluation": evaluation, "callbacks": callbacks})
 
     @model_validator(mode="after")
     def _compare_primary(self) -> Experiment:

@@ -95,7 +95,7 @@ class BatchMode:
         lr = rate(training, self.server, self.scale(training), federation.round)
         default = ServerOptimizer(momentum=training.momentum, weight_decay=training.weight_decay)
         stepper = Stepper(self.server or default, weights.params, optimizer, lr=lr)
-        samples, loss, transfers = 0, 0.0, 0
+        samples, weight, loss, transfers = 0, 0.0, 0.0, 0
         for batch in range(plan.batches):
             request = Gradient(federation.round, batch, weights)
             if self.local_steps > 1:
@@ -105,21 +105,22 @@ class BatchMode:
                 continue
             reply: GradientReply = total.reply
             if training.clip is None:
-                stepper.step(reply.gradient, reply.samples)
+                stepper.step(reply.gradient, reply.size)
             else:
                 with torch.no_grad():
-                    mean = torch._foreach_div(list(reply.gradient.values()), float(reply.samples))
+                    mean = torch._foreach_div(list(reply.gradient.values()), float(reply.size))
                     short = clipped(mean, training.clip)
                 stepper.step(dict(zip(reply.gradient, short, strict=True)))
             weights = Weights(stepper.params(), reply.buffers)
             samples += reply.samples
+            weight += reply.size
             loss += reply.loss
             transfers += len(total.clients)
             # Free this gradient before the next one arrives, because both do not fit into the processor's cache.
             del total, reply
         # Copy the tensors, because the stepper would change them in its next step.
         weights = Weights({name: w.clone() for name, w in weights.params.items()}, weights.buffers)
-        metrics = {"samples": samples, "train_loss": loss / samples if samples else None, "transfers": transfers}
+        metrics = {"samples": samples, "train_loss": loss / weight if weight else None, "transfers": transfers}
         if plan.held_back or federation.config.privacy.min_samples > 1:
             metrics["held_back"] = plan.held_back
         return weights, stepper.state(), metrics

@@ -21,11 +21,11 @@ from fedstrata.base.records import record
 from fedstrata.base.rng import SERVER, torch_seeded
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles, handles_sum
-from fedstrata.clients.training.local import is_plain, manual_sgd_of
+from fedstrata.clients.training.local import manual_sgd_of
 from fedstrata.federation.messages import ClientId, Params, Reply
 from fedstrata.models.batchnorm import federated
 from fedstrata.models.model import Model
-from fedstrata.objectives.base import Batch, Context
+from fedstrata.objectives.base import Batch, Context, is_plain
 from fedstrata.stratify.messages import (
     ALL,
     GatheredReply,
@@ -35,6 +35,7 @@ from fedstrata.stratify.messages import (
     Reserve,
     ReserveReply,
     Steps,
+    WeightedGradientReply,
 )
 
 Q = TypeVar("Q", bound=Gradient)
@@ -112,7 +113,7 @@ def opened(
         FedstrataError: The request refills more pools than there are classes. Such requests could fill the client's
             memory.
     """
-    if len(request.refill) > client.context.config.classes:
+    if len(request.refill) > client.context.config.strata:
         raise FedstrataError("more pools begin anew than there are classes")
     result = dict(pools)
     known: Mapping[int, int] | None = client.state.get(PLACEHOLDERS)
@@ -147,7 +148,7 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
         raise FedstrataError("a reservation needs a batch for every position, ascending")
     served, held = np.zeros((2, len(wanted)), dtype=bool)
     asked = np.unique(wanted).tolist()
-    if len(asked) > client.context.config.classes:
+    if len(asked) > client.context.config.strata:
         raise FedstrataError("more placeholders than there are classes")
     pools = opened(client, before.pools, request, asked)
     for p in asked:
@@ -263,7 +264,7 @@ def stepped(
     """
     first = reply = summed_gradient(context, model, params, request, indices)
     total = {name: gradient.clone() for name, gradient in first.gradient.items()}
-    rate = request.lr / max(len(indices), 1)
+    rate = request.lr / max(first.size, 1)
     for _ in range(request.steps - 1):
         with torch.no_grad():
             torch._foreach_add_(list(params.values()), list(reply.gradient.values()), alpha=-rate)
@@ -310,14 +311,17 @@ def summed_gradient(
 ) -> GradientReply:
     """Return the gradient of the summed loss of the samples at ``indices``, with respect to the loaded parameters."""
     where = torch.from_numpy(indices)
-    batch = Batch(shared.data.inputs(where), shared.data.y_train[where])
+    batch, task = Batch(shared.data.inputs(where), shared.data.y_train[where]), shared.config.task
     chain = shared.cached(manual_sgd_of) if is_plain(shared.objective, "loss") else None
     if chain is not None:
         mean, gradients = chain.gradient(params, batch.x, batch.y)
         torch._foreach_mul_(gradients, len(indices))
         return GradientReply(dict(zip(params, gradients, strict=True)), len(indices), mean.item() * len(indices), {})
-    context = Context(request.weights.params, torch.zeros(shared.config.classes), {}, None, shared.config.training.lr)
-    loss = shared.objective.loss(model, params, batch, context) * len(indices)
+    counts, lr = torch.zeros(shared.config.strata), shared.config.training.lr
+    context = Context(request.weights.params, counts, {}, None, lr, task=task)
+    weight = float(task.weights(batch.y).sum())
+    loss = shared.objective.loss(model, params, batch, context) * weight
     parts = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
     gradient = dict(zip(params, parts, strict=True))
-    return GradientReply(gradient, len(indices), loss.item(), model.current_buffers())
+    reply = GradientReply(gradient, len(indices), loss.item(), model.current_buffers())
+    return WeightedGradientReply(**vars(reply), weight=weight) if task.weighted else reply

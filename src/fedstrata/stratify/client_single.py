@@ -220,7 +220,8 @@ def _agree(traced: Stepper, plain: Stepper, context: ClientContext, model: Model
 
 
 def _loss(shared: ClientContext, model: Model, params: Params, x: Tensor, y: Tensor) -> Tensor:
-    context = Context(params, torch.zeros(shared.config.classes), {}, None, shared.config.training.lr)
+    config = shared.config
+    context = Context(params, torch.zeros(config.strata), {}, None, config.training.lr, task=config.task)
     return shared.objective.loss(model, params, Batch(x, y), context)
 
 
@@ -228,7 +229,7 @@ class TracedStepper:
     """A stepper that takes SGD steps without autograd; see ``fedstrata.clients.training.traced_sgd``."""
 
     def __init__(self, context: ClientContext, model: Model) -> None:
-        x, y = context.data.inputs(slice(0, 1)), context.data.labels(slice(0, 1))
+        x, y = context.data.inputs(slice(0, 1)), context.data.targets(slice(0, 1))
         before = model.module.training
         model.train_mode(True)
         try:

@@ -31,7 +31,7 @@ class LabelCounts:
         A sampler or method that calls this in ``init`` lists ``allowed_label_counts()`` in ``allowed``.
         """
         replies = federation.ask(federation.candidates().tolist(), LabelReport())
-        counts = np.zeros((len(replies), federation.config.classes), dtype=np.int64)
+        counts = np.zeros((len(replies), federation.config.strata), dtype=np.int64)
         for row, reply in enumerate(replies.values()):
             counts[row, reply.labels.numpy()] = reply.counts.numpy()
         return cls(np.fromiter(replies, dtype=np.int64), counts)

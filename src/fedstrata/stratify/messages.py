@@ -225,6 +225,27 @@ class GradientReply(Reply):
     def merge_update(self, sent: Weights, change: Params) -> GradientReply:
         return replace(self, gradient=change)
 
+    @property
+    def size(self) -> float:
+        """The number by which the gradient is divided for a step."""
+        return self.samples
+
+
+@record("WeightedGradientReply")
+class WeightedGradientReply(GradientReply):
+    """Sums over the samples of a batch, for tasks whose samples have different weights.
+
+    Args:
+        weight: The sum of the weights of the samples, such as their number of tokens.
+    """
+
+    weight: float = 0.0
+
+    @property
+    def size(self) -> float:
+        """The sum of the weights."""
+        return self.weight
+
 
 @record("Gradient")
 class Gradient(ModelRequest):

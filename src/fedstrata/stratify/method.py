@@ -83,6 +83,8 @@ class Stratify(Method):
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"
     needs_sgd = "Stratify takes steps of SGD, each on one batch; in batch mode, method.server has other optimisers"
 
+    needs_strata = True
+
     mode: Literal["batch", "single", "hybrid"] = "batch"
     schedule: Rule = "capped"
     cap: PositiveInt | None = None
@@ -99,7 +101,7 @@ class Stratify(Method):
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if masking lacks its extra, or if a setting does not fit the model or the mode."""
-        check_masking(self.masking, config.classes)
+        check_masking(self.masking, config.strata)
         if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
             problem = "Stratify's statistics are those of the federation's batches. Use 'average'."
             raise SpecError("training.batch_norm", problem, "local")
@@ -127,7 +129,7 @@ class Stratify(Method):
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return the requests before the first round, and those of training: in batches, sample by sample, or both."""
         training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
-        requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.classes)
+        requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.strata)
         mode = self._mode
         window = by_round("what has arrived" if hybrid else "all", lambda round: mode.phase(agreed, round)[1])
         before = mode.batch_rounds(agreed) if isinstance(mode, HybridMode) else 0

@@ -110,7 +110,13 @@ def build(
     parts = np.split(np.arange(len(labels)), ends[:-1])
     assignment = Assignment.from_lists(parts)
     config = FederationConfig(
-        7, Training(), Model(nn.Linear(1, data.classes)), data.classes, len(holdings), assignment.sizes
+        7,
+        Training(),
+        Model(nn.Linear(1, data.outputs)),
+        data.outputs,
+        len(holdings),
+        assignment.sizes,
+        strata=data.outputs,
     )
     context = ClientContext(
         config, data, assignment, CrossEntropy(), HANDLERS + printed_protocol.HANDLERS, keys=keys or SHARED

@@ -379,7 +379,7 @@ class Claimed(UniqueList):
     """A list of two labels, with what each client claims to be on it."""
 
     def __init__(self, federation: Any, claims: dict[int, list[int]]) -> None:
-        self.federation, self.classes, self.claims = federation, federation.config.classes, claims
+        self.federation, self.classes, self.claims = federation, federation.config.strata, claims
 
     def __len__(self) -> int:
         return 2

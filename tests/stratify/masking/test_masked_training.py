@@ -97,7 +97,7 @@ def test_a_masked_run_resumes_without_enrolling_again(tmp_path: Path) -> None:
 def test_too_many_classes_and_a_missing_extra_are_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = fs.prepare(spec("none")).config
     with pytest.raises(SpecError, match="at most 60000 classes"):
-        fs.Stratify(masking="ckks").check(type(config)(**{**vars(config), "classes": 60_001}))
+        fs.Stratify(masking="ckks").check(type(config)(**{**vars(config), "strata": 60_001}))
     for unknown in ("rot13", "ckks-paper"):
         with pytest.raises(SpecError, match=f"method.masking = '{unknown}': .*'none', 'prf' or 'ckks'"):
             fs.Experiment.from_table({"method": {"name": "stratify", "masking": unknown}})

@@ -16,15 +16,32 @@ from fedstrata.clients.handlers.fit import BUFFERS, starting_point, statistics
 from fedstrata.clients.handling import handles
 from fedstrata.clients.training.devices import on_device
 from fedstrata.clients.training.local import LocalData, train
-from fedstrata.evaluation.messages import Evaluate, Evaluated
-from fedstrata.evaluation.predictions import predict
-from fedstrata.evaluation.sums import sums_of
+from fedstrata.evaluation.messages import Evaluate, Evaluated, EvaluateTask, TaskEvaluated
+from fedstrata.evaluation.metrics import values_of
+from fedstrata.evaluation.predictions import Predictions, Rows, collect, predict
+from fedstrata.evaluation.sums import sums_of, task_sums
 from fedstrata.federation.messages import Weights
+
+
+@handles(EvaluateTask)
+def evaluate_task(client: Client, request: EvaluateTask) -> TaskEvaluated:
+    """Evaluate a model of a task other than plain classification; see ``evaluate``."""
+    rows = _measured(client, request)
+    assert isinstance(rows, Rows)
+    return TaskEvaluated(task_sums(rows, client.context.config.task.tables), _values(client, rows))
 
 
 @handles(Evaluate)
 def evaluate(client: Client, request: Evaluate) -> Evaluated:
-    """Evaluate a model on the client's own test or validation samples. The client's state does not change.
+    """Evaluate a model on the client's own test or validation samples. The client's state does not change."""
+    predictions = _measured(client, request)
+    assert isinstance(predictions, Predictions)
+    sums = sums_of(predictions, request.score_bins, request.confidence_bins)
+    return Evaluated(sums, _values(client, predictions))
+
+
+def _measured(client: Client, request: Evaluate) -> Predictions | Rows:
+    """Return the model's predictions for the client's test or validation samples.
 
     Raises:
         FedstrataError: No samples were held out for ``request.part``.
@@ -41,7 +58,7 @@ def evaluate(client: Client, request: Evaluate) -> Evaluated:
     weights = personal(client, request) if request.personal else request.weights
     # If clients keep their own BatchNorm statistics, the global model has none, and those of each batch are used.
     batch_statistics = local and not (request.personal and BUFFERS in client.state)
-    predictions = predict(
+    return (predict if context.config.task.has_classes else collect)(
         device.model,
         weights,
         device.data,
@@ -50,11 +67,14 @@ def evaluate(client: Client, request: Evaluate) -> Evaluated:
         batch_size=settings.batch_size,
         batch_statistics=batch_statistics,
     )
-    values = None
-    if context.tells_values:
-        measured = {metric.label: metric.of(predictions) if len(predictions) else None for metric in settings.metrics}
-        values = {label: value for label, value in measured.items() if value is not None}
-    return Evaluated(sums_of(predictions, request.score_bins, request.confidence_bins), values)
+
+
+def _values(client: Client, predictions: Predictions | Rows) -> dict[str, float] | None:
+    """Return the values of the metrics, without undefined ones; None if the client's site withholds them."""
+    if not client.context.tells_values:
+        return None
+    measured = values_of(client.context.evaluation.metrics, predictions) if len(predictions) else {}
+    return {label: value for label, value in measured.items() if value is not None}
 
 
 def personal(client: Client, request: Evaluate) -> Weights:

@@ -73,7 +73,7 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
     training = shared.config.training
     data = LocalData(client, np.arange(len(client)))
     lr = training.lr_at(request.round)
-    context = Context(request.weights.params, torch.zeros(shared.config.classes), {}, None, lr)
+    context = Context(request.weights.params, torch.zeros(shared.config.strata), {}, None, lr, task=shared.config.task)
     sgd = SGD(training, lr)
     losses: list[Tensor] = []
     seen = 0

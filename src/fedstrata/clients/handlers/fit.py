@@ -11,7 +11,7 @@ from fedstrata.clients.handling import handles
 from fedstrata.clients.training.devices import on_device
 from fedstrata.clients.training.local import OBJECTIVE, LocalData, Outcome, train
 from fedstrata.evaluation.messages import Evaluate
-from fedstrata.federation.messages import Fit, FitReply, Weights
+from fedstrata.federation.messages import Fit, FitReply, WeightedFitReply, Weights
 from fedstrata.sampling.messages import Compress, LossReport
 
 BUFFERS = "buffers"
@@ -25,7 +25,10 @@ def fit(client: Client, request: Fit) -> FitReply:
     client.authorize_update(len(chosen))
     data = LocalData(client, chosen, client.context.cached(on_device).device)
     outcome = train(client, weights, data, round=request.round, message=request.message)
-    return fit_reply(client, request, len(chosen), outcome)
+    reply = fit_reply(client, request, len(chosen), outcome)
+    if client.context.config.task.weighted and request.counts:
+        return WeightedFitReply(**vars(reply), weight=data.weight())
+    return reply
 
 
 def samples_kept(client: Client, request: Fit) -> NDArray[np.int64]:

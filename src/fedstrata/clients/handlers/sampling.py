@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import PrivateAttr
 
 from fedstrata.clients.client import Client
 from fedstrata.clients.handlers.fit import starting_point
 from fedstrata.clients.handling import handles
-from fedstrata.clients.training.local import LocalData, is_plain, train
+from fedstrata.clients.training.local import LocalData, train
 from fedstrata.models.model import Model
-from fedstrata.objectives.base import CrossEntropy, Objective
+from fedstrata.objectives.base import CrossEntropy, Objective, is_plain
 from fedstrata.sampling.client_sizes import randomised_size
 from fedstrata.sampling.messages import (
     Compress,
@@ -44,16 +43,17 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
 
 @handles(Compress)
 def compress(client: Client, request: Compress) -> CompressReply:
-    """Return the gradient of the global model's mean cross-entropy on all samples, projected and quantized."""
+    """Return the gradient of the global model's mean loss on all samples, projected and quantized."""
     client.authorize_release(len(client))
     weights = starting_point(client, request)
     flat = torch.zeros(sum(tensor.numel() for tensor in weights.params.values()))
-    data = LocalData(client, np.arange(len(client)))
+    data, task = LocalData(client, np.arange(len(client))), client.context.config.task
+    whole = data.weight() or 1.0
     # train=False, so that gradients do not depend on the BatchNorm statistics of single batches.
     with client.model.loaded(weights.params, weights.buffers, train=False) as params:
         leaves = list(params.values())
         for batch in data.in_order():
-            loss = F.cross_entropy(client.model(params, batch.x), batch.y) * (len(batch.y) / len(data))
+            loss = task.mean_loss(client.model(params, batch.x), batch.y) * (float(task.weights(batch.y).sum()) / whole)
             gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
             flat += torch.cat([g.reshape(-1) for g in gradient])
     config = client.context.config
@@ -63,7 +63,7 @@ def compress(client: Client, request: Compress) -> CompressReply:
 
 
 class _TrainsLike(CrossEntropy):
-    """Cross-entropy that trains the same parameters as another objective, so that sketches of both can be compared."""
+    """The task's loss for the parameters that another objective trains, so that sketches of both can be compared."""
 
     _other: Objective = PrivateAttr(default_factory=CrossEntropy)
 
@@ -95,11 +95,11 @@ def send_sketch(client: Client, request: Sketch) -> SketchReply:
 @handles(LossReport)
 @torch.no_grad()
 def report_loss(client: Client, request: LossReport) -> LossReply:
-    """Return the mean cross-entropy of the global model over the client's samples; 0 if it has none."""
+    """Return the mean loss of the global model over the client's samples; 0 if it has none."""
     client.authorize_release(len(client))
     data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
-    total = 0.0
+    total, task = 0.0, client.context.config.task
     with client.model.loaded(weights.params, weights.buffers, train=False) as params:
         for batch in data.in_order():
-            total += float(F.cross_entropy(client.model(params, batch.x), batch.y, reduction="sum"))
-    return LossReply(total / max(len(data), 1))
+            total += task.total_loss(client.model(params, batch.x), batch.y)
+    return LossReply(total / (data.weight() or 1.0))

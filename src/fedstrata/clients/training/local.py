@@ -17,11 +17,12 @@ from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.training.devices import CPU, on_device, to_device
 from fedstrata.clients.training.sgd import ManualSGD, Tensors
 from fedstrata.clients.training.steps import OPTIMIZER, steps_of
+from fedstrata.data.tasks.base import Task
 from fedstrata.federation.messages import Extra, Params, Weights
 from fedstrata.federation.settings import DEFAULT_EPOCHS, Training
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.model import Model
-from fedstrata.objectives.base import Batch, Context, Objective, Trained
+from fedstrata.objectives.base import Batch, Context, Objective, Trained, is_plain
 
 OBJECTIVE = "objective"
 """The key under which a client's state contains the state of the objective."""
@@ -46,13 +47,23 @@ class LocalData:
         self.device, self._data, self._size = device, client.context.data, len(chosen)
         self._indices = torch.from_numpy(client.indices[chosen])
         self.y = self._data.y_train[self._indices].to(device)
-        """Labels, shape (n,)."""
+        """Targets, shape (n, …)."""
         features = self._data.x_train.shape[1:].numel()
         self._fits = 4 * features * len(chosen) <= GATHER_LIMIT
         self._gathered: Tensor | None = None
 
     def __len__(self) -> int:
         return self._size
+
+    def class_counts(self) -> Tensor:
+        """Return the number of samples of each class, (C,) float32; empty if the task has no classes."""
+        if not self._data.task.has_classes:
+            return torch.zeros(0)
+        return torch.bincount(self.y, minlength=self._data.outputs).float()
+
+    def weight(self) -> float:
+        """Return the sum of the samples' weights, such as the number of tokens."""
+        return float(self._data.task.weights(self.y).sum())
 
     def batch(self, positions: NDArray[np.int64] | slice) -> Batch:
         """Return one batch with the samples at these positions of ``chosen``."""
@@ -220,10 +231,11 @@ def train(
     if device != CPU:
         model = shared.cached(on_device).model
         weights, message, kept = to_device((weights, message, kept), device)
-    counts = torch.bincount(data.y, minlength=config.classes).float()
+    counts = data.class_counts()
     with computing(training, device.type):
         message = objective.client_prepare(model, weights, data.in_order, message)
-        context = objective.client_init(model, Context(weights.params, counts, message, kept, training.lr_at(round)))
+        context = Context(weights.params, counts, message, kept, training.lr_at(round), task=config.task)
+        context = objective.client_init(model, context)
     with ExitStack() as stack:
         if setup.chain is None or setup.corrects or setup.finishes:
             stack.enter_context(torch_seeded(config.seed, "layers", round, client.number, device))
@@ -264,8 +276,11 @@ def computing(training: Training, device: str = "cpu") -> AbstractContextManager
 
 
 def manual_sgd_of(context: ClientContext) -> ManualSGD | None:
-    """Return the model as a chain of layers with handwritten gradients, or None if it is not such a chain."""
-    return ManualSGD.of(context.config.model.module)
+    """Return the model as a chain of layers with handwritten gradients of the cross-entropy.
+
+    Return None if the model is not such a chain, or if the loss of the task is another one.
+    """
+    return ManualSGD.of(context.config.model.module) if context.config.task.plain else None
 
 
 def _descend(
@@ -306,7 +321,7 @@ def _descend(
         if training.accumulate == 1:
             loss, gradient = loss_and_gradient(batch)
         else:
-            loss, gradient = accumulated(loss_and_gradient, batch, training.batch_size, setup.pairs)
+            loss, gradient = accumulated(loss_and_gradient, batch, training.batch_size, setup.pairs, context.task)
         correction = objective.correction(params, context) if setup.corrects else None
         steps.step(trained, gradient, None if correction is None else [correction[name] for name in names])
         losses.append(loss)
@@ -315,7 +330,7 @@ def _descend(
 
 
 def accumulated(
-    loss_and_gradient: Callable[[Batch], tuple[Tensor, Tensors]], batch: Batch, size: int, pairs: bool
+    loss_and_gradient: Callable[[Batch], tuple[Tensor, Tensors]], batch: Batch, size: int, pairs: bool, task: Task
 ) -> tuple[Tensor, Tensors]:
     """Return the loss of a batch and its gradient, which are computed part by part.
 
@@ -324,22 +339,20 @@ def accumulated(
         batch: The batch.
         size: The largest number of samples in a part.
         pairs: Whether a part needs at least two samples. Parts are then larger than ``size`` if necessary.
+        task: The task, which gives the weights of the samples.
     """
     n = batch.y.shape[0]
     parts = -(-n // size)
     parts = max(1, min(parts, n // 2)) if pairs else parts
     total, mean = torch.zeros((), device=batch.y.device), list[Tensor]()
+    whole = float(task.weights(batch.y).sum()) or 1.0
     for x, y in zip(batch.x.tensor_split(parts), batch.y.tensor_split(parts), strict=True):
         loss, gradient = loss_and_gradient(Batch(x, y))
-        weighted = torch._foreach_mul(gradient, len(y) / n)
-        total += loss * (len(y) / n)
+        share = float(task.weights(y).sum()) / whole
+        weighted = torch._foreach_mul(gradient, share)
+        total += loss * share
         if mean:
             torch._foreach_add_(mean, weighted)
         else:
             mean = list(weighted)
     return total, mean
-
-
-def is_plain(objective: Objective, *hooks: str) -> bool:
-    """Return True if an objective overrides none of these methods of ``Objective``."""
-    return all(getattr(type(objective), hook) is getattr(Objective, hook) for hook in hooks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -123,6 +123,9 @@ class Partition(Setting):
     clients: Clients = 100
     min_size: NonNegativeInt = 1
 
+    by_label: ClassVar[bool] = False
+    """Whether the division depends on the labels of the samples."""
+
     @property
     def covers(self) -> bool:
         """Whether every sample must have an owner."""
@@ -157,7 +160,8 @@ class Partition(Setting):
             problem = f"{dataset.name} has only {samples} training samples. {most}"
             raise SpecError("partition.clients", problem, self.clients)
         domains = None if dataset.domain_train is None else dataset.domain_train.cpu().numpy()
-        result = self.assign(dataset.y_train.cpu().numpy(), domains, rng(seed, "partition"))
+        labels = dataset.require_strata("partition.name", self.name) if self.by_label else dataset.strata_or_one[0]
+        result = self.assign(labels, domains, rng(seed, "partition"))
         assignment = self._checked(result, samples)
         smallest = int(np.argmin(assignment.sizes))
         if assignment.sizes[smallest] < self.min_size:

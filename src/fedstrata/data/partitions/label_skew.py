@@ -28,6 +28,8 @@ class Classes(Partition):
             Default: all are used.
     """
 
+    by_label = True
+
     per_client: PositiveInt = 2
     size: PositiveInt | None = None
 
@@ -66,6 +68,8 @@ class Groups(Partition):
             ``clients`` is their sum.
         size: Number of samples of each client, as for the partition ``classes``.
     """
+
+    by_label = True
 
     clients: Clients = 20
     groups: Annotated[tuple[ClassGroup, ...], Field(min_length=1)] = tuple(

@@ -40,7 +40,7 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
-    table = assignment.counts(dataset.y_train.cpu().numpy(), dataset.classes)
+    table = assignment.counts(*dataset.strata_or_one)
     clients, classes = table.shape
     title = f"{printable(dataset.name)}: {int(table.sum()):,} samples of {classes} labels at {clients:,} clients"
     bubbles = clients <= BUBBLES and classes <= BUBBLES // 2
@@ -72,7 +72,7 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
     main.set_xlabel(xlabel)
     main.set_ylabel("label")
     if classes <= 30:
-        main.set_yticks(range(classes), map(_short, dataset.class_names))
+        main.set_yticks(range(classes), map(_short, _names(dataset, classes)))
     top.set_title(title, loc="left", fontsize=10)
     figure.savefig(path)
 
@@ -118,11 +118,11 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30) -> Ta
     from rich.table import Table
     from rich.text import Text
 
-    counts = assignment.counts(dataset.y_train.cpu().numpy(), dataset.classes)
-    sizes = counts.sum(axis=1)
-    each = dataset.classes <= 12
+    counts = assignment.counts(*dataset.strata_or_one)
+    sizes, classes = counts.sum(axis=1), counts.shape[1]
+    each = classes <= 12
     if each:
-        heads, body = list(dataset.class_names), counts.astype(np.float64)
+        heads, body = _names(dataset, classes), counts.astype(np.float64)
     else:
         heads = ["labels held", "largest share, %"]
         share = counts.max(axis=1) / np.maximum(sizes, 1) * 100
@@ -145,3 +145,7 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30) -> Ta
         digits = 1 if word == "mean" else 0
         table.add_row(word, *(f"{value:,.{digits}f}" for value in summary))
     return table
+
+
+def _names(dataset: Dataset, strata: int) -> list[str]:
+    return list(dataset.stratum_names) or ["all samples"] * strata

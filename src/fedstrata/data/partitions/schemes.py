@@ -49,6 +49,8 @@ class Dirichlet(Partition):
             α = 0.001 with ``flat`` equals α = 0.01 with ``shares``.
     """
 
+    by_label = True
+
     alpha: Alpha = 0.5
     balance: Literal["class", "client"] = "class"
     prior: Literal["shares", "flat"] = "shares"
@@ -83,6 +85,8 @@ class Shards(Partition):
     Args:
         per_client: Number of shards of each client.
     """
+
+    by_label = True
 
     per_client: PositiveInt = 2
 

@@ -40,7 +40,7 @@ class ServerData:
 
     def counts(self) -> Ints:
         """Count the samples of each class, (C,)."""
-        return np.bincount(self.data.y_train.numpy()[self.indices()], minlength=self.data.classes)
+        return np.bincount(self.data.y_train.numpy()[self.indices()], minlength=self.data.outputs)
 
     def balanced(self, per_class: int, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
         """Draw the inputs and labels of ``per_class`` random samples of every class.
@@ -51,6 +51,6 @@ class ServerData:
         indices = self.indices()
         labels = self.data.y_train.numpy()[indices]
         chosen = np.concatenate(
-            [generator.choice(indices[labels == c], size=per_class, replace=False) for c in range(self.data.classes)]
+            [generator.choice(indices[labels == c], size=per_class, replace=False) for c in range(self.data.outputs)]
         )
-        return self.data.inputs(chosen), self.data.labels(chosen)
+        return self.data.inputs(chosen), self.data.targets(chosen)

@@ -167,7 +167,7 @@ def _numbers(piece: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Uncompressed(Codec):
-    """No compression."""
+    """The codec that sends tensors as they are."""
 
     linear = True
 

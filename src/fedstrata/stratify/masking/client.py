@@ -94,7 +94,7 @@ def open_keys(client: Client, request: OpenKeys) -> PublicKeys:
 @handles(TagReport)
 def report_tags(client: Client, request: TagReport) -> TagReply:
     """Send the keyed hash of each label."""
-    keys, names = ring_of(client.context).open(), client.context.data.class_names
+    keys, names = ring_of(client.context).open(), client.context.data.stratum_names
     labels, _ = presented(client)
     tags = b"".join(tag(keys.prf, names[label]) for label in labels.tolist())
     return TagReply(keys.name, torch.from_numpy(np.frombuffer(tags, dtype=np.uint8).reshape(-1, TAG_SIZE).copy()))

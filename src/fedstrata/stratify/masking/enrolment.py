@@ -192,7 +192,7 @@ def _by_tag(
     public = _public(federation, clients, before, comparing=False)
 
     watch("unique list")
-    classes = federation.config.classes
+    classes = federation.config.strata
     replies = federation.ask(clients, TagReport(), check=lambda reply: reply.require(public, classes))
     known: list[bytes] = list(before.register.tags) if before else []
     presented = {client: [bytes(tag) for tag in reply.tags.numpy()] for client, reply in replies.items()}

@@ -60,7 +60,7 @@ class UniqueList:
 
     def __init__(self, federation: Federation, public: Public, register: PackedRegister | None = None) -> None:
         self.federation, self.public = federation, public
-        self.classes = federation.config.classes
+        self.classes = federation.config.strata
         self.grid = SlotLayout(self.classes)
         self.sealer = public.comparing
         stored = register.pages if register else {}

@@ -1,0 +1,1 @@
+"""Learning tasks: what a target is, which loss is minimised, and what an evaluation keeps."""

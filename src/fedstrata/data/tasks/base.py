@@ -1,0 +1,192 @@
+"""Learning tasks: the base class, and the names that a spec accepts.
+
+A *target* is what a model learns to predict for a sample: a class, numbers, several labels, or one class for each token
+or pixel. A task says how targets are checked and stored, how a loss is computed from them, what an evaluation keeps of
+each sample, and into which *strata* (such as classes or ranges of values) samples are divided.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstrata.base.arrays import Ints
+from fedstrata.base.config import FromRegistry, Registry, Setting
+from fedstrata.base.errors import SpecError
+
+if TYPE_CHECKING:
+    from fedstrata.data.fitting import Statistics
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """The targets of a data set, as it stores them.
+
+    Args:
+        train: The targets of the training samples, (N, …).
+        test: The targets of the test samples, of the same form.
+        names: The name of each output of the model, such as the classes; empty if outputs have no names.
+        outputs: The number of outputs of the model for a sample, a token or a pixel.
+    """
+
+    train: Tensor
+    test: Tensor
+    names: tuple[str, ...]
+    outputs: int
+
+
+class Task(Setting):
+    """A learning task. A task of your own derives from this class; see the guide "Your task".
+
+    In all methods, *outputs* are what the model returns for a batch of B samples, and *targets* are the stored targets
+    of these samples, (B, …).
+    """
+
+    default_metrics: ClassVar[tuple[str, ...]] = ()
+    """The metrics of an evaluation whose spec names none. The first one is the primary metric."""
+
+    tables: ClassVar[tuple[str, ...]] = ()
+    """The entries of ``rows`` from which metrics are computed. They are sums: the entry of many samples is the sum of
+    the entries of single samples."""
+
+    weighted: ClassVar[bool] = False
+    """Whether samples have different weights, such as their numbers of tokens."""
+
+    has_classes: ClassVar[bool] = False
+    """Whether each sample belongs to one class, which is its target."""
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether evaluations measure an accuracy, such as the share of tokens that are predicted correctly."""
+        return "accuracy" in self.default_metrics
+
+    @property
+    def plain(self) -> bool:
+        """Whether the loss is exactly the mean cross-entropy of classes, so that handwritten gradients may be used."""
+        return False
+
+    @abstractmethod
+    def targets(self, train: Any, test: Any, names: Sequence[str] | None, sizes: tuple[int, int]) -> Targets:
+        """Check the targets of both splits, and convert them to the form in which they are stored.
+
+        Args:
+            train: The targets of the training samples, as the user gave them.
+            test: The targets of the test samples.
+            names: The names of the classes or labels, if the user gave some.
+            sizes: The number of training samples and of test samples.
+
+        Raises:
+            DataError: The targets have a wrong length, shape, type or value.
+        """
+
+    @abstractmethod
+    def losses(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the loss of each sample.
+
+        Returns:
+            The loss of each sample, summed over its tokens or pixels, and the weight of each sample (1, or the number
+            of tokens or pixels that count); both of shape (B,).
+        """
+
+    def mean_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of a batch, a scalar: the sum of the losses, divided by the sum of the weights."""
+        losses, weights = self.losses(outputs, targets)
+        return losses.sum() / weights.sum().clamp(min=1e-12)
+
+    def total_loss(self, outputs: Tensor, targets: Tensor) -> float:
+        """Return the sum of the samples' losses."""
+        return float(self.losses(outputs, targets)[0].sum())
+
+    def weights(self, targets: Tensor) -> Tensor:
+        """Return the weight of each sample, (B,) float64."""
+        return torch.ones(len(targets), dtype=torch.float64)
+
+    @abstractmethod
+    def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return what an evaluation keeps of each sample, as small tensors (B, …).
+
+        The entries named in ``tables`` are summed for metrics. ``targets`` and ``predictions``, if there are such
+        entries, are the arguments of metrics that are functions of the user's own.
+        """
+
+    @abstractmethod
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Return what a user wants to know of a sample: ``labels``, ``probabilities`` or ``values``, each (B, …)."""
+
+    def strata(self, targets: Tensor, names: Sequence[str]) -> Ints | None:
+        """Return the stratum of each sample, (N,) from 0; None if the task divides samples into no strata.
+
+        Args:
+            targets: The targets of N samples.
+            names: The names of the model's outputs.
+        """
+        return None
+
+    def stratum_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the name of each stratum.
+
+        Args:
+            names: The names of the model's outputs.
+        """
+        return ()
+
+    @property
+    def stratum_hint(self) -> str:
+        """A sentence that says how samples would get strata, for errors; it may be empty."""
+        return ""
+
+    def order(self, targets: Tensor) -> Ints:
+        """Return a number for each sample, (N,). Samples that are held out are spread evenly over these numbers."""
+        return np.zeros(len(targets), dtype=np.int64)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the task needs statistics of the targets that clients train on; see ``fitted``."""
+        return False
+
+    def fitted(self, known: Statistics) -> Task:
+        """Return the task with settings that depend on the training targets, such as their mean.
+
+        Args:
+            known: The statistics of the targets that clients train on: one column for each value of a target.
+        """
+        return self
+
+    def check_outputs(self, outputs: Tensor, targets: Tensor, n_outputs: int) -> str:
+        """Return an empty string if a model's outputs fit the targets of a batch; otherwise the shape that is needed.
+
+        Args:
+            outputs: The outputs of the model.
+            targets: The targets of the batch.
+            n_outputs: The number of outputs that the data set needs.
+        """
+        needed = (len(targets), n_outputs)
+        return "" if tuple(outputs.shape) == needed else f"(B, {n_outputs})"
+
+
+def require_strata(task: Task, key: str, value: object) -> SpecError:
+    """Return the error for a setting that needs strata which the task does not have."""
+    problem = f"needs classes, and the task {task.name!r} has none. {task.stratum_hint}".rstrip()
+    return SpecError(key, problem, value)
+
+
+TASKS: Registry[Task] = Registry(
+    "task",
+    Task,  # type: ignore[type-abstract]
+    {
+        "classification": "fedstrata.data.tasks.classification:Classification",
+        "regression": "fedstrata.data.tasks.regression:Regression",
+        "multilabel": "fedstrata.data.tasks.multilabel:MultiLabel",
+        "next-token": "fedstrata.data.tasks.tokens:NextToken",
+        "segmentation": "fedstrata.data.tasks.segmentation:Segmentation",
+    },
+)
+"""The values of ``[task] name``."""
+
+AnyTask = Annotated[Task, FromRegistry(TASKS)]

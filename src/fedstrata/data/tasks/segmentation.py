@@ -1,0 +1,49 @@
+"""One class for each pixel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fedstrata.data.tasks.tokens import PerPlace
+
+
+class Segmentation(PerPlace):
+    """The prediction of a class for each pixel of a picture.
+
+    Targets are classes, (N, H, W). The model returns logits (B, outputs, H, W).
+
+    Args:
+        ignore: Target of pixels that do not count, such as borders.
+        outputs: Number of classes. Default: one more than the largest target.
+    """
+
+    default_metrics = ("mean-iou", "accuracy")
+    axis = 1
+
+    @override
+    def by_place(self, outputs: Tensor) -> Tensor:
+        return outputs.flatten(2).transpose(1, 2)
+
+    @override
+    def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        classes, wanted = outputs.shape[1], targets.flatten(1)
+        predicted, counts = outputs.argmax(dim=1).flatten(1), wanted != self.ignore
+        sample = torch.arange(len(wanted), device=wanted.device)[:, None].expand_as(wanted) * classes
+
+        def count(which: Tensor, values: Tensor) -> Tensor:
+            cells = (sample + values)[which]
+            return torch.bincount(cells, minlength=len(wanted) * classes).view(len(wanted), classes)
+
+        hits = count(counts & (predicted == wanted), predicted)
+        return {"counts": torch.stack([hits, count(counts, wanted), count(counts, predicted)], dim=2).double()}
+
+    @override
+    def check_outputs(self, outputs: Tensor, targets: Tensor, n_outputs: int) -> str:
+        batch, *size = targets.shape
+        return (
+            ""
+            if tuple(outputs.shape) == (batch, n_outputs, *size)
+            else f"(B, {n_outputs}, {', '.join(map(str, size))})"
+        )
