@@ -20,7 +20,7 @@ from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Fit, Reply, Request, Requests, Weights
+from fedstrata.federation.messages import Fit, Reply, Request, Requests, WeightedFitReply, Weights
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.runs.simulation import make_context
 from fedstrata.sampling.messages import SizeReply, SizeReport
@@ -541,6 +541,7 @@ def test_sizes_and_labels(tiny):
         ({"samples": 2**70}, "a whole number of more than 64 bits"),
         ({"samples": 2**62}, f"{2**62} samples, but the client has 8"),
         ({"samples": 9}, "9 samples, but the client has 8"),
+        ({"weight": 2.0**62}, "a weight of 4.61169e+18, but its 8 samples have at most 1 each"),
         ({"dtype": torch.float8_e4m3fn}, "a tensor of torch.float8_e4m3fn"),
         ({"layout": "sparse"}, "a tensor that is torch.sparse_coo on cpu"),
         ({"device": "meta"}, "on meta"),
@@ -555,6 +556,8 @@ def test_a_reply_that_no_arithmetic_can_use_costs_its_sender_alone(tiny, change,
             return reply
         if "samples" in change:
             return replace(reply, samples=change["samples"])
+        if "weight" in change:  # the share of a task with tokens
+            return WeightedFitReply(**vars(reply), weight=change["weight"])
         params = dict(reply.weights.params)
         first = next(iter(params))
         if "dtype" in change:

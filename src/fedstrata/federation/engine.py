@@ -38,6 +38,7 @@ class FederationConfig:
         random: Whether the model's forward pass draws random numbers during training, as dropout does.
         privacy: The settings of privacy, with the smallest number of samples that may contribute to an answer.
         strata: Number of strata, such as the classes; 0 if samples have no strata.
+        places: Number of tokens or pixels of a sample's target, the largest weight of a sample; 1 for other tasks.
         task: The task, which gives the loss.
     """
 
@@ -53,6 +54,7 @@ class FederationConfig:
     random: bool = False
     privacy: Privacy = field(default_factory=Privacy)
     strata: int = 0
+    places: int = 1
     task: Task = field(default_factory=Classification)
 
 

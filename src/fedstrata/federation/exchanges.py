@@ -13,7 +13,16 @@ from fedstrata.base.errors import ClientsFailedError
 from fedstrata.federation.availability import Availability
 from fedstrata.federation.clock import Clock
 from fedstrata.federation.engine import Failure, FederationConfig
-from fedstrata.federation.messages import ClientId, FitReply, Reply, Request, Requests, Weights, Work
+from fedstrata.federation.messages import (
+    ClientId,
+    FitReply,
+    Reply,
+    Request,
+    Requests,
+    WeightedFitReply,
+    Weights,
+    Work,
+)
 from fedstrata.federation.reply_checks import Check, defect_of
 
 
@@ -193,7 +202,8 @@ class Exchanges:
             together: Whether the clients added up tensors with each other, so that each reply depends on all of them.
             check: A check of the replies in addition to ``Request.check``; None for no further check.
         """
-        log, replies, most = self.log, Replies(), self._config.most_samples
+        log, replies = self.log, Replies()
+        most, places = self._config.most_samples, self._config.places
         failures: dict[ClientId, Failure] = {}
         refused = False
         for client in sorted(outcomes):
@@ -206,6 +216,10 @@ class Exchanges:
             elif most is not None and isinstance(outcome, FitReply) and outcome.samples > most[client]:
                 refused = True
                 log.fail(client, Failure(f"{outcome.samples} samples, but the client has {most[client]}", refused=True))
+            elif most is not None and isinstance(outcome, WeightedFitReply) and outcome.weight > most[client] * places:
+                refused = True
+                limit = f"but its {most[client]} samples have at most {places} each"
+                log.fail(client, Failure(f"a weight of {outcome.weight:g}, {limit}", refused=True))
             else:
                 replies[client] = outcome
         sizes = {client: records.size(reply) for client, reply in replies.items()}

@@ -177,6 +177,7 @@ def assemble(
         random=draws_random_numbers(made, dataset.inputs(slice(0, 2), "train" if dataset.train_size else "test")),
         privacy=spec.privacy,
         strata=len(dataset.stratum_names),
+        places=dataset.y_train.shape[1:].numel() if dataset.task.weighted else 1,
         task=dataset.task,
     )
     # ``availability.check`` stores values of this run in the object. Copy it, so that the user's spec does not change.
