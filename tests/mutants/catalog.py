@@ -400,7 +400,7 @@ MUTANTS = [
     ),
     messages(
         "negative counts",
-        "if reply.samples < 0 or reply.steps < 0 or reply.seen < 0 or reply.size < 0:",
+        "if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:",
         "if reply.samples < 0:",
     ),
     there("periods begin a round late", "(round - 1) // self.period", "round // self.period"),

@@ -216,9 +216,9 @@ class Exchanges:
             elif most is not None and isinstance(outcome, FitReply) and outcome.samples > most[client]:
                 refused = True
                 log.fail(client, Failure(f"{outcome.samples} samples, but the client has {most[client]}", refused=True))
-            elif most is not None and isinstance(outcome, WeightedFitReply) and outcome.weight > most[client] * places:
+            elif isinstance(outcome, WeightedFitReply) and not 0 <= outcome.weight <= outcome.samples * places:
                 refused = True
-                limit = f"but its {most[client]} samples have at most {places} each"
+                limit = f"but its {outcome.samples} samples have at most {places} each"
                 log.fail(client, Failure(f"a weight of {outcome.weight:g}, {limit}", refused=True))
             else:
                 replies[client] = outcome

@@ -336,7 +336,7 @@ class TrainingRequest(ModelRequest):
     def check(self, reply: FitReply) -> None:
         """Refuse a model with other names, shapes or dtypes than the one that was sent, and negative counts."""
         reply.weights.require_like(self.weights)
-        if reply.samples < 0 or reply.steps < 0 or reply.seen < 0 or reply.size < 0:
+        if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
             raise ReplyRefusedError("a negative count")
 
 

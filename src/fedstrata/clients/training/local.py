@@ -55,12 +55,6 @@ class LocalData:
     def __len__(self) -> int:
         return self._size
 
-    def class_counts(self) -> Tensor:
-        """Return the number of samples of each class, (C,) float32; empty if the task has no classes."""
-        if not self._data.task.has_classes:
-            return torch.zeros(0)
-        return torch.bincount(self.y, minlength=self._data.outputs).float()
-
     def weight(self) -> float:
         """Return the sum of the samples' weights, such as the number of tokens."""
         return float(self._data.task.weights(self.y).sum())
@@ -231,7 +225,8 @@ def train(
     if device != CPU:
         model = shared.cached(on_device).model
         weights, message, kept = to_device((weights, message, kept), device)
-    counts = data.class_counts()
+    has_classes = config.task.has_classes
+    counts = torch.bincount(data.y, minlength=config.outputs).float() if has_classes else torch.zeros(0)
     with computing(training, device.type):
         message = objective.client_prepare(model, weights, data.in_order, message)
         context = Context(weights.params, counts, message, kept, training.lr_at(round), task=config.task)
