@@ -90,6 +90,8 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | N
     if share is not None and spec.partition.name not in NATURAL:
         validation = cut_validation(dataset, share, spec.seed)
         divided, numbers = without(dataset, validation)
+    if dataset.task.fits:  # who trains on which samples is unknown yet; a partition's strata are those of all of them
+        divided = fit_targets(divided, [np.arange(divided.train_size)])
 
     def split(partition: Partition) -> Assignment:
         parts = under("partition", lambda: partition.split(divided, spec.seed))
