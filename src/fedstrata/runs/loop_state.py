@@ -120,6 +120,10 @@ class LoopState:
         return clients
 
     def confusions(self) -> dict[str, Confusion]:
-        """Return the confusion matrices of the last evaluation (key ``last``) and of the best one (key ``best``)."""
+        """Return the confusion matrices of the last evaluation (key ``last``) and of the best one (key ``best``).
+
+        They are left out if the task has no classes.
+        """
         kept = {"last": self.last, "best": self.best}
-        return {key: Confusion(m.round, m.confusion.numpy()) for key, m in kept.items() if m is not None}
+        measured = {key: m for key, m in kept.items() if m is not None and m.confusion.numel()}
+        return {key: Confusion(m.round, m.confusion.numpy()) for key, m in measured.items()}
