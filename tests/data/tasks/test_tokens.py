@@ -113,5 +113,5 @@ def test_an_id_that_the_model_does_not_know_is_refused_before_the_first_round():
 
 def test_a_metric_of_classes_is_refused():
     spec = ONE.model_copy(update={"evaluation": fs.Evaluation(metrics=["auroc"])})
-    with pytest.raises(SpecError, match="metrics.*is not a metric of the task 'next-token'. Use accuracy, perplexity"):
+    with pytest.raises(SpecError, match=r"metrics.*is not a metric of the task 'next-token'"):
         fs.run(spec, data=tokens(), model=lambda: nn.Embedding(5, 5))
