@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.evaluation.predictions import Predictions, predict
+from fedstrata.data.dataset import from_arrays
+from fedstrata.evaluation.predictions import Predictions, collect, predict
 from fedstrata.federation.messages import Weights
+from fedstrata.models.model import Model
 
 
 def norm():
@@ -77,3 +82,46 @@ def test_logits_as_large_as_they_may_be():
     assert found.probabilities.tolist() == [[1.0, 0.0], [1.0, 0.0]]
     assert found.losses[0] == 0
     assert found.losses[1] == pytest.approx(2e38)
+
+
+VOCABULARY = """
+import resource, sys
+import numpy as np, torch
+from torch import nn
+from fedstrata.data.dataset import from_arrays
+from fedstrata.evaluation.predictions import collect
+from fedstrata.federation.messages import Weights
+from fedstrata.models.model import Model
+torch.set_num_threads(1)
+n = int(sys.argv[1])
+ids = np.random.default_rng(0).integers(0, 30_000, (n, 81))
+data = from_arrays(ids[:2, :-1], ids[:2, 1:], ids[:, :-1], ids[:, 1:], normalize="keep", task="next-token")
+model = Model(nn.Sequential(nn.Embedding(30_000, 4), nn.Linear(4, 30_000)))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows = collect(model, Weights(model.params(), model.buffers()), data)
+assert rows.weights.sum() == 80 * n
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(grown // (2**20 if sys.platform == "darwin" else 2**10))
+"""
+
+
+@pytest.mark.parametrize(
+    ("samples", "megabytes"),
+    [pytest.param(200, 300, marks=pytest.mark.slow), pytest.param(20_000, 1000, marks=pytest.mark.long)],
+)
+def test_the_logits_of_a_large_vocabulary_are_never_held_together(samples: int, megabytes: int):
+    """Those of 200 sequences have 1.9 GB, and those of 20,000 have 192 GB."""
+    command = [sys.executable, "-c", VOCABULARY, str(samples)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800)
+    assert int(answer.stdout) < megabytes
+
+
+def test_batches_of_rows_fit_batchnorm_of_local_statistics():
+    """The first batch is as large as the others: BatchNorm cannot normalise one sample with its own statistics."""
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(9, 2)), draw.normal(size=9)
+    data = from_arrays(x, y, x, y, normalize="none", task="regression")
+    model = Model(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
+    rows = collect(model, Weights(model.params(), model.buffers()), data, batch_size=5, batch_statistics=True)
+    outputs = torch.cat([model.module.train()(data.inputs(part, "test")) for part in (slice(0, 4), slice(4, 9))])
+    assert rows.losses == pytest.approx(data.task.losses(outputs, data.y_test)[0].detach().numpy(), abs=1e-6)

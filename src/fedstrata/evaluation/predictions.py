@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset, Split
@@ -22,8 +22,8 @@ from fedstrata.models.model import Model
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
-OUTPUT_BYTES = 256 << 20
-"""The size of a batch's outputs, in bytes, above which ``collect`` takes smaller batches."""
+OUTPUT_BYTES = 16 << 20
+"""Bytes of a batch's outputs above which ``collect`` takes smaller batches. A loss needs several times as much."""
 
 KEPT_BYTES = 4 << 30
 """The largest size, in bytes, of what an evaluation keeps of all samples."""
@@ -145,31 +145,41 @@ def collect(
     Raises:
         SpecError: All samples together would keep more than ``KEPT_BYTES``.
     """
-    task, kept, losses, counts = data.task, dict[str, list[Tensor]](), list[Tensor](), list[Tensor]()
     n = len(data.y_train if split == "train" else data.y_test) if indices is None else len(indices)
     every = np.arange(n) if indices is None else indices
-    begin, size = 0, 1  # the first sample shows how large outputs are
+    # Small tensors, kept from batch to batch, would lie between large ones and keep their memory from being used again.
+    arrays, losses, counts = dict[str, NDArray[Any]](), np.zeros(n), np.zeros(n)
+    size = min(batch_size, _samples_in_memory(model, weights, data, split, every)) if n else 1
     with _evaluating(model, weights, batch_statistics and n > 1) as (params, device):
-        while begin < n:
-            part = every[begin : begin + size]
-            x, y = data.inputs(part, split).to(device), data.targets(part, split).to(device)
+        for begin, end in itertools.pairwise(np.linspace(0, n, -(-n // size) + 1).astype(int).tolist()):
+            x, y = (part(every[begin:end], split).to(device) for part in (data.inputs, data.targets))
             output = model(params, x).float()
-            loss, weight = task.losses(output, y)
-            rows = task.rows(output, y)
-            losses.append(loss.double().cpu())
-            counts.append(weight.double().cpu())
-            for name, tensor in rows.items():
-                kept.setdefault(name, []).append(tensor.cpu())
-            if begin == 0:
-                row = sum(tensor[:1].numel() * tensor.element_size() for tensor in rows.values())
-                if row * n > KEPT_BYTES:
-                    problem = f"keeps {row * n / 2**30:.1f} GiB for {n} samples; at most {KEPT_BYTES >> 30} GiB. "
-                    raise SpecError("task", problem + "Let its rows keep less of each sample.", task.name)
-                size = max(1, min(batch_size, OUTPUT_BYTES // max(1, output[:1].numel() * 4)))
-            begin += len(part)
-    arrays = {name: torch.cat(tensors).numpy() for name, tensors in kept.items()}
-    empty = torch.zeros(0, dtype=torch.float64)
-    return Rows(arrays, torch.cat([empty, *losses]).numpy(), torch.cat([empty, *counts]).numpy())
+            loss, weight = data.task.losses(output, y)
+            losses[begin:end], counts[begin:end] = loss.cpu().numpy(), weight.cpu().numpy()
+            for name, tensor in data.task.rows(output, y).items():
+                part = tensor.cpu().numpy()
+                if begin == 0:
+                    arrays[name] = np.empty((n, *part.shape[1:]), part.dtype)
+                arrays[name][begin:end] = part
+            del output
+    return Rows(arrays, losses, counts)
+
+
+def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Split, every: Ints) -> int:
+    """Return how many samples have outputs of ``OUTPUT_BYTES`` together, at least 1; the first sample shows their size.
+
+    Raises:
+        SpecError: All samples together would keep more than ``KEPT_BYTES``.
+    """
+    with _evaluating(model, weights, False) as (params, device):
+        x, y = (part(every[:1], split).to(device) for part in (data.inputs, data.targets))
+        output = model(params, x).float()
+        rows = data.task.rows(output, y)
+    kept = len(every) * sum(tensor.numel() * tensor.element_size() for tensor in rows.values())
+    if kept > KEPT_BYTES:
+        problem = f"keeps {kept / 2**30:.1f} GiB for {len(every)} samples; at most {KEPT_BYTES >> 30} GiB. "
+        raise SpecError("task", problem + "Let its rows keep less of each sample.", data.task.name)
+    return int(max(1, OUTPUT_BYTES // max(1, output.numel() * 4)))
 
 
 @contextmanager
