@@ -138,8 +138,8 @@ class Task(Setting):
 
     @property
     def stratum_hint(self) -> str:
-        """A sentence that says how samples would get strata, for errors; it may be empty."""
-        return ""
+        """A sentence that says how samples would get strata, for errors."""
+        return "Give each sample a domain, which then serves as its class."
 
     def order(self, targets: Tensor) -> Ints:
         """Return a number for each sample, (N,). Samples that are held out are spread evenly over these numbers."""
