@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedstrata.base.records import record
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
+from fedstrata.clients.handlers.fit import weighted
 from fedstrata.clients.handling import handles
 from fedstrata.clients.training.local import LocalData
 from fedstrata.clients.training.sgd import SGD
@@ -98,7 +99,7 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
                 torch.autograd.grad(model(params, data.batch(slice(0, 0)).x).sum(), leaves, allow_unused=True)
         after = Weights({name: p.detach().clone() for name, p in params.items()}, model.current_buffers())
     mean = float(torch.stack(losses).mean()) if losses else 0.0
-    return FitReply(after, len(client), len(losses), seen, mean, {}, bool(losses))
+    return weighted(client, FitReply(after, len(client), len(losses), seen, mean, {}, bool(losses)), data)
 
 
 def _freeze(module: nn.Module) -> None:
