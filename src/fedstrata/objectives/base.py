@@ -116,8 +116,11 @@ class Objective(Setting):
         """The facts about a client that the message of ``client_final`` discloses."""
         return frozenset()
 
-    tasks: ClassVar[frozenset[str]] = frozenset({"classification"})
-    """The names of the tasks that an objective with a loss of its own accepts; the task's own loss fits any task."""
+    tasks: ClassVar[frozenset[str] | None] = frozenset({"classification"})
+    """The names of the tasks that an objective with a loss of its own accepts; the task's own loss fits any task.
+
+    None means any task. Its loss must then be computed from ``context.task.mean_loss``.
+    """
 
     # Hooks at the server.
 

@@ -249,12 +249,17 @@ def _check_task(method: Method, config: FederationConfig) -> None:
     """Raise ``SpecError`` if the method, or an objective with a loss of its own, is not for the task."""
     task = config.task.name
     for objective in (method.objective_in_use(), method.personal_objective()):
-        own_loss = not is_plain(objective, "loss")
-        if own_loss and task not in objective.tasks:
+        if is_plain(objective, "loss") or objective.tasks is None:
+            continue
+        if task not in objective.tasks:
             problem = (
                 f"has a loss of its own for the tasks {', '.join(sorted(objective.tasks))}, and the task is {task!r}."
             )
             raise SpecError("method", f"{problem} Use another method, such as fedavg or fedprox.", method.name)
+        if config.task.has_classes and not config.task.plain:
+            changed = ", ".join(key for key in config.task.to_spec() if key != "name")
+            problem = f"has a loss of its own, which would ignore the task's settings ({changed}). Remove them, or use "
+            raise SpecError("method", f"{problem}another method, such as fedavg or fedprox.", method.name)
     if method.needs_strata and not config.strata:
         problem = f"needs classes, and the task {task!r} has none. {config.task.stratum_hint}".rstrip()
         raise SpecError("method", problem, method.name)
