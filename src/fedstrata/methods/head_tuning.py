@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
@@ -79,7 +78,7 @@ class HeadTuning(Setting):
             stepper = Stepper(settings, head, None)
             for _ in range(self.steps):
                 leaves = {name: w.detach().requires_grad_(True) for name, w in stepper.params().items()}
-                loss = F.cross_entropy(config.model.head(leaves, features), y)
+                loss = config.task.mean_loss(config.model.head(leaves, features), y)
                 gradient = torch.autograd.grad(loss, list(leaves.values()))
                 stepper.step(dict(zip(leaves, gradient, strict=True)))
         return Weights({**weights.params, **stepper.params()}, weights.buffers), float(loss.detach())
