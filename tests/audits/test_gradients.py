@@ -166,6 +166,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         ({"method": {"name": "stratify", "local_steps": 2}}, "method.local_steps"),
         ({"communication": {"up": "bf16"}}, "communication"),
         ({"model": {"name": "resnet20"}}, "model"),
+        ({"task": {"name": "classification", "label_smoothing": 0.1}}, "task"),
     ],
     ids=str,
 )
