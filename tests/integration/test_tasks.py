@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from task_cases import CASES, prepared_of
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import rng
+from fedstrata.federation.messages import Weights
 from fedstrata.methods.base import METHODS
 
-NOT_CLASSES = [case for case in CASES if case != "classification"]
+CLASSES = ("classification", "classification, weights")
+NOT_CLASSES = [case for case in CASES if case not in CLASSES]
 
 ONLY_CLASSIFICATION = ("rebafl", "moon", "fedrs", "fedlc", "bsm-fedavg")
 """Methods whose loss is a formula about classes."""
@@ -23,6 +27,10 @@ REFUSED: dict[tuple[str, str], tuple[str, str]] = {
         (method, case): ("has a loss of its own for the tasks classification", "Use another method, such as fedavg")
         for method in ONLY_CLASSIFICATION
         for case in NOT_CLASSES
+    },
+    **{
+        (method, "classification, weights"): ("would ignore the task's settings (class_weights, l", "such as fedavg")
+        for method in ONLY_CLASSIFICATION
     },
     **{
         ("fedavg-ft", case): ("needs classes for the server's samples", "Use another method, such as fedavg")
@@ -60,7 +68,7 @@ def numbers(value: Any) -> Iterator[float]:
 @pytest.mark.parametrize("method", list(METHODS))
 def test_a_method_trains_or_is_refused_before_the_first_round(method: str, case: str) -> None:
     table = {"name": method} | SETTINGS.get(method, {})
-    more = {"partition": LEAVES_SAMPLES} if (method, case) == ("fedavg-ft", "classification") else {}
+    more = {"partition": LEAVES_SAMPLES} if method == "fedavg-ft" and case in CLASSES else {}
     if (method, case) in REFUSED:
         with pytest.raises(SpecError) as caught:
             prepared_of(case, table, norm=method == "fedtan", **more)
@@ -80,7 +88,7 @@ def test_a_method_trains_or_is_refused_before_the_first_round(method: str, case:
     assert last["loss"] is not None
     assert last["train_loss"] is not None
     assert all(map(math.isfinite, numbers(records)))
-    if case != "classification":
+    if case not in CLASSES:
         assert list(last["test"]) == list(prepared.data.task.default_metrics)
         assert before.loss is not None
         assert last["loss"] < before.loss
@@ -89,3 +97,47 @@ def test_a_method_trains_or_is_refused_before_the_first_round(method: str, case:
 def test_all_expected_refusals_are_of_methods_and_cases_that_exist() -> None:
     assert {method for method, _ in REFUSED} <= {*METHODS}
     assert {case for _, case in REFUSED} <= set(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_objective_that_uses_the_loss_of_the_task_accepts_any_task(case: str) -> None:
+    with fs.Simulation(prepared_of(case, {"name": "fedavg", "objective": "task_cases:Tamed"})) as simulation:
+        assert simulation.step()["train_loss"] > 0
+    undeclared = {"name": "fedavg", "objective": "task_cases:Undeclared"}
+    if case == "classification":
+        prepared_of(case, undeclared)
+        return
+    with pytest.raises(SpecError, match=r"^method = 'fedavg': has a loss of its own"):
+        prepared_of(case, undeclared)
+
+
+def test_the_head_is_tuned_with_class_weights() -> None:
+    method = {"name": "fedavg-ft", "per_class": 2, "steps": 1}
+    case = "classification, weights"
+    prepared = prepared_of(case, method, partition=LEAVES_SAMPLES)
+    config = prepared.config
+    weights = Weights(config.model.params(), config.model.buffers())
+    _, loss = prepared.spec.method.tuned(config, weights)  # type: ignore[attr-defined]
+    x, y = config.server_data.balanced(2, rng(0, "server-samples"))  # type: ignore[union-attr]
+    logits = config.model(weights.params, x)
+    factors = torch.tensor([0.5, 1.0, 1.5])[y]
+    log_shares = logits.log_softmax(dim=1)
+    expected = -0.9 * log_shares.gather(1, y[:, None])[:, 0] - 0.1 * log_shares.mean(dim=1)
+    assert loss == pytest.approx(float((factors * expected).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedtan"])
+def test_a_client_counts_by_its_tokens(method: str) -> None:
+    """The average of the clients' models weights them by tokens that count, not by sequences."""
+    prepared = prepared_of("next-token, domains", method, norm=method == "fedtan", training={"rounds": 1})
+    heard: list[Any] = []
+    with fs.Simulation(prepared, listener=lambda round, replies: heard.append(replies)) as simulation:
+        simulation.step()
+        after = simulation.state.weights.params
+    replies = max(heard, key=len)
+    tokens = [int((prepared.data.y_train[prepared.assignment[client]] != -100).sum()) for client in range(4)]
+    assert len(set(tokens)) > 1
+    assert [replies[client].weight for client in range(4)] == tokens
+    for name, tensor in after.items():
+        mean = sum(replies[client].weights.params[name] * tokens[client] for client in range(4)) / sum(tokens)
+        torch.testing.assert_close(tensor, mean)

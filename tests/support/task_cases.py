@@ -17,6 +17,7 @@ WORDS, LENGTH, SIDE, CLASSES = 6, 5, 4, 3
 
 CASES: dict[str, dict[str, Any]] = {
     "classification": {"name": "classification"},
+    "classification, weights": {"name": "classification", "class_weights": [1, 2, 3], "label_smoothing": 0.1},
     "regression": {"name": "regression"},
     "regression, bins": {"name": "regression", "bins": 3},
     "multilabel": {"name": "multilabel"},
@@ -108,3 +109,18 @@ def prepared_of(
 ) -> fs.runs.preparation.Prepared:
     """Prepare a run."""
     return fs.prepare(spec_of(method, **tables), data=data_of(case), model=Networks(case, norm))
+
+
+class Tamed(fs.Objective):
+    """The loss of any task, and a penalty."""
+
+    tasks = None
+
+    def loss(self, model: Any, params: Any, batch: Any, context: Any) -> Any:
+        return context.task.mean_loss(model(params, batch.x), batch.y) + sum(p.square().sum() for p in params.values())
+
+
+class Undeclared(Tamed):
+    """The same, which does not say that it accepts any task."""
+
+    tasks = fs.Objective.tasks
