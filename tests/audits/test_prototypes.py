@@ -72,7 +72,7 @@ def test_the_model_is_the_one_under_which_the_prototypes_were_computed(run, audi
     mine = prepared.assignment[sent.client]
 
     class Batch:
-        x, y = prepared.data.inputs(mine), prepared.data.labels(mine)
+        x, y = prepared.data.inputs(mine), prepared.data.targets(mine)
 
     model = prepared.config.model
     with model.loaded(sent.weights.params, sent.weights.buffers) as params:
@@ -154,19 +154,19 @@ def test_samples_that_nobody_holds(make_run, run, few):
     theirs = ServerData(prepared.data, prepared.assignment).indices()
     held = as_rows(Pixels.of(prepared.data).images(torch.from_numpy(theirs)))
     assert not any(as_rows(finding.target.unseen) & held for finding in audit.findings)
-    with pytest.raises(SpecError, match="held_out = 'spare': an attacker needs at least 64 images of its own, and"):
+    with pytest.raises(SpecError, match="held_out = 'spare': the attacker needs at least 64 images, but there are only 0"):
         audit_prototypes(run, clients=1, steps=1, held_out="spare")
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"method": {"name": "fedavg"}}, SpecError, "method = 'fedavg': sends no prototypes"),
-        ({"method": {"name": "rebafl", "mu": 0.0}}, SpecError, "method = 'rebafl': sends no prototypes"),
+        ({"method": {"name": "fedavg"}}, SpecError, "method = 'fedavg': does not send prototypes"),
+        ({"method": {"name": "rebafl", "mu": 0.0}}, SpecError, "method = 'rebafl': does not send prototypes"),
         (
             {"method": {"name": "rebafl", "keep_prototypes": False}},
             SpecError,
-            "method.keep_prototypes: no client kept prototypes that it sent after round 2",
+            "method.keep_prototypes: no client stored prototypes that it sent after round 2",
         ),
         ({"evaluation": {"checkpoint_every": 0}}, CheckpointError, "has no checkpoint"),
     ],
@@ -212,8 +212,8 @@ def test_the_command(run, few, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["nowhere"], "audit = 'nowhere': is not a run folder: it has no spec.toml. Give the folder of a run."),
-        (["RUN", "--steps", "0"], "steps = 0: expected a whole number of at least 1"),
-        (["RUN", "--clients", "0"], "clients = 0: expected a whole number of at least 1"),
+        (["RUN", "--steps", "0"], "steps = 0: must be a whole number of at least 1."),
+        (["RUN", "--clients", "0"], "clients = 0: must be a whole number of at least 1."),
     ],
     ids=" ".join,
 )
@@ -242,7 +242,7 @@ def test_a_client_that_keeps_its_statistics_is_attacked_with_them(tmp_path):
         mine = prepared.assignment[sent.client]
 
         class Batch:
-            x, y = prepared.data.inputs(mine), prepared.data.labels(mine)
+            x, y = prepared.data.inputs(mine), prepared.data.targets(mine)
 
         model = prepared.config.model
         with model.loaded(sent.weights.params, sent.weights.buffers) as params:
@@ -256,7 +256,7 @@ def test_a_run_over_sites_has_nothing_to_attack(run, tmp_path):
     shutil.copytree(run, folder)
     last = checkpoint.load(folder / "checkpoint")
     checkpoint.save(folder / "checkpoint", last.round, last.state, StateStore(), remote=True)
-    with pytest.raises(CheckpointError, match="is a run over sites, which keep what they sent"):
+    with pytest.raises(CheckpointError, match="is a run over real sites, which keep their messages"):
         audit_prototypes(folder, steps=1)
 
 

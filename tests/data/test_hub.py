@@ -79,13 +79,13 @@ def test_unclear_columns_are_named():
         label_column(datasets.Features(image=image))
     with pytest.raises(DataError, match=r"no column of images.*text \(Value\)"):
         input_columns(datasets.Features(text=datasets.Value("string"), label=label))
-    with pytest.raises(DataError, match="no split 'train'; there are: all"):
+    with pytest.raises(DataError, match="the data set has no split 'train'. It has: all"):
         from_hub(datasets.DatasetDict(all=split({"x": [0.0], "y": [0]})))
 
 
 def test_inputs_of_different_sizes_are_refused():
     mixed = split({"photo": [*pictures(1), *pictures(1, size=(5, 3))], "kind": [0, 1]}, **photos())
-    with pytest.raises(DataError, match="different sizes in column 'photo', 4x3 and 5x3"):
+    with pytest.raises(DataError, match="the images in the column 'photo' have different sizes, 4x3 and 5x3"):
         from_hub(datasets.DatasetDict(train=mixed, test=mixed))
     ragged = split({"x": [[1.0], [1.0, 2.0]], "y": [0, 1]})
     with pytest.raises(DataError, match="'x' are of different lengths"):
@@ -99,7 +99,7 @@ def test_without_the_extra(monkeypatch):
 
 
 def test_a_hub_that_cannot_be_reached():
-    with pytest.raises(DataError, match=r"data 'hub:owner/there-is-none': the hub gives no 'owner/there-is-none'"):
+    with pytest.raises(DataError, match=r"data 'hub:owner/there-is-none': Hugging Face did not deliver 'owner/there-is-none'"):
         Data("hub:owner/there-is-none").load()
 
 

@@ -302,7 +302,7 @@ def test_a_spec_says_the_same_however_it_is_written(tmp_path):
     (tmp_path / "spec.toml").write_text("# my own\n" + short.replace("rounds = 2", "rounds = 3"))
     resumed = fs.run(tmp_path / "spec.toml", out=tmp_path, resume=True)
     assert len(resumed) == 3
-    with pytest.raises(SpecError, match=r"training\.lr = 0\.07: this run has 0\.1"):
+    with pytest.raises(SpecError, match=r"training\.lr = 0\.07: the run in this folder has 0\.1"):
         fs.run(spec(training={"rounds": 3, "lr": 0.07}), out=tmp_path, resume=True)
 
 

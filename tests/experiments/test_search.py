@@ -205,7 +205,7 @@ def test_a_search_that_is_killed_at_random_ends_alike(whole, tmp_path):
 @pytest.mark.slow
 def test_another_search_in_the_same_folder_is_refused(whole):
     out, _ = whole
-    with pytest.raises(SpecError, match=r"--search = .*this folder's search has .*log:0\.0001"):
+    with pytest.raises(SpecError, match=r"--search = .*the search in this folder used .*log:0\.0001"):
         fs.search(TABLES, {**SPACE, "training.lr": "log:0.01..0.5"}, out=out, trials=10)
     with pytest.raises(SpecError, match="SPEC = "):
         fs.search({**TABLES, "seed": 1}, SPACE, out=out, trials=10, seeds=[0])

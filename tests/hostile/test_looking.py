@@ -117,7 +117,7 @@ def test_a_command_that_looks_imports_nothing(
     assert "Traceback" not in printed.err
     if words[0] in ("asks", "approve", "partition", "strata", "audit"):
         assert code == 2
-        assert "names code" in printed.err or "allow" in printed.err
+        assert "names Python code" in printed.err or "allow" in printed.err
 
 
 @pytest.mark.parametrize("words", [["partition", "own-partition.toml"], ["asks", "job.toml"]], ids=" ".join)

@@ -104,5 +104,5 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "a.png").stat().st_size > 5000
     assert main(["strata", "--rounds", "0"]) == 2
     assert main(["strata", "--set", "method.name=fedavg"]) == 2
-    assert "no strata" in capsys.readouterr().err
+    assert "does not form strata" in capsys.readouterr().err
     assert main(["strata", str(tmp_path), "--set", "seed=1"]) == 2

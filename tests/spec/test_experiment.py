@@ -300,7 +300,7 @@ def test_toml_that_python_trips_over_is_refused(tmp_path, text, message):
 @pytest.mark.slow
 def test_arguments_that_toml_cannot_hold_are_refused():
     table = {"model": {"name": "torch.nn:Linear", "arguments": parse_toml(".".join(["a"] * 5000) + " = 1")}}
-    with pytest.raises(SpecError, match="spec: nested too deeply"):
+    with pytest.raises(SpecError, match="spec: tables or lists are nested too deeply"):
         Experiment.from_table(table).to_toml()
 
 
