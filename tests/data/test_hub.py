@@ -88,7 +88,7 @@ def test_inputs_of_different_sizes_are_refused():
     with pytest.raises(DataError, match="the images in the column 'photo' have different sizes, 4x3 and 5x3"):
         from_hub(datasets.DatasetDict(train=mixed, test=mixed))
     ragged = split({"x": [[1.0], [1.0, 2.0]], "y": [0, 1]})
-    with pytest.raises(DataError, match="'x' are of different lengths"):
+    with pytest.raises(DataError, match="the rows of the column 'x' have different lengths"):
         from_hub(datasets.DatasetDict(train=ragged, test=ragged))
 
 

@@ -288,7 +288,7 @@ def test_two_processes_never_write_into_one_folder(tmp_path):
         seen.extend(done.stdout.splitlines())
 
     history = fs.run(table, out=tmp_path / "run", callbacks=[lambda record: record["round"] == 1 and meanwhile(record)])
-    assert ["another process is at work in it" in text for text in seen] == [True] * 2
+    assert ["another process is using this folder" in text for text in seen] == [True] * 2
     assert [record["round"] for record in fs.History.load(tmp_path / "run")] == [1, 2]
     assert fs.run(table, out=tmp_path / "run", resume=True).final_accuracy == history.final_accuracy
 
