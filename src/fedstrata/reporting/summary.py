@@ -65,7 +65,7 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
 def _metrics(history: History) -> list[str]:
     """Return the metrics of the saved model on the test set, except the primary metric."""
     last: dict[str, float | None] = next((record["test"] for record in reversed(history) if record.get("test")), {})
-    names = [*([] if history.primary == "accuracy" else ["accuracy"]), *last]
+    names = [*(["accuracy"] if history.final_accuracy is not None else []), *last]
     return [
         f"{name} {_shown(name, history.final(column_of(name)))}"
         for name in dict.fromkeys(names)

@@ -104,6 +104,8 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
     measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
     metric = primary(runs)
     first = list(dict.fromkeys([f"final_{metric}", f"best_{metric}", "best_round", "rounds", "final_accuracy"]))
+    if all(history.final_accuracy is None for members in runs.values() for history in members):
+        first = [key for key in first if key != "final_accuracy" or metric == "accuracy"]
     measured = [name for name in measured if name != column_of(metric)]
     rows = []
     for label, members in runs.items():

@@ -160,7 +160,7 @@ def test_refuses_many_whole_numbers_without_a_task():
 
 
 def test_classes_are_not_a_regression():
-    x, y, *test = arrays()
+    x, _, *test = arrays()
     words = refusal((x, np.repeat(["ant", "bee"], 20), *test), spec())
     assert words.startswith("y_train: is of type")
 
