@@ -119,7 +119,7 @@ class Metric(Setting):
         Raises:
             SpecError: The metric is of other tasks or fails.
         """
-        if self.table not in ("loss", "rows", *task.tables):
+        if self.table not in ("loss", "rows", *task.tables) or (self.label == "accuracy" and not task.has_accuracy):
             accepted = ", ".join(task.default_metrics)
             problem = f"is not a metric of the task {task.name!r}. Use {accepted}, or a function of your own."
             raise SpecError("evaluation.metrics", problem, self.label)
