@@ -289,7 +289,7 @@ def task_of(task: Task | str | None, y_train: Array) -> Task:
     if task is not None:
         return task
     if arrays.has_fractions(y_train):
-        LOG.info("the targets have fractions: the task is a regression")
+        LOG.warning("the targets have fractions, so the task is a regression; set the task to say so yourself")
         return TASKS.make("regression", {})
     if (many := arrays.too_many_values(y_train)) is not None:
         problem = f"is not set, and y_train has {many} different whole numbers. Set it to 'regression' if they are "
