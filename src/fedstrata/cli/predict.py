@@ -55,19 +55,21 @@ def _predict(options: argparse.Namespace) -> int:
     for column in names:
         rows.require(column, "--keep")
     kept = [{column: rows.columns[column][row] for column in names} for row in range(len(rows))]
-    predicted, probabilities = predictor.predict(rows).tolist(), predictor.predict_proba(rows)
+    predicted, classes = predictor.predict(rows).tolist(), predictor.classes if predictor.task.has_classes else ()
+    probabilities = predictor.predict_proba(rows) if classes else [()] * len(rows)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*map(csv_cell, names), "predicted", *(f"p_{label}" for label in predictor.classes)])
+    writer.writerow([*map(csv_cell, names), "predicted", *(f"p_{label}" for label in classes)])
     for cells, label, of_row in zip(kept, predicted, probabilities, strict=True):
         writer.writerow([*(csv_cell("" if cell is None else cell) for cell in cells.values()), label, *of_row])
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.out, text.getvalue().encode())
     if options.json:
-        named = [dict(zip(predictor.classes, of_row, strict=True)) for of_row in probabilities.tolist()]
+        shares = (dict(zip(classes, map(float, of_row), strict=True)) for of_row in probabilities)
+        named = [{"probabilities": of_row} if classes else {} for of_row in shares]
         each = zip(kept, predicted, named, strict=True)
-        print_json([{**cells, "predicted": label, "probabilities": likely} for cells, label, likely in each])
+        print_json([{**cells, "predicted": label, **likely} for cells, label, likely in each])
     elif options.out is None:
         sys.stdout.write(text.getvalue())
     else:
