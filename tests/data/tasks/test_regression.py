@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from sklearn import metrics as reference
@@ -11,6 +12,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.base.errors import DataError, SpecError
+from fedstrata.cli import main
 from fedstrata.data.tasks.regression import Regression, quantile_edges
 from fedstrata.evaluation.metrics import METRICS, values_of
 from fedstrata.evaluation.predictions import Rows
@@ -260,3 +262,146 @@ def test_r2_of_equal_targets_is_undefined():
     rows = task.rows(torch.tensor([[0.0], [1.0]]), torch.ones(2, 1, dtype=torch.float64))
     found = Rows({k: v.numpy() for k, v in rows.items()}, np.zeros(2), np.ones(2))
     assert values_of([METRICS.parse("r2")], found) == {"r2": None}
+
+
+# First steps.
+
+
+@pytest.mark.parametrize("loss", ["mse", "mae", "huber"])
+def test_first_round_of_fedavg_equals_autograd(loss):
+    """With one full-batch step per client, the new model is the mean of the clients' gradient steps."""
+    x, y, *test = arrays(40)
+    training = {"rounds": 1, "lr": 0.1, "batch_size": 40, "local_epochs": 1}
+    table = spec({"loss": loss}, training=training, evaluation={"metrics": ["rmse"]})
+    prepared = prepare(fs.Experiment.from_table(table), data=(x, y, *test))
+    start = {name: tensor.clone().requires_grad_() for name, tensor in prepared.config.model.params().items()}
+    measure = {"mse": nn.MSELoss(), "mae": nn.L1Loss(), "huber": nn.HuberLoss()}[loss]
+    total = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+    wanted = torch.from_numpy((y - y.mean()) / y.std()).float()
+    for client in range(2):
+        rows = prepared.assignment[client]
+        weight, bias, last, shift = start.values()
+        outputs = torch.relu(prepared.data.inputs(rows) @ weight.T + bias) @ last.T + shift
+        gradients = torch.autograd.grad(measure(outputs, wanted[rows]), list(start.values()))
+        for sums, gradient in zip(total.values(), gradients, strict=True):
+            sums += len(rows) / 40 * gradient
+    found = fs.run(table, data=(x, y, *test)).params
+    for name, tensor in start.items():
+        assert torch.allclose(found[name], (tensor - 0.1 * total[name]).detach(), atol=1e-6, rtol=0)
+        assert float(total[name].abs().max()) > 1e-3
+
+
+# Runs on the diabetes data.
+
+
+def diabetes_spec(**tables):
+    small = {
+        "task": {"name": "regression", "bins": 10},
+        "partition": {"name": "dirichlet", "clients": 5},
+        "model": {"name": "mlp", "hidden": [16]},
+        "training": {"rounds": 12, "lr": 0.05, "batch_size": 16},
+    }
+    return {**small, **tables}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fedavg",
+        {"name": "fedsts", "strata": 2},
+        "stratify",
+        {"name": "stratify", "mode": "single"},
+    ],
+)
+def test_runs_learn_and_predict_in_the_unit_of_the_target(method, tmp_path):
+    data = diabetes()
+    history = fs.run(diabetes_spec(method=method), data=data, out=tmp_path / "run")
+    values = fs.load(tmp_path / "run").predict(data[2])
+    assert values.shape == (100,)
+    found = {name: history.final(f"test.{name}") for name in METRIC_NAMES}
+    assert found == pytest.approx(by_reference(data[3], values), abs=1e-6)
+    assert found["rmse"] < 0.9 * data[3].std()  # the error of the constant prediction is the deviation
+
+
+def test_the_best_round_has_the_lowest_error(tmp_path):
+    history = fs.run(diabetes_spec(), data=diabetes(), out=tmp_path / "run")
+    rounds, errors = history.points("test.rmse")
+    assert history.summary["lower_is_better"] is True
+    assert history.summary["best_rmse"] == min(errors)
+    assert history.best_round == rounds[np.argmin(errors)]
+    assert fs.History.load(tmp_path / "run").best_round == history.best_round
+
+
+def test_early_stopping_waits_for_lower_errors():
+    table = diabetes_spec(callbacks=[{"name": "early-stopping", "patience": 3}], evaluation={"validation": 0.2})
+    table["training"]["rounds"] = 60
+    history = fs.run(table, data=diabetes())
+    assert len(history) < 60
+    rounds, errors = history.points("validation.rmse")
+    assert rounds[-1] - rounds[np.argmin(errors)] == 3
+
+
+def test_every_part_of_an_evaluation():
+    held = {"validation": 0.2, "client_test": 0.2, "test_clients": 0.25, "fine_tune": 1}
+    history = fs.run(diabetes_spec(evaluation=held), data=diabetes())
+    for part in ("test.rmse", "validation.rmse", "clients.rmse.mean"):
+        assert 30 < history.final(part) < 120, part
+
+
+def test_two_workers_give_the_same_bytes(tmp_path):
+    contents = []
+    for workers in (1, 2):
+        table = diabetes_spec()
+        table["training"] |= {"rounds": 3, "workers": workers, "execution": "per-client"}
+        fs.run(table, data=diabetes(), out=tmp_path / str(workers))
+        contents.append((tmp_path / str(workers) / "model.safetensors").read_bytes())
+    assert contents[0] == contents[1]
+
+
+def test_a_resumed_run_gives_the_same_bytes(tmp_path):
+    """A run that stopped after round 3 continues to the same model as a run without a pause."""
+
+    def stop(record):
+        if record["round"] == 3:
+            raise KeyboardInterrupt
+
+    fs.run(diabetes_spec(), data=diabetes(), out=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        fs.run(diabetes_spec(), data=diabetes(), out=tmp_path / "parts", callbacks=[stop])
+    fs.run(diabetes_spec(), data=diabetes(), out=tmp_path / "parts", resume=True)
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert models[0] == models[1]
+
+
+# Tables.
+
+
+def write_csv(path, rows=200):
+    x, y = load_diabetes(return_X_y=True)
+    lines = [",".join([*(f"f{i}" for i in range(10)), "progress"])]
+    lines += [",".join([*(f"{value:.5f}" for value in a), str(b + 0.5)]) for a, b in zip(x, y, strict=True)][:rows]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_a_table_whose_labels_have_fractions_is_a_regression(tmp_path, caplog):
+    write_csv(tmp_path / "table.csv")
+    schema = {"label": "progress", "test": 0.25}
+    table = diabetes_spec(
+        data={"name": str(tmp_path / "table.csv"), "schema": schema}, partition={"clients": 3, "name": "iid"}
+    )
+    del table["task"]
+    history = fs.run(table, out=tmp_path / "run")
+    assert history.primary == "rmse"
+    assert [record.getMessage() for record in caplog.records if "regression" in record.getMessage()] == [
+        "the targets have fractions, so the task is a regression; set the task to say so yourself"
+    ]
+    frame = pandas.read_csv(tmp_path / "table.csv")
+    data = fs.from_dataframe(frame, label="progress", test=0.25)
+    assert (data.task.name, data.outputs) == ("regression", 1)
+    values = fs.load(tmp_path / "run").predict(frame.drop(columns="progress"))
+    assert reference.root_mean_squared_error(frame["progress"], values) < frame["progress"].std()
+    new = tmp_path / "new.csv"
+    frame.drop(columns="progress").head(3).to_csv(new, index=False)
+    assert main(["predict", str(tmp_path / "run"), str(new), "--out", str(tmp_path / "found.csv")]) in (0, None)
+    found = pandas.read_csv(tmp_path / "found.csv")
+    assert found.iloc[:, -1].tolist() == pytest.approx(values[:3].tolist(), rel=1e-6)
