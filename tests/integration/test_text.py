@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fedstrata as fs
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.data.dataset import Dataset, from_arrays
+from fedstrata.engines import local
 from fedstrata.evaluation.history import History
 
 TEXT = "the cat sat on the mat. the dog sat on the log. " * 40
@@ -98,7 +99,9 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(method: Any, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Writer, forgetful])
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
-def test_the_number_of_workers_changes_no_bit(method: Any, model: Any):
+def test_the_number_of_workers_changes_no_bit(method: Any, model: Any, monkeypatch: pytest.MonkeyPatch):
+    for threshold in ("STARTING_PAYS", "ASKING_PAYS"):
+        monkeypatch.setattr(local, threshold, -1.0)  # workers for the smallest task
     assert same(train(spec(method, workers=1), model), train(spec(method, workers=2), model))
 
 
