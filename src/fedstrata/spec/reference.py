@@ -19,6 +19,7 @@ from fedstrata.base.errors import SpecError, nearest
 from fedstrata.data.partitions.base import PARTITIONS
 from fedstrata.data.schema import Column, Schema
 from fedstrata.data.sources import Data
+from fedstrata.data.tasks.base import TASKS
 from fedstrata.evaluation.metrics import METRICS
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import AVAILABILITIES
@@ -36,6 +37,7 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "data": Data,
     "data.schema": Schema,
     "data.schema.columns.NAME": Column,
+    "task": TASKS,
     "partition": PARTITIONS,
     "availability": AVAILABILITIES,
     "model": MODELS,
