@@ -42,6 +42,8 @@ def add_predict(commands: Commands) -> None:
 
 
 def _predict(options: argparse.Namespace) -> int:
+    import numpy as np
+
     from fedstrata.base.jsonl import replace_file
     from fedstrata.data.tables import read_table
     from fedstrata.runs.predictor import load
@@ -55,8 +57,9 @@ def _predict(options: argparse.Namespace) -> int:
     for column in names:
         rows.require(column, "--keep")
     kept = [{column: rows.columns[column][row] for column in names} for row in range(len(rows))]
-    predicted, classes = predictor.predict(rows).tolist(), predictor.classes if predictor.task.has_classes else ()
-    probabilities = predictor.predict_proba(rows) if classes else [()] * len(rows)
+    predicted = predictor.predict(rows).tolist()
+    classes = predictor.classes if predictor.task.has_classes else ()
+    probabilities = predictor.predict_proba(rows) if classes else np.empty((len(rows), 0))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*map(csv_cell, names), "predicted", *(f"p_{label}" for label in classes)])
@@ -66,10 +69,10 @@ def _predict(options: argparse.Namespace) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.out, text.getvalue().encode())
     if options.json:
-        shares = (dict(zip(classes, map(float, of_row), strict=True)) for of_row in probabilities)
-        named = [{"probabilities": of_row} if classes else {} for of_row in shares]
-        each = zip(kept, predicted, named, strict=True)
-        print_json([{**cells, "predicted": label, **likely} for cells, label, likely in each])
+        named = [dict(zip(classes, of_row, strict=True)) for of_row in probabilities.tolist()]
+        more = [{"probabilities": likely} if classes else {} for likely in named]
+        each = zip(kept, predicted, more, strict=True)
+        print_json([{**cells, "predicted": label, **added} for cells, label, added in each])
     elif options.out is None:
         sys.stdout.write(text.getvalue())
     else:

@@ -257,9 +257,10 @@ def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
 
 def _matrix(history: History) -> Confusion | None:
     """Return the confusion matrix of the saved model; None if it was not recorded."""
-    if history.model_round is None:
-        return history.confusion.get("last")
-    return next((matrix for matrix in history.confusion.values() if matrix.round == history.model_round), None)
+    found = history.confusion.get("last")
+    if history.model_round is not None:
+        found = next((each for each in history.confusion.values() if each.round == history.model_round), None)
+    return found if found is not None and found.counts.size else None  # empty if the task has no classes
 
 
 def _class_names(run: Run) -> list[str]:
