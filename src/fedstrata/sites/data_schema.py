@@ -178,6 +178,7 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
         raise SpecError(
             "data", "with its own data, a site is exactly one client. Correct the list of clients.", clients
         )
+    _require_classes(spec)
     _empty(spec.data)
     return path
 
@@ -239,6 +240,7 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
         DataError: The test file is missing or damaged, or does not fit the spec.
     """
     evaluation = spec.evaluation
+    _require_classes(spec)
     empty = _empty(spec.data)
     _refuse_disclosure(spec, empty, tests=test is not None)
     at_sites = test is None or evaluation.client_test is not None or evaluation.validation is not None
@@ -309,6 +311,13 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
         problem = f"the statistics of the sites' samples disclose their {what}, which the method keeps private"
         accepted = "'none', or data.shift and data.scale; and impute = 'constant' where values are missing"
         raise SpecError("data.normalize", f"{problem}; accepted: {accepted}", spec.data.normalize)
+
+
+def _require_classes(spec: Experiment) -> None:
+    """Raise ``SpecError`` if the task is not plain classification, the only task on the sites' own data."""
+    if spec.task is not None and not spec.task.plain:
+        problem = "real sites train on their own data only for classification, with equal class weights and labels that"
+        raise SpecError("task", f"{problem} are not smoothed. Use the task in a simulation.", spec.task.name)
 
 
 def _empty(data: Data) -> Dataset:
