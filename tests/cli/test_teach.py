@@ -25,6 +25,7 @@ PARTS = {
     "aggregator": ("method.aggregator", "BySquareRoot", "power"),
     "availability": ("availability", "Nights", "day"),
     "partition": ("partition", "Leaning", "share"),
+    "task": ("task", "Quantile", "level"),
 }
 
 
@@ -53,6 +54,7 @@ def test_a_part_runs_as_it_is_written_and_has_its_setting(kind, capsys):
     assert main(["settings", section, f"{module}:{name}"]) == 0
     assert key in capsys.readouterr().out
     more = [] if section == "partition" else ["--set", "partition.clients=10"]
+    more += ["--set", "partition=iid"] if section == "task" else []
     given = ["--set", f"{section}={module}:{name}", *SMALL[:4], *more]
     assert main(["run", *given, "--out", "out", "--quiet"]) == 0
     assert f"{module}:{name}" in Path("out/spec.toml").read_text()

@@ -278,7 +278,9 @@ def attack(
 def _require_parts(prepared: Prepared) -> None:
     spec, task = prepared.spec, prepared.data.task
     if not task.plain:
-        problem = "the attacks assume the cross-entropy of classes. Use a run of classification with equal class weights."
+        problem = (
+            "the attacks assume the cross-entropy of classes. Use a run of classification with equal class weights."
+        )
         raise SpecError("task", problem, task.name)
     if spec.method.name != "stratify" or getattr(spec.method, "mode", "") != "batch":
         problem = "does not send gradients of parts of batches. Use a run of stratify with method.mode = 'batch'."

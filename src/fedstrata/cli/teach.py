@@ -23,6 +23,7 @@ KINDS = {
     "availability": "an availability model, which decides when clients are online",
     "partition": "a partition, which assigns samples to clients",
     "metric": "a metric of the model's quality",
+    "task": "a task, which says what a model learns: its targets, loss and metrics",
 }
 """A mapping from each kind of file that ``fedstrata new`` can write to its purpose. The folder ``templates`` contains
 their templates."""
