@@ -82,3 +82,23 @@ def test_settings_of_tasks_are_explained(capsys: pytest.CaptureFixture[str]) -> 
     assert "--set task=regression" in capsys.readouterr().out
     assert main(["settings", "task", "segmentation"]) == 0
     assert "ignore" in capsys.readouterr().out
+
+
+def test_a_task_of_the_users_own_runs_and_is_imported_only_when_it_is_trusted(
+    spec: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", "task", "stays_task.py"]) == 0
+    assert len(Path("stays_task.py").read_text().splitlines()) < 30
+    table = 'task = { name = "stays_task:Quantile", level = 0.9 }'
+    Path(spec).write_text(SPEC.replace('task = { name = "regression", bins = 4 }', table))
+    longer = ["--set", "training.rounds=30", "--set", "training.local_epochs=4"]
+    assert main(["run", spec, *longer, "--out", "run", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["predict", "run", "stays.csv"]) == 2
+    refused = "fedstrata: error: name = 'stays_task:Quantile': names Python code, which this command does not import"
+    assert capsys.readouterr().err.startswith(refused)
+    assert main(["predict", "run", "stays.csv", "--trust"]) == 0
+    predicted = np.array(capsys.readouterr().out.split()[1:], dtype=float)
+    with Path("stays.csv").open() as file:
+        days = np.array([float(row["days"]) for row in csv.DictReader(file)])
+    assert 0.8 < (days < predicted).mean() < 1
