@@ -1,5 +1,5 @@
-"""A task: what a model learns. This one predicts a quantile of a number, such as how long 9 of 10 patients stay at most.
-Try it; the numbers are here the digits 0 to 9:
+"""A task: what a model learns. This one predicts a quantile, such as how long 9 of 10 patients stay at most. Try it;
+here, the numbers are the digits 0 to 9:
 
 fedstrata run --set task={module}:Quantile --set task.level=0.9 --set partition=iid --set training.lr=0.01
 """
