@@ -257,10 +257,10 @@ def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
 
 def _matrix(history: History) -> Confusion | None:
     """Return the confusion matrix of the saved model; None if it was not recorded."""
-    found = history.confusion.get("last")
+    matrix = history.confusion.get("last")
     if history.model_round is not None:
-        found = next((each for each in history.confusion.values() if each.round == history.model_round), None)
-    return found if found is not None and found.counts.size else None  # empty if the task has no classes
+        matrix = next((each for each in history.confusion.values() if each.round == history.model_round), None)
+    return matrix if matrix is not None and matrix.counts.size else None  # empty if the task has no classes
 
 
 def _class_names(run: Run) -> list[str]:
