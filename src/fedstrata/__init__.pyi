@@ -30,6 +30,13 @@ from .data.partitions.schemes import Shards as Shards
 from .data.schema import Schema as Schema
 from .data.sources import Data as Data
 from .data.tables import from_dataframe as from_dataframe
+from .data.tasks.base import Targets as Targets
+from .data.tasks.base import Task as Task
+from .data.tasks.classification import Classification as Classification
+from .data.tasks.multilabel import MultiLabel as MultiLabel
+from .data.tasks.regression import Regression as Regression
+from .data.tasks.segmentation import Segmentation as Segmentation
+from .data.tasks.tokens import NextToken as NextToken
 from .evaluation.history import History as History
 from .evaluation.history import numbers as numbers
 from .evaluation.metrics import Metric as Metric

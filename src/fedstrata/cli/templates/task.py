@@ -7,10 +7,10 @@ fedstrata run --set task={module}:Quantile --set task.level=0.9 --set partition=
 import torch
 from pydantic import Field
 
-from fedstrata.data.tasks.regression import Regression
+import fedstrata as fs
 
 
-class Quantile(Regression):
+class Quantile(fs.Regression):
     """The prediction of a quantile of each target; metrics and predictions are those of a regression.
 
     Args:
