@@ -154,7 +154,9 @@ def test_samples_that_nobody_holds(make_run, run, few):
     theirs = ServerData(prepared.data, prepared.assignment).indices()
     held = as_rows(Pixels.of(prepared.data).images(torch.from_numpy(theirs)))
     assert not any(as_rows(finding.target.unseen) & held for finding in audit.findings)
-    with pytest.raises(SpecError, match="held_out = 'spare': the attacker needs at least 64 images, but there are only 0"):
+    with pytest.raises(
+        SpecError, match="held_out = 'spare': the attacker needs at least 64 images, but there are only 0"
+    ):
         audit_prototypes(run, clients=1, steps=1, held_out="spare")
 
 

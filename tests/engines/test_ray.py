@@ -261,7 +261,7 @@ def test_a_cluster_that_reports_no_processors_gets_one_worker(
 
 def test_other_versions_are_refused(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "VERSIONS", "fedstrata 0")
-    with pytest.raises(FedstrataError, match="but this process uses fedstrata 0. Install the same versions"):
+    with pytest.raises(FedstrataError, match=r"but this process uses fedstrata 0\. Install the same versions"):
         RayEngine(context_of(fs.Experiment()), StateStore(), pool=pool)
 
 

@@ -455,7 +455,9 @@ def test_a_module_that_all_seeds_would_start_from_is_warned_of(tmp_path):
 
     spec = fs.Experiment.from_table({"partition": {"clients": 3}, "training": {"rounds": 1, "local_steps": 1}})
     few = {"jobs": 1, "report": False}
-    with pytest.warns(UserWarning, match="model: all seeds would start from the weights of this module. Pass its class"):
+    with pytest.warns(
+        UserWarning, match="model: all seeds would start from the weights of this module. Pass its class"
+    ):
         fs.compare({"a": spec}, seeds=[0, 1], model=network(), out=tmp_path / "module", **few)
     # No warning: the seed decides, the weights are meant, or there is one seed.
     fs.compare({"a": spec}, seeds=[0, 1], model=network, out=tmp_path / "function", **few)

@@ -116,9 +116,7 @@ def compare(
         check_trackers(make(spec))
     planned = plan(experiments, seeds, references, data)
     if isinstance(model, nn.Module) and len({seed for _, seed in planned}) > 1:
-        problem = (
-            "all seeds would start from the weights of this module. Pass its class, or a function that creates it"
-        )
+        problem = "all seeds would start from the weights of this module. Pass its class, or a function that creates it"
         warnings.warn(f"model: {problem}; if its weights are meant, pass fs.Model(module)", stacklevel=2)
     folders = {key: folder_of(out, key) for key in planned}
     for key, spec in planned.items():
