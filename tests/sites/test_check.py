@@ -171,7 +171,7 @@ def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys:
     assert (after.subject, list(after.extensions)) == (before.subject, list(before.extensions))
     assert after.serial_number != before.serial_number
     assert key.read_bytes() == key_before
-    with pytest.raises(FedstrataError, match="another federation's"):
+    with pytest.raises(FedstrataError, match="It belongs to another federation"):
         renew(made / "other" / "authority", path, 30)
     with pytest.raises(FedstrataError, match="no folder of a root's private key"):
         renew(fed / "a", path, 30)
@@ -352,7 +352,7 @@ def test_who_is_struck_off_the_list_may_not_connect(
     assert json.loads(capsys.readouterr().out) == {"members": ["b"]}
     assert [refused(), refused()] == [["a", "c"]] * 2
     assert caplog.text.count("a is not on the list of who may connect") == 1
-    with pytest.raises(SpecError, match="not on the list; on it are b"):
+    with pytest.raises(SpecError, match=r"is not on the list\. The list contains: b"):
         revoke(fed / "server", "a")
     assert revoke(fed / "server", "a", undo=True) == ["a", "b"]
     assert refused() == ["c"]

@@ -59,7 +59,7 @@ def test_a_manifest_names_what_a_result_was_made_from(
     assert json.loads(capsys.readouterr().out) == found
     sign(tmp_path / "run", federations / "fed" / "b")
     assert main(["verify", str(tmp_path / "run"), "--kit", str(federations / "fed" / "a")]) == 2
-    assert "is signed by b; accepted: the administrator, admin@fedstrata.local" in capsys.readouterr().err
+    assert "is signed by b, but must be signed by the administrator, admin@fedstrata.local" in capsys.readouterr().err
     sign(tmp_path / "run", federations / "fed" / "admin")
     text = (tmp_path / "run" / MANIFEST).read_text()
     (tmp_path / "run" / MANIFEST).write_text(text.replace("0123", "0124"))
@@ -114,5 +114,5 @@ def test_a_signature_without_a_model_is_none_of_a_result(result: Path, federatio
     model = (result / "model.safetensors").rename(result.with_name("kept"))
     sign(result, federations / "fed" / "admin")
     model.rename(result / "model.safetensors")
-    with pytest.raises(DataError, match=r"names no model\.safetensors"):
+    with pytest.raises(DataError, match=r"does not list model\.safetensors"):
         verify(result, federations / "fed" / "a")

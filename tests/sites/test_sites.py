@@ -696,7 +696,7 @@ X, Y = np.zeros((4, 8, 8)), np.zeros(4, int)
         ({"x_train": X, "y_train": np.full(4, "a")}, "y_train is <U1", "y_train: expected one whole number"),
         ({"x_train": np.full((4, 8, 8), np.nan), "y_train": Y}, "256 values are", "x_train: not all values are finite"),
         ({"x_train": np.array([{}], dtype=object), "y_train": Y}, "Object arrays cannot be", "they cannot be used"),
-        ({"x_train": X + 16e3, "y_train": Y}, "x_train holds 16000; ", "accepted: 0 to 255, by data.range; 'fedst"),
+        ({"x_train": X + 16e3, "y_train": Y}, "x_train holds 16000; ", "accepted: 0 to 255, by data.range; run 'fedst"),
         ({"x_train": X[:1], "y_train": Y[:1]}, "1 training samples", "too few training samples; accepted: 2 or"),
         ({"x_train": X, "y_train": Y, "x_test": X}, "has x_test and no y_test", "x_test without y_test"),
     ],

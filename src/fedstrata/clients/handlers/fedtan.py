@@ -99,7 +99,8 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
                 torch.autograd.grad(model(params, data.batch(slice(0, 0)).x).sum(), leaves, allow_unused=True)
         after = Weights({name: p.detach().clone() for name, p in params.items()}, model.current_buffers())
     mean = float(torch.stack(losses).mean()) if losses else 0.0
-    return weighted(client, FitReply(after, len(client), len(losses), seen, mean, {}, bool(losses)), data)
+    reply = FitReply(after, len(client), len(losses), seen, mean, {}, bool(losses))
+    return weighted(reply, data) if shared.config.task.weighted else reply
 
 
 def _freeze(module: nn.Module) -> None:

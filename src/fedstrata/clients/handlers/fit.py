@@ -26,13 +26,11 @@ def fit(client: Client, request: Fit) -> FitReply:
     data = LocalData(client, chosen, client.context.cached(on_device).device)
     outcome = train(client, weights, data, round=request.round, message=request.message)
     reply = fit_reply(client, request, len(chosen), outcome)
-    return weighted(client, reply, data) if request.counts else reply
+    return weighted(reply, data) if client.context.config.task.weighted and request.counts else reply
 
 
-def weighted(client: Client, reply: FitReply, data: LocalData) -> FitReply:
-    """Add the sum of the samples' weights to a reply, if samples of the task have different weights."""
-    if not client.context.config.task.weighted:
-        return reply
+def weighted(reply: FitReply, data: LocalData) -> FitReply:
+    """Add the sum of the samples' weights, such as their number of tokens, to a reply."""
     return WeightedFitReply(**vars(reply), weight=data.weight())
 
 
