@@ -173,7 +173,7 @@ def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys:
     assert key.read_bytes() == key_before
     with pytest.raises(FedstrataError, match="It belongs to another federation"):
         renew(made / "other" / "authority", path, 30)
-    with pytest.raises(FedstrataError, match="no folder of a root's private key"):
+    with pytest.raises(FedstrataError, match="the folder has no private key of a root certificate"):
         renew(fed / "a", path, 30)
 
 
@@ -357,7 +357,7 @@ def test_who_is_struck_off_the_list_may_not_connect(
     assert revoke(fed / "server", "a", undo=True) == ["a", "b"]
     assert refused() == ["c"]
     assert main(["revoke", str(fed / "server"), "aa", "--undo"]) == 2
-    assert "SITE = 'aa': no site that was ever on the list; accepted: a, b" in capsys.readouterr().err
+    assert "SITE = 'aa': is not a site of this federation. Use one of: a, b" in capsys.readouterr().err
     assert members(fed / "server") == ["a", "b"]
-    with pytest.raises(SpecError, match="no server's folder"):
+    with pytest.raises(SpecError, match="is not the folder of a server"):
         revoke(fed / "a", "b")

@@ -102,7 +102,7 @@ def test_a_missing_file_of_sites_is_named(tmp_path: Path) -> None:
 def test_clients_of_the_partition_are_dealt_to_the_sites_in_order(tmp_path: Path) -> None:
     spec = fs.Experiment(partition=fs.IID(clients=5))
     assert _sites(tmp_path, "[site.b]\n[site.a]").site_of_client(spec) == ("b", "b", "b", "a", "a")
-    with pytest.raises(SpecError, match="there are 6 sites, each with at least one client. Use at least 6"):
+    with pytest.raises(SpecError, match=r"there are 6 sites, each with at least one client\. Use at least 6"):
         _sites(tmp_path, "".join(f"[site.s{n}]\n" for n in range(6))).site_of_client(spec)
 
 
@@ -466,7 +466,7 @@ def test_a_server_that_refuses_is_not_asked_again(submitted: Submitted, at: str)
     from nvflare.fuel.flare_api.api_spec import AuthorizationError, InvalidJobDefinition
 
     for refusal in (InvalidJobDefinition("no meta"), AuthorizationError("not you")):
-        with pytest.raises(FedstrataError, match=f"the server refuses: {type(refusal).__name__}: {refusal}"):
+        with pytest.raises(FedstrataError, match=f"the server refused: {type(refusal).__name__}: {refusal}"):
             submitted(refusal, at=at)
 
 

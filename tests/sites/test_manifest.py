@@ -67,10 +67,12 @@ def test_a_manifest_names_what_a_result_was_made_from(
         verify(tmp_path / "run", federations / "fed" / "a")
     (tmp_path / "run" / MANIFEST).write_text(json.dumps(json.loads(text), indent=2) + "\n")
     (tmp_path / "run" / "model.safetensors").write_bytes(b"another")
-    with pytest.raises(DataError, match=r"not as the administrator signed it: model\.safetensors \(changed\)"):
+    with pytest.raises(
+        DataError, match=r"was changed after the administrator signed it: model\.safetensors \(changed\)"
+    ):
         verify(tmp_path / "run", federations / "fed" / "a")
     (tmp_path / "run" / CERTIFICATE).unlink()
-    with pytest.raises(DataError, match="no certificate can be read"):
+    with pytest.raises(DataError, match="the file is not a certificate that can be read"):
         verify(tmp_path / "run", federations / "fed" / "a")
 
 

@@ -338,7 +338,7 @@ def test_under_the_default_policy_a_method_runs_or_is_refused_before_its_first_r
     if name in ("stratify single", "stratify hybrid", "fedtan"):  # the last by its batches of four
         with (
             warnings.catch_warnings(),
-            pytest.raises(FedstrataError, match=r"no site takes part.*'policy\.min_samples'"),
+            pytest.raises(FedstrataError, match=r"none of the sites takes part.*'policy\.min_samples'"),
         ):
             _at_sites(spec, tmp_path, Policy(jobs="within-policy"))
         return

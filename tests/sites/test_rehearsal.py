@@ -73,7 +73,7 @@ def test_a_rehearsal_finds_the_file_that_is_not_what_the_spec_says(
     sites = place / "examples/hospitals/sites.toml"
     sites.write_text(sites.read_text().replace("least = 1 ", "least = 2 ").replace('"wait"', '"abort"'))
     rehearse(place, "again", code=1)
-    assert "1 sites answer, and least = 2; site switzerland takes no part" in capsys.readouterr().err
+    assert "only 1 sites answer, but least = 2; site switzerland takes no part" in capsys.readouterr().err
 
 
 def test_every_thread_that_answers_computes_with_the_specs_number(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +135,11 @@ def test_a_rehearsal_does_not_go_on_with_other_data(place: Path, changed: bool) 
     reasons = [event["reason"] for event in read_jsonl(place / "part" / "events.jsonl") if event["kind"] == "absent"]
     assert [record["clients_returned"] for record in fs.History.load(place / "part")] == [2, 1 if changed else 2]
     assert bool(reasons) == changed
-    problem = "site switzerland takes no part: its data are not those with which the run began"
+    problem = "site switzerland takes no part: its data have changed since the run began"
     assert all(problem in reason for reason in reasons)
 
 
 def test_a_rehearsal_runs_here(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments: list[Any] = ["run", "examples/hospitals/hospitals.toml", "--sites", "examples/hospitals/sites.toml"]
     assert main([*arguments, "--engine", "ray", "--out", "x"]) == 2
-    assert "a rehearsal runs here" in capsys.readouterr().err
+    assert "with --sites, the run is simulated on this machine" in capsys.readouterr().err
