@@ -348,7 +348,10 @@ def test_every_part_of_an_evaluation():
         assert 30 < history.final(part) < 120, part
 
 
-def test_two_workers_give_the_same_bytes(tmp_path):
+def test_two_workers_give_the_same_bytes(tmp_path, monkeypatch):
+    # Sharing is forced: such small work would not pay.
+    monkeypatch.setattr("fedstrata.engines.local.STARTING_PAYS", -1.0)
+    monkeypatch.setattr("fedstrata.engines.local.ASKING_PAYS", -1.0)
     contents = []
     for workers in (1, 2):
         table = diabetes_spec()
