@@ -306,7 +306,7 @@ def test_shared_parameters_are_read_where_they_lie_and_left_alone_afterwards():
     with model.loaded(initial) as params:
         for _ in range(2):
             model.share(given)
-            assert torch.equal(model(params, x), model({**given}, x))
+            assert torch.equal(model(params, x), model(model.laid_out(given), x))  # formats differ in last bits
             assert params["2.weight"].data_ptr() == given["2.weight"].data_ptr()
             assert params["0.weight"].is_contiguous(memory_format=torch.channels_last)
         given["2.weight"] += 1
