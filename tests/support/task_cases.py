@@ -18,6 +18,7 @@ WORDS, LENGTH, SIDE, CLASSES = 6, 5, 4, 3
 CASES: dict[str, dict[str, Any]] = {
     "classification": {"name": "classification"},
     "classification, weights": {"name": "classification", "class_weights": [1, 2, 3], "label_smoothing": 0.1},
+    "classification, several inputs": {"name": "classification"},
     "regression": {"name": "regression"},
     "regression, bins": {"name": "regression", "bins": 3},
     "multilabel": {"name": "multilabel"},
@@ -40,6 +41,19 @@ class Network(nn.Module):
         return self.head(self.body(x))
 
 
+class SeveralInputs(Network):
+    """A network of the ids of words, a mask of those that count, and numbers."""
+
+    def __init__(self, norm: nn.Module | None) -> None:
+        super().__init__([nn.Linear(6, 8)], nn.Linear(8, CLASSES), norm)
+        self.words = nn.Embedding(WORDS, 4)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        counts = mask.float()[..., None]
+        mean = (self.words(ids) * counts).sum(dim=1) / counts.sum(dim=1)
+        return super().forward(torch.cat([mean, numbers], dim=1))
+
+
 class Normed(nn.Module):
     """BatchNorm of the features of tokens, (B, T, F)."""
 
@@ -59,6 +73,8 @@ class Networks:
 
     def __call__(self) -> nn.Module:
         name = CASES[self.case]["name"]
+        if self.case == "classification, several inputs":
+            return SeveralInputs(nn.BatchNorm1d(8) if self.norm else None)
         if name == "next-token":
             norm = Normed(8) if self.norm else None
             return Network([nn.Embedding(WORDS, 8)], nn.Linear(8, WORDS), norm)
@@ -79,6 +95,9 @@ def data_of(case: str) -> Dataset:
         case "classification":
             y: Any = np.arange(n) % CLASSES
             x[:, 0] += y
+            if case == "classification, several inputs":
+                mask = np.arange(LENGTH) < 1 + np.arange(n)[:, None] % LENGTH
+                x = {"ids": generator.integers(0, WORDS, (n, LENGTH)), "mask": mask, "numbers": x[:, :2]}
         case "regression":
             y = np.stack([100 + 20 * x[:, 0], x[:, 1] - x[:, 2]], axis=1)
         case "multilabel":
@@ -94,7 +113,11 @@ def data_of(case: str) -> Dataset:
             x = generator.normal(size=(n, SIDE, SIDE)).astype(np.float32)
             y = np.digitize(x, [-0.5, 0.5])
             y[::3, 0] = -100
-    return from_arrays(x[:TRAIN], y[:TRAIN], x[TRAIN:], y[TRAIN:], task=TASKS.parse(settings), **more)
+    train, test = (
+        {name: array[part] for name, array in x.items()} if isinstance(x, dict) else x[part]
+        for part in (slice(TRAIN), slice(TRAIN, n))
+    )
+    return from_arrays(train, y[:TRAIN], test, y[TRAIN:], task=TASKS.parse(settings), **more)
 
 
 def spec_of(method: Any = "fedavg", **tables: Any) -> fs.Experiment:

@@ -34,6 +34,7 @@ from fedstrata.audits.pixels import Pixels
 from fedstrata.audits.replay import Watch, last_checkpoints, step_until
 from fedstrata.audits.similarity import mean_of
 from fedstrata.base.errors import SpecError
+from fedstrata.base.inputs import single
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.printable import printable
 from fedstrata.base.process import training_process
@@ -310,7 +311,7 @@ class Attacker:
     def __init__(self, prepared: Prepared, pixels: Pixels, steps: int, seed: int) -> None:
         self.data, self.pixels, self.steps, self.seed = prepared.data, pixels, steps, seed
         self.model = prepared.config.model.clone()
-        self.layers = Layers.of(self.model, int(np.prod(prepared.data.shape)))
+        self.layers = Layers.of(self.model, single(prepared.data.x_train)[0].numel())
         labels = prepared.data.y_test
         chosen = [torch.nonzero(labels == c).flatten() for c in range(prepared.data.outputs)]
         every = torch.arange(len(labels))
@@ -369,9 +370,9 @@ class Attacker:
     def _images(self, inputs: Tensor) -> Tensor:
         """Convert inputs of the model (n, features) to images, and drop images with values clearly outside [0, 1]."""
         data = self.data
-        values = inputs.reshape(-1, data.shape[0], *data.shape[1:])
+        values = inputs.reshape(-1, *data.shape)
         if data.shift is not None and data.scale is not None:
-            values = values / data.scale[:, None, None] + data.shift[:, None, None]
+            values = values / single(data.scale)[:, None, None] + single(data.shift)[:, None, None]
         images = (values - self.pixels.low) / (self.pixels.high - self.pixels.low)
         sound = ((images > -0.02) & (images < 1.02)).flatten(1).all(dim=1)
         return images[sound]

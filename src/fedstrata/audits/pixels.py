@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedstrata.base.errors import SpecError
+from fedstrata.base.inputs import single
 from fedstrata.data.dataset import Dataset, Indices, Split
 
 SMALLEST = 7
@@ -35,20 +37,22 @@ class Pixels:
         Raises:
             SpecError: The samples are not images of at least 7x7 pixels.
         """
-        if len(data.shape) != 3 or min(data.shape[1:]) < SMALLEST:
+        shape = data.shape
+        if isinstance(shape, Mapping) or len(shape) != 3 or min(shape[1:]) < SMALLEST:
             problem = (
                 f"the audit requires images of at least {SMALLEST}x{SMALLEST} pixels, but the samples have the shape "
-                f"{data.shape}. Use other data."
+                f"{shape}. Use other data."
             )
             raise SpecError("data.name", problem, data.name)
-        if data.x_train.dtype == torch.uint8:
+        stored = single(data.x_train)
+        if stored.dtype == torch.uint8:
             return cls(data, 0.0, 255.0)
-        low, high = float(data.x_train.min()), float(data.x_train.max())
+        low, high = float(stored.min()), float(stored.max())
         return cls(data, low, high if high > low else low + 1.0)
 
     def images(self, indices: Indices, split: Split = "train") -> Tensor:
         """Return the samples with these indices as images with values in [0, 1], shape (B, C, H, W)."""
-        stored = self.data.x_train if split == "train" else self.data.x_test
+        stored = single(self.data.x_train if split == "train" else self.data.x_test)
         taken = stored[indices].float()
         return ((taken - self.low) / (self.high - self.low)).clamp(0, 1).permute(0, 3, 1, 2).contiguous()
 
@@ -57,4 +61,4 @@ class Pixels:
         values = images * (self.high - self.low) + self.low
         if self.data.shift is None or self.data.scale is None:
             return values
-        return (values - self.data.shift[:, None, None]) * self.data.scale[:, None, None]
+        return (values - single(self.data.shift)[:, None, None]) * single(self.data.scale)[:, None, None]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata.base.errors import WithheldError
+from fedstrata.base.inputs import Inputs
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Dataset
@@ -148,7 +149,7 @@ class Client:
         """The strata of the client's samples, such as their classes, shape (n_k,)."""
         return self.context.data.require_strata("method", "stratify")[self.indices]
 
-    def samples(self, chosen: NDArray[np.int64] | slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def samples(self, chosen: NDArray[np.int64] | slice = slice(None)) -> tuple[Inputs, Tensor]:
         """Return the inputs (n, …) and the targets (n, …) of some of the client's samples.
 
         Args:

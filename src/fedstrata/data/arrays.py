@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -56,6 +56,36 @@ def checked_ids(values: Array, key: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array.astype(np.int64)))
 
 
+def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
+    """Convert several inputs, each with a name, to tensors (N, …). Whole numbers and booleans stay as they are.
+
+    Args:
+        values: A mapping from the names of a module's arguments to arrays (N, …).
+        key: The name of the inputs in messages.
+
+    Raises:
+        DataError: A name is not one of an argument, an input is not numbers, some are not finite, or lengths differ.
+    """
+    tensors = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise DataError(f"{key}: {name!r} cannot name an argument of a model. Use a name such as 'input_ids'.")
+        part = f"{key}.{name}"
+        array = _numpy(value, part)
+        if array.dtype.kind not in "fiub":
+            raise DataError(f"{part}: is of type {array.dtype}. Inputs must be numbers or booleans.")
+        if array.ndim < 1 or array.size == 0:
+            raise DataError(f"{part}: has shape {array.shape}. Give at least one sample, (N, …).")
+        tensors[name] = _tensor(array if array.dtype.kind == "b" else _storable(array, part, exact=False))
+    if not tensors:
+        raise DataError(f"{key}: is a mapping without inputs. Give at least one.")
+    lengths = {name: len(tensor) for name, tensor in tensors.items()}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{length} of {name}" for name, length in lengths.items())
+        raise DataError(f"{key}: the inputs have different numbers of samples: {listed}. Give one for each sample.")
+    return tensors
+
+
 def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     """Convert inputs to the form in which they are stored. The result may share memory with ``values``.
 
@@ -84,6 +114,16 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
         array = array.transpose(0, 2, 3, 1)
     if array.ndim == 3:
         array = array[..., None]
+    return _tensor(_storable(array, key, exact=exact))
+
+
+def _tensor(array: NDArray[np.generic]) -> Tensor:
+    array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[np.generic]:
+    """Return numbers in a type that PyTorch supports well; see ``checked_inputs``."""
     if array.dtype.kind == "f":
         if array.dtype.itemsize > 8:
             array = array.astype(np.float64)
@@ -107,8 +147,7 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
             raise DataError(f"{key}: holds {largest}; {accepted}").publicly(f"{key}: too large numbers; {accepted}")
         # PyTorch supports few operations on uint16, uint32 and uint64.
         array = array.astype(np.int32 if array.dtype.itemsize == 2 else np.int64)
-    array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    return array
 
 
 SPLITS = ("train", "test")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import DataError, SpecError
+from fedstrata.base.inputs import Inputs, Shape, each, tensors_of
 from fedstrata.data import arrays
 from fedstrata.data.arrays import Array, Normalize
 from fedstrata.data.tasks.base import TASKS, Task
@@ -34,11 +35,13 @@ class Dataset:
     """Training and test samples of one task.
 
     Images are stored as N,H,W,C and tables as N,F, in the type in which they are given: 60,000 images of bytes stay
-    bytes. ``inputs`` converts a batch to float32 for the model. ``from_arrays`` and ``Data(…).load()`` build data sets.
+    bytes. ``inputs`` converts a batch to float32 for the model. If a sample has several inputs, each is a tensor of its
+    own type and shape. ``from_arrays`` and ``Data(…).load()`` build data sets.
 
     Args:
         name: The name of the data set in reports.
-        x_train: Training inputs, (N, H, W, C) or (N, F), contiguous.
+        x_train: Training inputs, (N, H, W, C) or (N, F), contiguous; or a mapping from the name of each of several
+            inputs to a tensor (N, …).
         y_train: Training targets; for classification, labels (N,) int64 in 0…C−1.
         x_test: Test inputs, of the same form.
         y_test: Test targets, of the same form.
@@ -46,7 +49,8 @@ class Dataset:
         domain_train: The domain of each training sample, (N,) int64; None without domains.
         domain_test: The domain of each test sample.
         domain_names: The name of each domain.
-        shift: The number to subtract from each channel (C,) or feature (F,); float32 or float64.
+        shift: The number to subtract from each channel (C,) or feature (F,); float32 or float64. For several inputs,
+            a mapping with those that are normalised.
         scale: The number by which each channel or feature is multiplied after that.
         client_train: The client that each training sample comes from, (N,) int64; None without natural clients.
         client_test: The client that each test sample comes from, if known.
@@ -60,16 +64,16 @@ class Dataset:
     """
 
     name: str
-    x_train: Tensor
+    x_train: Inputs
     y_train: Tensor
-    x_test: Tensor
+    x_test: Inputs
     y_test: Tensor
     class_names: tuple[str, ...]
     domain_train: Tensor | None = None
     domain_test: Tensor | None = None
     domain_names: tuple[str, ...] = ()
-    shift: Tensor | None = None
-    scale: Tensor | None = None
+    shift: Inputs | None = None
+    scale: Inputs | None = None
     client_train: Tensor | None = None
     client_test: Tensor | None = None
     client_names: tuple[str, ...] = ()
@@ -120,19 +124,28 @@ class Dataset:
         return self.strata
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one sample as a model sees it: (C, H, W) or (F,)."""
+    def shape(self) -> Shape:
+        """The shape of one sample as a model sees it: (C, H, W) or (F,); for several inputs, the shape of each."""
+        if isinstance(self.x_train, Mapping):
+            return {name: tuple(tensor.shape[1:]) for name, tensor in self.x_train.items()}
         size = tuple(self.x_train.shape[1:])
         if self.keep:
             return size
         return (size[2], size[0], size[1]) if len(size) == 3 else size
 
     @property
+    def sample_bytes(self) -> int:
+        """The size of one sample as a model sees it."""
+        if not isinstance(self.x_train, Tensor):
+            return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in self.x_train.values())
+        return 4 * self.x_train.shape[1:].numel()
+
+    @property
     def train_size(self) -> int:
         """The number of training samples."""
         return len(self.y_train)
 
-    def inputs(self, indices: Indices, split: Split = "train") -> Tensor:
+    def inputs(self, indices: Indices, split: Split = "train") -> Inputs:
         """Return the normalised inputs of some samples, in the order of ``indices``.
 
         Args:
@@ -141,11 +154,15 @@ class Dataset:
 
         Returns:
             A copy of the inputs, float32, (B, F) or (B, C, H, W) in channels-last memory format; with ``keep``, int64.
+            Or a mapping from the name of each of several inputs to a tensor (B, …).
 
         Raises:
             IndexError: An index is negative or too large.
         """
-        stored = _take(self.x_train if split == "train" else self.x_test, indices)
+        inputs = self.x_train if split == "train" else self.x_test
+        if isinstance(inputs, Mapping):
+            return {name: self._named(name, _take(tensor, indices)) for name, tensor in inputs.items()}
+        stored = _take(inputs, indices)
         if self.keep:
             return stored
         if self._rows is not None and self._rows[0].dtype == torch.float64:  # float32 would be too coarse here
@@ -156,14 +173,21 @@ class Dataset:
                 batch.flatten(1).sub_(self._rows[0]).mul_(self._rows[1])
         return batch.permute(0, 3, 1, 2) if batch.dim() == 4 else batch
 
+    def _named(self, name: str, stored: Tensor) -> Tensor:
+        """Return one of several inputs, normalised along its last axis."""
+        if not isinstance(self.shift, Mapping) or not isinstance(self.scale, Mapping) or name not in self.shift:
+            return stored
+        return stored.to(self.shift[name].dtype).sub(self.shift[name]).mul_(self.scale[name]).float()
+
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor] | None:
         """Shift and scale, repeated for every number of a flattened sample; None if inputs are not normalised.
 
         Broadcasting them over the last axis of images, which has 3 channels, would take four times as long.
         """
-        if self.shift is None or self.scale is None:
+        if not isinstance(self.x_train, Tensor) or not isinstance(self.shift, Tensor):
             return None
+        assert isinstance(self.scale, Tensor)
         repeats = self.x_train.shape[1:].numel() // len(self.shift)
         return self.shift.repeat(repeats), self.scale.repeat(repeats)
 
@@ -173,8 +197,13 @@ class Dataset:
 
     def to(self, device: torch.device | str) -> Dataset:
         """Return the data set with its tensors on ``device``."""
-        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return dataclasses.replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+        moved: dict[str, Any] = {name: each(x, lambda tensor: tensor.to(device)) for name, x in self.tensors().items()}
+        return dataclasses.replace(self, **moved)
+
+    def tensors(self) -> dict[str, Inputs]:
+        """Return the fields that are tensors, or mappings of tensors."""
+        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in named.items() if isinstance(value, (Tensor, Mapping))}
 
     def __repr__(self) -> str:
         domains = f", domains={len(self.domain_names)}" if self.domain_names else ""
@@ -185,9 +214,9 @@ class Dataset:
 
 
 def from_arrays(
-    x_train: Array,
+    x_train: Array | Mapping[str, Array],
     y_train: Array,
-    x_test: Array,
+    x_test: Array | Mapping[str, Array],
     y_test: Array,
     *,
     name: str = "arrays",
@@ -204,7 +233,9 @@ def from_arrays(
 
     Args:
         x_train: Images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F), of any numeric type. Four axes are
-            read as N,C,H,W if the length of the second axis is 1, 3 or 4 and that of the last is not.
+            read as N,C,H,W if the length of the second axis is 1, 3 or 4 and that of the last is not. If a model takes
+            several inputs, a mapping from the names of its arguments to arrays (N, …) of any shape: whole numbers and
+            booleans, such as ids of tokens and masks, stay as they are; floats are normalised along their last axis.
         y_train: Training targets. Classification: one label per sample, any whole numbers or strings. Regression: one
             or several numbers per sample, (N,) or (N, K). Several labels: 0 or 1 for each label, (N, K). Next token:
             ids, (N, T). Segmentation: classes, (N, H, W).
@@ -232,16 +263,8 @@ def from_arrays(
     >>> data.class_names, data.y_train.tolist(), data.inputs(slice(None)).tolist()
     (('ant', 'cat'), [1, 0], [[-1.0], [1.0]])
     """
-    if keep := normalize == "keep":
-        train, test = arrays.checked_ids(x_train, "x_train"), arrays.checked_ids(x_test, "x_test")
-    else:
-        train = arrays.checked_inputs(x_train, "x_train")
-        test = arrays.checked_inputs(x_test, "x_test", exact=train.dtype == torch.float64)
-    if train.shape[1:] != test.shape[1:]:
-        raise DataError(
-            f"a sample of x_train is {_size(train)}, but one of x_test {_size(test)}. Give both the same shape."
-        )
-    sizes = (len(train), len(test))
+    train, test = _checked_pair(x_train, x_test, normalize)
+    sizes = (len(tensors_of(train)[0]), len(tensors_of(test)[0]))
     task = task_of(task, y_train)
     y = task.targets(y_train, y_test, class_names, sizes)
     domains: tuple[tuple[Tensor | None, Tensor | None], tuple[str, ...]] = ((None, None), ())
@@ -251,7 +274,7 @@ def from_arrays(
         pair = arrays.checked_labels(domain_train, domain_test, sizes, "domain")
         domains = arrays.encode(pair, domain_names, "domain")
     owners, client_names = arrays.encode_clients(clients, clients_test, sizes)
-    shift, scale = (None, None) if keep else arrays.normalisation(train, normalize)
+    shift, scale = normalisation(train, normalize)
     return Dataset(
         name,
         train,
@@ -267,8 +290,55 @@ def from_arrays(
         client_names,
         task=task,
         n_outputs=y.outputs,
-        keep=keep,
+        keep=normalize == "keep" and isinstance(train, Tensor),
     )
+
+
+def _checked_pair(x_train: Any, x_test: Any, normalize: Normalize) -> tuple[Inputs, Inputs]:
+    """Return the inputs of both splits in the form in which they are stored.
+
+    Raises:
+        DataError: The inputs cannot be used, or the splits differ in names, shapes or types.
+    """
+    if isinstance(x_train, Mapping) != isinstance(x_test, Mapping):
+        one, other = ("x_train", "x_test") if isinstance(x_train, Mapping) else ("x_test", "x_train")
+        raise DataError(f"{one} is a mapping of several inputs, but {other} is not. Give both in the same form.")
+    if isinstance(x_train, Mapping):
+        train, test = arrays.checked_named(x_train, "x_train"), arrays.checked_named(x_test, "x_test")
+        if train.keys() != test.keys():
+            names = f"the inputs {', '.join(train)}, but x_test has {', '.join(test)}"
+            raise DataError(f"x_train has {names}. Give both the same.")
+        pairs = [(f"x_train.{name}", train[name], f"x_test.{name}", test[name]) for name in train]
+        both: tuple[Inputs, Inputs] = (train, {name: test[name] for name in train})
+    else:
+        if normalize == "keep":
+            first, second = arrays.checked_ids(x_train, "x_train"), arrays.checked_ids(x_test, "x_test")
+        else:
+            first = arrays.checked_inputs(x_train, "x_train")
+            second = arrays.checked_inputs(x_test, "x_test", exact=first.dtype == torch.float64)
+        pairs, both = [("x_train", first, "x_test", second)], (first, second)
+    for key, first, other_key, second in pairs:
+        if first.shape[1:] != second.shape[1:]:
+            sizes = f"a sample of {key} is {_size(first)}, but one of {other_key} {_size(second)}"
+            raise DataError(f"{sizes}. Give both the same shape.")
+    return both
+
+
+def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, Inputs | None]:
+    """Compute the shift and scale that normalise inputs, from the training inputs; see ``arrays.normalisation``.
+
+    Returns:
+        The shift and the scale; for several inputs, mappings with those that are floats. None if there are none.
+    """
+    if normalize in ("keep", "none"):
+        return None, None
+    if isinstance(train, Tensor):
+        return arrays.normalisation(train, normalize)
+    floats = {name: tensor for name, tensor in train.items() if tensor.is_floating_point()}
+    both = {name: arrays.normalisation(t if t.dim() > 1 else t[:, None], normalize) for name, t in floats.items()}
+    shift = {name: pair[0] for name, pair in both.items() if pair[0] is not None}
+    scale = {name: pair[1] for name, pair in both.items() if pair[1] is not None}
+    return (shift, scale) if shift else (None, None)
 
 
 def task_of(task: Task | str | None, y_train: Array) -> Task:
@@ -309,4 +379,4 @@ def _take(tensor: Tensor, indices: Indices) -> Tensor:
 
 
 def _size(samples: Tensor) -> str:
-    return "x".join(str(side) for side in samples.shape[1:])
+    return "x".join(str(side) for side in samples.shape[1:]) or "one number"

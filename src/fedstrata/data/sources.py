@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +15,16 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from numpy.lib.npyio import NpzFile
-from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from fedstrata.base.config import Setting, from_word
 from fedstrata.base.errors import DataError, SpecError, nearest
+from fedstrata.base.inputs import Shape, each
 from fedstrata.base.rng import rng
-from fedstrata.data.arrays import Normalize, check_seen, decoded, normalisation
+from fedstrata.data.arrays import Normalize, check_seen, decoded
 from fedstrata.data.catalog import KNOWN, folders, names_there
-from fedstrata.data.dataset import Dataset, from_arrays
+from fedstrata.data.dataset import Dataset, from_arrays, normalisation
 from fedstrata.data.fitting import Unfitted, fit
 from fedstrata.data.hub import load_hub
 from fedstrata.data.schema import Schema, another_unit, held_out
@@ -32,7 +32,8 @@ from fedstrata.data.subsets import stratified
 from fedstrata.data.tables import SUFFIXES, dataset_of, read_table, task_of_table
 from fedstrata.data.tasks.base import Task
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, Any]
+"""A mapping from names to arrays; the inputs may be a mapping from the names of several inputs to arrays."""
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
 """The arrays that a ``.npz`` file must hold."""
@@ -135,7 +136,10 @@ with warnings.catch_warnings():
                 else:
                     chosen = torch.from_numpy(np.sort(draws.permutation(data.train_size)[: self.limit]))
                 keys = ("x_train", "y_train", "domain_train", "client_train")
-                limited: dict[str, Any] = {key: array[chosen] for key in keys if (array := vars(data)[key]) is not None}
+                fields = data.tensors()
+                limited: dict[str, Any] = {
+                    key: each(fields[key], lambda part: part[chosen]) for key in keys if key in fields
+                }
                 if data.task.has_classes:
                     check_seen(limited["y_train"], data.y_test, data.class_names)
                 if (unfitted := data.unfitted) is not None:
@@ -148,7 +152,7 @@ with warnings.catch_warnings():
             shift, scale = self.given(data.shape) or normalisation(data.x_train, self.normalize)
             return replace(data, shift=shift, scale=scale)
 
-        def given(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
+        def given(self, shape: Shape) -> tuple[Tensor, Tensor] | None:
             """Return the shift and scale that the spec sets; None if it sets none.
 
             Raises:
@@ -156,6 +160,9 @@ with warnings.catch_warnings():
             """
             if self.shift is None or self.scale is None:
                 return None
+            if isinstance(shape, Mapping):
+                problem = "is for samples of one tensor, and these have several inputs. Remove it."
+                raise SpecError("data.shift", problem, list(self.shift))
             if len(self.shift) != shape[0]:
                 problem = (
                     f"has {len(self.shift)} numbers, but the data have {shape[0]} channels or features. Give one for "
@@ -174,6 +181,11 @@ with warnings.catch_warnings():
             """
             if self.shape is None or self.classes is None:
                 return data
+            if not isinstance(data.x_train, Tensor) or not isinstance(data.x_test, Tensor):
+                problem = (
+                    "is for samples of one tensor, and these have several inputs. Remove data.shape and data.classes."
+                )
+                raise SpecError("data.shape", problem, list(self.shape))
             for part in ("train", "test"):
                 x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
                 if not len(y):
@@ -244,7 +256,8 @@ def read_npz(path: Path) -> Arrays:
     """Read the arrays of a data set from a ``.npz`` file.
 
     Args:
-        path: The file. It must hold ``x_train y_train x_test y_test``. It may hold ``domain_train domain_test``,
+        path: The file. It must hold ``x_train y_train x_test y_test``; several inputs of a model have names such as
+            ``x_train.ids`` and ``x_train.mask``. It may hold ``domain_train domain_test``,
             ``classes`` (the name of each label 0…C−1), ``domains``, and the client of each sample in ``client_train
             client_test``; ``client`` means ``client_train``.
 
@@ -263,7 +276,8 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
 
     Args:
         path: The file.
-        needed: The names of arrays that the file must hold.
+        needed: The names of arrays that the file must hold. Instead of ``x_train``, it may hold ``x_train.NAME`` for
+            several inputs, which are returned as a mapping.
         optional: The names of arrays that it may hold, which are also read.
 
     Raises:
@@ -277,16 +291,22 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, NpzFile) or archive.zip is None:
                 raise DataError(f"{path} holds a single array. Save all arrays with np.savez(file, {needed[0]}=…, …).")
-            if missing := [key for key in needed if key not in archive]:
+            several = {key: [name for name in archive if name.startswith(f"{key}.")] for key in needed if key[0] == "x"}
+            if missing := [key for key in needed if key not in archive and not several.get(key)]:
                 error = DataError(f"{path} lacks the arrays {', '.join(missing)}. It has: {', '.join(archive)}.")
                 raise error.publicly(f"there is no {', '.join(missing)}")
             if (size := sum(int(info.file_size) for info in archive.zip.infolist())) > MOST:
                 raise DataError(f"{path} contains {size / 2**30:,.1f} GiB of arrays. Use at most {MOST >> 30} GiB.")
             if damaged := archive.zip.testzip():  # NumPy skips the checksum if a header declares too few bytes
                 raise ValueError(f"the checksum of {damaged} is wrong")
-            arrays = {key: archive[key] for key in (*needed, *optional) if key in archive}
+            wanted = [*needed, *optional, *(name for names in several.values() for name in names)]
+            arrays: Arrays = {key: archive[key] for key in wanted if key in archive}
             if other := [key for key, array in arrays.items() if not isinstance(array, np.ndarray)]:
                 raise ValueError(f"{other[0]} is not an array")  # NumPy returns bytes for a member without a header
+            for key, names in several.items():
+                parts = {name.removeprefix(f"{key}."): arrays.pop(name) for name in names}
+                if parts:
+                    arrays.setdefault(key, parts)
             return arrays
     except DataError:
         raise

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata.base import records
+from fedstrata.base.inputs import Inputs, each
 from fedstrata.base.process import prepare_process
 from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
@@ -48,21 +49,17 @@ class WorkerPayload:
     """
 
     context: ClientContext
-    arrays: dict[str, NDArray[Any]]
+    arrays: dict[str, NDArray[Any] | dict[str, NDArray[Any]]]
     declared: dict[str, type]
 
     @classmethod
     def of(cls, context: ClientContext, keys: KeyRing) -> WorkerPayload:
         """Return the form of a context that is sent to workers; it contains the keys that clients share."""
         data = context.data
-        tensors = {
-            field.name: value
-            for field in dataclasses.fields(data)
-            if isinstance(value := getattr(data, field.name), Tensor)
-        }
+        tensors = data.tensors()
         # Clients see neither the test set nor the server's data.
-        arrays = {name: t.numpy() for name, t in tensors.items() if not name.endswith("_test")}
-        empty: dict[str, Any] = {name: tensor[:0].clone() for name, tensor in tensors.items()}
+        arrays = {name: _numpy(x) for name, x in tensors.items() if not name.endswith("_test")}
+        empty: dict[str, Any] = {name: each(x, lambda tensor: tensor[:0].clone()) for name, x in tensors.items()}
         shell = dataclasses.replace(data, **empty)
         # Workers do not import notebooks, and so lack the records that a notebook declares.
         declared = {name: cls for name, cls in records.RECORDS.items() if not cls.__module__.startswith("fedstrata.")}
@@ -74,8 +71,18 @@ class WorkerPayload:
     def unpack(self) -> ClientContext:
         """Return the context, whose data set uses the arrays without a copy."""
         records.register(self.declared)
-        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
+        tensors: dict[str, Any] = {name: _tensors(array) for name, array in self.arrays.items()}
         return dataclasses.replace(self.context, data=dataclasses.replace(self.context.data, **tensors))
+
+
+def _numpy(x: Inputs) -> NDArray[Any] | dict[str, NDArray[Any]]:
+    return x.numpy() if isinstance(x, Tensor) else {name: tensor.numpy() for name, tensor in x.items()}
+
+
+def _tensors(x: NDArray[Any] | dict[str, NDArray[Any]]) -> Inputs:
+    if isinstance(x, dict):
+        return {name: torch.from_numpy(array) for name, array in x.items()}
+    return torch.from_numpy(x)
 
 
 @dataclass(frozen=True)

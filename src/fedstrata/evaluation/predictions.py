@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from fedstrata.base.errors import SpecError
+from fedstrata.base.inputs import Inputs, each
 from fedstrata.data.dataset import Dataset, Split
 from fedstrata.federation.messages import Params, Weights
 from fedstrata.models.model import Model
@@ -152,7 +153,7 @@ def collect(
     size = min(batch_size, _samples_in_memory(model, weights, data, split, every)) if n else 1
     with _evaluating(model, weights, batch_statistics and n > 1) as (params, device):
         for begin, end in itertools.pairwise(np.linspace(0, n, -(-n // size) + 1).astype(int).tolist()):
-            x, y = (part(every[begin:end], split).to(device) for part in (data.inputs, data.targets))
+            x, y = _batch(data, every[begin:end], split, device)
             output = model(params, x).float()
             loss, weight = data.task.losses(output, y)
             losses[begin:end], counts[begin:end] = loss.cpu().numpy(), weight.cpu().numpy()
@@ -165,6 +166,11 @@ def collect(
     return Rows(arrays, losses, counts)
 
 
+def _batch(data: Dataset, part: Ints | slice, split: Split, device: torch.device) -> tuple[Inputs, Tensor]:
+    """Return the inputs and targets of some samples on a device."""
+    return each(data.inputs(part, split), lambda tensor: tensor.to(device)), data.targets(part, split).to(device)
+
+
 def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Split, every: Ints) -> int:
     """Return how many samples have outputs of ``OUTPUT_BYTES`` together, at least 1; the first sample shows their size.
 
@@ -172,7 +178,7 @@ def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Spl
         SpecError: All samples together would keep more than ``KEPT_BYTES``.
     """
     with _evaluating(model, weights, False) as (params, device):
-        x, y = (part(every[:1], split).to(device) for part in (data.inputs, data.targets))
+        x, y = _batch(data, every[:1], split, device)
         output = model(params, x).float()
         rows = data.task.rows(output, y)
     kept = len(every) * sum(tensor.numel() * tensor.element_size() for tensor in rows.values())
@@ -225,7 +231,7 @@ def predict(
         bounds = np.linspace(0, n, -(-n // batch_size) + 1).astype(int).tolist()
         for begin, end in itertools.pairwise(bounds):
             part = slice(begin, end) if indices is None else indices[begin:end]
-            x, y = data.inputs(part, split).to(device), data.targets(part, split).to(device)
+            x, y = _batch(data, part, split, device)
             output = model(params, x)
             loss += data.task.total_loss(output, y)
             predicted[begin:end] = output.argmax(dim=1).cpu().numpy()

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedstrata.base.errors import SpecError
+from fedstrata.base.inputs import Inputs
 from fedstrata.models.head import Head
 from fedstrata.models.untrained import Untrained, twin_of
 
 Params = dict[str, Tensor]
 """A mapping from the dotted name of a parameter or buffer in the module to its tensor."""
-
-Inputs = Tensor | Mapping[str, Tensor]
-"""A batch: one tensor (B, …), or a mapping from the names of the module's arguments to tensors (B, …)."""
 
 
 class Model:

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedstrata.base.errors import SpecError
-from fedstrata.models.model import Inputs, Model
+from fedstrata.base.inputs import Inputs, each
+from fedstrata.models.model import Model
 
 
 def draws_random_numbers(model: Model, x: Inputs) -> bool:
@@ -24,7 +25,7 @@ def draws_random_numbers(model: Model, x: Inputs) -> bool:
     Raises:
         SpecError: The pass fails, or changes a frozen parameter.
     """
-    x = _two(x) if isinstance(x, Tensor) else {name: _two(part) for name, part in x.items()}
+    x = each(x, _two)
     before, draws = torch.get_rng_state(), _Draws()  # type: ignore[no-untyped-call]
     try:
         with torch.no_grad(), model.loaded(model.params(), model.buffers(), train=True) as params:

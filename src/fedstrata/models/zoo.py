@@ -18,6 +18,7 @@ from torch import nn
 
 from fedstrata.base.config import FromRegistry, Registry, Setting, build, plain
 from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.inputs import Inputs, Shape, described
 from fedstrata.base.loading import load_object
 from fedstrata.base.rng import torch_seeded
 from fedstrata.models.memory_format import lay_out
@@ -126,8 +127,8 @@ class Custom(ModelSpec):
 
     Args:
         factory: The path ``"package.module:factory"`` of a function that returns a module, or of a subclass of
-            ``nn.Module``. It is called as ``factory(shape, classes, **arguments)``. See ``Model`` about features and
-            head.
+            ``nn.Module``. It is called as ``factory(shape, classes, **arguments)``; if samples have several inputs,
+            ``shape`` is a mapping from their names to shapes. See ``Model`` about features and head.
         arguments: Further arguments of the factory. In a spec, they are the keys of ``[model]`` other than ``name``.
     """
 
@@ -138,7 +139,7 @@ class Custom(ModelSpec):
         """Return the table of a spec: the factory is the ``name``, its arguments are further keys."""
         return {"name": self.factory, **plain(self.arguments)}
 
-    def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+    def build(self, shape: Shape, classes: int) -> nn.Module:
         """See ``ModelSpec.build``."""
         factory = load_object(self.factory, "model")
         try:
@@ -190,17 +191,17 @@ OwnModel = nn.Module | Model | Callable[..., nn.Module]
 AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 
 
-Trial = tuple[torch.Tensor, Callable[[torch.Tensor], str]] | None
+Trial = tuple[Inputs, Callable[[torch.Tensor], str]] | None
 """A batch for a trial of a model, and a function that returns the shape that the outputs should have, or an empty text
 if they have it. None for a batch of zeros, and logits of classes."""
 
 
-def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int, trial: Trial = None) -> Model:
+def make_model(spec: ModelSpec, shape: Shape, classes: int, seed: int, trial: Trial = None) -> Model:
     """Create the model of ``spec``, initialised from ``seed``. Equal arguments give equal bits.
 
     Args:
         spec: The model's settings.
-        shape: The shape of one sample, (channels, height, width) or (features,).
+        shape: The shape of one sample, (channels, height, width) or (features,), or of each of its inputs.
         classes: The number of outputs, such as the number of classes.
         seed: The experiment's seed.
         trial: A sample to try the model on; see ``Trial``.
@@ -211,7 +212,7 @@ def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int,
     name = spec.to_spec().get("name", type(spec).__name__)
     try:
         with torch_seeded(seed, "model"):
-            module = spec.build(shape, classes)
+            module = _built(spec, shape, classes, name)
             _try_out(module, name, shape, classes, trial)
     except FedstrataError:
         raise
@@ -221,7 +222,16 @@ def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int,
     return Model(lay_out(module, shape) if isinstance(spec, Custom) else module)
 
 
-def own_module(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module | Model:
+def _built(spec: ModelSpec, shape: Shape, classes: int, name: str) -> nn.Module:
+    if isinstance(spec, Custom):
+        return spec.build(shape, classes)
+    if isinstance(shape, Mapping):
+        problem = f"takes one input, but the samples have {len(shape)} ({', '.join(shape)}). Use a model of your own."
+        raise SpecError("model.name", problem, name)
+    return spec.build(shape, classes)
+
+
+def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module | Model:
     """Return a user's module: the module itself, or what its class or a function returns.
 
     A class or a function is called as ``model(shape, classes)`` if it accepts this, otherwise as ``model()``. The seed
@@ -243,22 +253,24 @@ def own_module(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> n
     return model
 
 
-def _try_out(module: nn.Module, name: str, shape: tuple[int, ...], classes: int, trial: Trial) -> None:
-    """Run a forward pass on a sample of zeros, so that a module that does not fit fails here and not at a client."""
+def _try_out(module: nn.Module, name: str, shape: Shape, classes: int, trial: Trial) -> None:
+    """Run a forward pass on a sample, so that a module that does not fit fails here and not at a client."""
     require_trainable(module)
-    x, form_of = trial or (
-        torch.zeros(1, *shape),
-        lambda logits: "" if logits.shape == (1, classes) else f"(B, {classes})",
-    )
+    if trial is None:
+        zeros = None if isinstance(shape, Mapping) else torch.zeros(1, *shape)
+        if zeros is None:  # a server without samples does not know the types of several inputs
+            return
+        trial = zeros, lambda logits: "" if logits.shape == (1, classes) else f"(B, {classes})"
+    x, form_of = trial
     try:
         with torch.no_grad():
             logits = forward(module.eval(), x)
     except Exception as error:  # a user's own module may raise anything
-        raise SpecError("model.name", f"fails on samples of shape {shape}: {error}", name) from error
+        raise SpecError("model.name", f"fails on a batch of shape {described(shape)}: {error}", name) from error
     if not isinstance(logits, torch.Tensor) or form_of(logits):
         form = form_of(logits if isinstance(logits, torch.Tensor) else torch.empty(0))
         given = f"a tensor {tuple(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
-        problem = f"must return logits of shape {form}. For a batch of shape {(1, *shape)}, it returned {given}."
+        problem = f"must return logits of shape {form}. For a batch of shape {described(shape)}, it returned {given}."
         raise SpecError("model.name", problem, name)
 
 

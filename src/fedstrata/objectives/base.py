@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar
 from torch import Tensor
 
 from fedstrata.base.config import FromRegistry, Registry, Setting
+from fedstrata.base.inputs import Inputs
 from fedstrata.base.records import Tree
 from fedstrata.data.tasks.base import Task
 from fedstrata.data.tasks.classification import Classification
@@ -28,11 +29,11 @@ class Batch:
     """Samples of one client.
 
     Args:
-        x: Inputs, shape (B, …), float32.
+        x: Inputs, (B, …), float32; or a mapping from the names of several inputs to tensors (B, …).
         y: Targets, shape (B, …); for classification, labels (B,) int64.
     """
 
-    x: Tensor
+    x: Inputs
     y: Tensor
 
 

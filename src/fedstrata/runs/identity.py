@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedstrata.base.config import MayChange, Setting
 from fedstrata.base.errors import SpecError
+from fedstrata.base.inputs import Inputs
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.partitions.base import Assignment
 from fedstrata.models.model import Model
@@ -244,9 +244,12 @@ def _settings(value: Any) -> Iterator[Setting]:
             yield from _settings(getattr(value, name))
 
 
-def _bytes(tensor: Tensor | None) -> bytes:
+def _bytes(tensor: Inputs | None) -> bytes:
     if tensor is None:
         return b"none"
+    if isinstance(tensor, Mapping):
+        parts = {name: _bytes(tensor[name]) for name in sorted(tensor)}
+        return b"".join(f"{name} {len(part)} ".encode() + part for name, part in parts.items())
     flat = tensor.detach().cpu().contiguous()
     values = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # NumPy does not have all types of PyTorch
     return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}".encode() + values.numpy().tobytes()

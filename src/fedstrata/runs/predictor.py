@@ -19,8 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedstrata.base.config import build, under
 from fedstrata.base.errors import DataError, SpecError
+from fedstrata.base.inputs import Inputs, Shape, described, each
 from fedstrata.base.jsonl import jsonable, replace_file, write_json
-from fedstrata.data.arrays import checked_ids, checked_inputs
+from fedstrata.data.arrays import checked_ids, checked_inputs, checked_named
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.fitting import Features
 from fedstrata.data.schema import Schema, Table, parsed
@@ -54,16 +55,12 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
     Args:
         prepared: The experiment.
     """
-    data, model, spec = prepared.data, prepared.config.model, prepared.spec
+    data, model, spec, shape = prepared.data, prepared.config.model, prepared.spec, prepared.data.shape
     architecture = spec.model.to_spec()
     if architecture.get("name") == CUSTOM:
         cls, tensors = type(model.module), {**model.params(), **model.buffers()}
         architecture["class"] = f"{cls.__module__}.{cls.__qualname__}"
         architecture["shapes"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    normalisation = None
-    if data.shift is not None and data.scale is not None:
-        dtype = str(data.shift.dtype).removeprefix("torch.")
-        normalisation = {"dtype": dtype, "shift": data.shift.tolist(), "scale": data.scale.tolist()}
     table = None
     if (features := data.features) is not None:
         schema = {key: value for key, value in features.schema.to_spec().items() if key in OF_ROWS}
@@ -73,18 +70,53 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
         "format": FORMAT,
         "fedstrata": version("fedstrata"),
         "model": architecture,
-        "input_shape": list(data.shape),
+        "input_shape": None if isinstance(shape, Mapping) else list(shape),
         "classes": data.outputs,
         "class_names": list(data.class_names),
         "table": table,
-        "normalisation": normalisation,
+        "normalisation": _normalisation(data.shift, data.scale),
         "batch_size": spec.evaluation.batch_size,
         "batch_statistics": local,
     }
     if data.task != Classification():
         about |= {"task": data.task.to_spec(), "keep": data.keep}
+    if isinstance(x := data.inputs(slice(0, 0)), Mapping):
+        about["inputs"] = _several(x, data)
     frozen = prepared.identity.get("frozen")  # not in the file of parameters: whoever loads the model builds them again
     return about | {"frozen": {"seed": spec.seed, "fingerprints": frozen}} if frozen else about
+
+
+def _normalisation(shift: Inputs | None, scale: Inputs | None) -> dict[str, Any] | None:
+    if not isinstance(shift, Tensor) or not isinstance(scale, Tensor):
+        return None
+    return {"dtype": _name(shift.dtype), "shift": shift.tolist(), "scale": scale.tolist()}
+
+
+def _several(x: Mapping[str, Tensor], data: Dataset) -> dict[str, Any]:
+    """Describe several inputs: the shape, type and normalisation of each."""
+    shift, scale = data.shift or {}, data.scale or {}
+    assert isinstance(shift, Mapping)
+    assert isinstance(scale, Mapping)
+    return {
+        name: {
+            "shape": list(tensor.shape[1:]),
+            "dtype": _name(tensor.dtype),
+            "normalisation": _normalisation(shift.get(name), scale.get(name)),
+        }
+        for name, tensor in x.items()
+    }
+
+
+def _read_normalisation(about: Mapping[str, Any] | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return the shift and the scale that ``_normalisation`` wrote."""
+    if about is None:
+        return None, None
+    dtype = {"float32": torch.float32, "float64": torch.float64}[about["dtype"]]
+    return torch.tensor(about["shift"], dtype=dtype), torch.tensor(about["scale"], dtype=dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
@@ -170,8 +202,8 @@ class Predictor:
         """The ``nn.Module``, in evaluation mode. It takes normalised samples, which ``inputs`` returns."""
         self.classes: tuple[int | str, ...] = _labels(about["class_names"])
         """The labels that ``predict`` may return, in the order of the columns of ``predict_proba``."""
-        self.shape: tuple[int, ...] = tuple(about["input_shape"])
-        """Shape of one sample in the input of ``module``: (channels, height, width) or (features,)."""
+        self.shape: Shape = _shape_of(about)
+        """Shape of one sample in the input of ``module``: (channels, height, width) or (features,); or of each."""
         self.task: Task = _task_of(about)
         """The task, which says what ``predict`` returns."""
         self._keep = bool(about.get("keep", False))
@@ -182,11 +214,7 @@ class Predictor:
         ``schema.names()`` are the names of the features, in the order in which ``module`` takes them.
         """
         self._batch_size, self._batch_statistics = int(about["batch_size"]), bool(about["batch_statistics"])
-        normalisation = about["normalisation"]
-        self._shift = self._scale = None
-        if normalisation is not None:
-            dtype = {"float32": torch.float32, "float64": torch.float64}[normalisation["dtype"]]
-            self._shift, self._scale = (torch.tensor(normalisation[key], dtype=dtype) for key in ("shift", "scale"))
+        self._shift, self._scale = _all_normalisation(about)
 
     def predict(self, x: Any) -> NDArray[Any]:
         """Return the most likely class of each sample; for other tasks, the numbers, labels or tokens.
@@ -241,8 +269,10 @@ class Predictor:
             raise SpecError("task", "predicts no probabilities. Use predict.", self.task.name)
         return np.concatenate([part["probabilities"].cpu().numpy() for part in parts])
 
-    def inputs(self, x: Any) -> Tensor:
+    def inputs(self, x: Any) -> Inputs:
         """Return samples in the form that ``module`` takes: normalised, float32, shape (N, F) or (N, C, H, W).
+
+        For several inputs, this is a mapping from their names to tensors (N, …).
 
         Args:
             x: See ``predict``.
@@ -255,7 +285,7 @@ class Predictor:
     @torch.no_grad()
     def _logits(self, x: Any) -> Iterator[Tensor]:
         data = self._samples(x)
-        n, device = len(data.x_test), next(self.module.parameters()).device
+        n, device = len(data.y_test), next(self.module.parameters()).device
         if self._batch_statistics and n == 1:
             problem = "a single sample; this model was trained with batch_norm = 'local' and normalises each batch"
             raise DataError(f"x: {problem} with its own statistics: give many samples at once")
@@ -263,7 +293,8 @@ class Predictor:
         bounds = np.linspace(0, n, -(-n // self._batch_size) + 1).astype(int).tolist()
         with _batch_statistics(self.module) if self._batch_statistics else nullcontext():
             for begin, end in pairwise(bounds):
-                yield forward(self.module, data.inputs(slice(begin, end), "test").to(device))
+                part = each(data.inputs(slice(begin, end), "test"), lambda tensor: tensor.to(device))
+                yield forward(self.module, part)
 
     def _samples(self, x: Any) -> Dataset:
         """Return a data set that contains the samples and has the normalisation of the run's data set."""
@@ -272,16 +303,16 @@ class Predictor:
         if self._features is not None and (isinstance(x, (Table, Mapping)) or hasattr(x, "columns")):
             table = x if isinstance(x, Table) else table_of(x, "x")
             x = self._features.of(torch.from_numpy(parsed(table, self._features.schema)))
+        if isinstance(self.shape, Mapping):
+            return self._named_samples(x, self.shape)
         if self._keep:
             ids = checked_ids(x, "x")
             if ids.shape[1:] != self.shape:
-                problem = (
-                    f"has the shape {tuple(ids.shape)}, but this model takes (N, {', '.join(map(str, self.shape))})"
-                )
+                problem = f"has the shape {tuple(ids.shape)}, but this model takes {described(self.shape)}"
                 raise DataError(f"x: {problem}. Pad or cut the samples.")
             nothing = torch.zeros(len(ids), dtype=torch.int64)
             return Dataset("x", ids, nothing, ids, nothing, (), keep=True)
-        stored = checked_inputs(x, "x", exact=self._shift is not None and self._shift.dtype == torch.float64)
+        stored = checked_inputs(x, "x", exact=isinstance(self._shift, Tensor) and self._shift.dtype == torch.float64)
         form = (*self.shape[1:], self.shape[0]) if len(self.shape) == 3 else self.shape
         if stored.shape[1:] != form:
             sample = "(N, F)" if len(form) == 1 else "(N, C, H, W), (N, H, W, C) or, with one channel, (N, H, W)"
@@ -293,6 +324,20 @@ class Predictor:
         labels = torch.zeros(len(stored), dtype=torch.int64)
         names = tuple(str(label) for label in self.classes)
         return Dataset("x", stored, labels, stored, labels, names, shift=self._shift, scale=self._scale)
+
+    def _named_samples(self, x: Any, shape: Mapping[str, tuple[int, ...]]) -> Dataset:
+        """Return a data set of samples that have several inputs."""
+        needed = f"this model takes the inputs {described(shape)}"
+        if not isinstance(x, Mapping) or x.keys() != shape.keys():
+            given = f"has the inputs {', '.join(map(str, x))}" if isinstance(x, Mapping) else "is no mapping"
+            raise DataError(f"x: {given}, but {needed}. Give exactly these.")
+        stored = checked_named(x, "x")
+        for name, tensor in stored.items():
+            if tuple(tensor.shape[1:]) != shape[name]:
+                raise DataError(f"x.{name}: has the shape {tuple(tensor.shape)}, but {needed}. Pad or cut the samples.")
+        nothing = torch.zeros(len(next(iter(stored.values()))), dtype=torch.int64)
+        names = tuple(str(label) for label in self.classes)
+        return Dataset("x", stored, nothing, stored, nothing, names, shift=self._shift, scale=self._scale)
 
     def __repr__(self) -> str:
         what = f"classes={len(self.classes)}" if self.task.has_classes else f"task={self.task.name!r}"
@@ -376,9 +421,30 @@ def _task_of(about: Mapping[str, Any]) -> Task:
 
 def _trial_of(about: Mapping[str, Any], samples: int = 1) -> Trial:
     """Return a trial for a model: samples of zeros, and a function that says which shape its outputs should have."""
-    x = torch.zeros(samples, *about["input_shape"], dtype=torch.int64 if about.get("keep") else torch.float32)
+    shape = _shape_of(about)
+    if isinstance(shape, Mapping):
+        types = {name: getattr(torch, one["dtype"]) for name, one in about["inputs"].items()}
+        x: Inputs = {name: torch.zeros(samples, *size, dtype=types[name]) for name, size in shape.items()}
+    else:
+        x = torch.zeros(samples, *shape, dtype=torch.int64 if about.get("keep") else torch.float32)
     needed = "" if about.get("task") else f"(B, {about['classes']})"
     return x, lambda outputs: "" if not needed or outputs.shape == (samples, about["classes"]) else needed
+
+
+def _shape_of(about: Mapping[str, Any]) -> Shape:
+    if "inputs" in about:
+        return {name: tuple(one["shape"]) for name, one in about["inputs"].items()}
+    return tuple(about["input_shape"])
+
+
+def _all_normalisation(about: Mapping[str, Any]) -> tuple[Inputs | None, Inputs | None]:
+    """Return the shift and the scale of inputs; for several inputs, mappings with those that are normalised."""
+    if "inputs" not in about:
+        return _read_normalisation(about["normalisation"])
+    read = {name: _read_normalisation(one["normalisation"]) for name, one in about["inputs"].items()}
+    shift = {name: pair[0] for name, pair in read.items() if pair[0] is not None}
+    scale = {name: pair[1] for name, pair in read.items() if pair[1] is not None}
+    return (shift, scale) if shift else (None, None)
 
 
 def _features_of(about: Mapping[str, Any]) -> Features | None:
@@ -402,11 +468,13 @@ def _features_of(about: Mapping[str, Any]) -> Features | None:
 
 
 def _check(about: Mapping[str, Any]) -> None:
-    shape, names, normalisation = about["input_shape"], about["class_names"], about["normalisation"]
-    if (len(shape) not in (1, 3) and not about.get("keep")) or not all(
-        type(side) is int and side > 0 for side in shape
-    ):
-        raise ValueError(f"input_shape is {shape}")
+    names = about["class_names"]
+    if "inputs" not in about:
+        _check_input("input_shape", about["input_shape"], about["normalisation"], image=not about.get("keep"))
+    for name, one in about.get("inputs", {}).items():
+        _check_input(f"inputs.{name}.shape", one["shape"], one["normalisation"], image=False)
+        if not isinstance(getattr(torch, one["dtype"], None), torch.dtype):
+            raise ValueError(f"inputs.{name}.dtype is {one['dtype']!r}")
     task = about.get("task") or ""
     if ":" not in (task if isinstance(task, str) else task["name"]):  # a task of the user's own is imported later
         _task_of(about)
@@ -422,18 +490,33 @@ def _check(about: Mapping[str, Any]) -> None:
         type(frozen["seed"]) is int and frozen["fingerprints"].keys()
     ):
         raise ValueError("frozen has not a seed and fingerprints")
+
+
+def _check_input(key: str, shape: Any, normalisation: Any, *, image: bool) -> None:
+    """Check the shape and the normalisation of an input.
+
+    Args:
+        key: The key of the shape.
+        shape: The shape of a sample.
+        normalisation: Its normalisation.
+        image: Whether it is an image, whose channels are its first axis, or a vector; other inputs are normalised along
+            their last axis.
+    """
+    if (image and len(shape) not in (1, 3)) or not all(type(side) is int and side > 0 for side in shape):
+        raise ValueError(f"{key} is {shape}")
     if normalisation is not None:
+        width = shape[0] if image else [1, *shape][-1]
         if normalisation["dtype"] not in ("float32", "float64"):
             raise ValueError(f"normalisation.dtype is {normalisation['dtype']!r}")
-        for key in ("shift", "scale"):
-            values = normalisation[key]
-            if len(values) != shape[0] or not all(isinstance(value, (int, float)) for value in values):
-                raise ValueError(f"normalisation.{key} is not a number for each of {shape[0]}")
+        for which in ("shift", "scale"):
+            values = normalisation[which]
+            if len(values) != width or not all(isinstance(value, (int, float)) for value in values):
+                raise ValueError(f"normalisation.{which} is not a number for each of {width}")
 
 
 def _build(about: Mapping[str, Any], model: OwnModel | None, folder: Path) -> Model:
     """Build a model with the architecture of the run and arbitrary parameters."""
-    shape, classes, seed = tuple(about["input_shape"]), about["classes"], about.get("frozen", {}).get("seed", 0)
+    shape, classes, seed = _shape_of(about), about["classes"], about.get("frozen", {}).get("seed", 0)
     if model is not None:
         module = own_module(model, shape, classes, seed)
         return Model(twin_of(module.module if isinstance(module, Model) else module))
@@ -458,10 +541,8 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
     Raises:
         SpecError: The module does not take the samples, or does not return a logit for each class.
     """
-    shape, name = tuple(about["input_shape"]), type(model.module).__name__
-    needed = (
-        f"a model takes a batch of shape (B, {', '.join(map(str, shape))}) and gives logits (B, {about['classes']})"
-    )
+    shape, name = _shape_of(about), type(model.module).__name__
+    needed = f"a model takes a batch of shape {described(shape)} and gives logits (B, {about['classes']})"
     try:
         laid_out = Model(model.module if about.get("keep") else lay_out(model.module, shape))
         laid_out.keep_constant(model.untrained.constant)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fedstrata.base.config import under
 from fedstrata.base.errors import SpecError
+from fedstrata.base.inputs import described
 from fedstrata.clients.training.steps import try_optimizer
 from fedstrata.data.dataset import Dataset, Split, from_arrays
 from fedstrata.data.fitting import Statistics, fit, fit_targets
@@ -291,7 +292,7 @@ def _check_outputs(model: Model, dataset: Dataset) -> None:
     """Raise ``SpecError`` if the user's own module does not return outputs of the shape that the task needs."""
     x, y = dataset.inputs(slice(0, 2)), dataset.targets(slice(0, 2))
     form = dataset.task.check_outputs(torch.empty(0), y, dataset.outputs)
-    needed = f"a batch of shape (B, {', '.join(map(str, dataset.shape))}) and gives outputs of shape {form}"
+    needed = f"a batch of shape {described(dataset.shape)} and gives outputs of shape {form}"
     try:
         with torch.no_grad(), model.loaded(model.params(), model.buffers()) as params:
             output = model(params, x)
@@ -299,7 +300,7 @@ def _check_outputs(model: Model, dataset: Dataset) -> None:
         raise SpecError("model", f"a model takes {needed}; this one failed: {error}") from error
     if not isinstance(output, torch.Tensor) or dataset.task.check_outputs(output, y, dataset.outputs):
         shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise SpecError("model", f"a model takes {needed}; this one gave {shape} for {len(x)} samples")
+        raise SpecError("model", f"a model takes {needed}; this one gave {shape} for {len(y)} samples")
 
 
 def as_dataset(data: Arrays, spec: Experiment) -> Dataset:

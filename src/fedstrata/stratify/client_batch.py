@@ -17,6 +17,7 @@ import torch
 
 from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import FedstrataError
+from fedstrata.base.inputs import single
 from fedstrata.base.records import record
 from fedstrata.base.rng import SERVER, torch_seeded
 from fedstrata.clients.client import Client, ClientContext
@@ -314,7 +315,7 @@ def summed_gradient(
     batch, task = Batch(shared.data.inputs(where), shared.data.y_train[where]), shared.config.task
     chain = shared.cached(manual_sgd_of) if is_plain(shared.objective, "loss") else None
     if chain is not None:
-        mean, gradients = chain.gradient(params, batch.x, batch.y)
+        mean, gradients = chain.gradient(params, single(batch.x), batch.y)
         torch._foreach_mul_(gradients, len(indices))
         return GradientReply(dict(zip(params, gradients, strict=True)), len(indices), mean.item() * len(indices), {})
     counts, lr = torch.zeros(shared.config.strata), shared.config.training.lr

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedstrata.base.arrays import Ints
+from fedstrata.base.inputs import Inputs, single, split
 from fedstrata.base.records import record
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
@@ -116,7 +117,7 @@ class FusedSteps:
         self._done: list[Reply | Failure] = []
         self._waiting = 0
         self._round = 0
-        self._block = max(1, BLOCK_BYTES // (4 * int(np.prod(context.data.shape))))
+        self._block = max(1, BLOCK_BYTES // context.data.sample_bytes)
 
     def hop(self, client: Client, task: Steps) -> StepsReply:
         """Let a client draw the samples of its task in the relay; the steps on them are taken later."""
@@ -219,7 +220,7 @@ def _agree(traced: Stepper, plain: Stepper, context: ClientContext, model: Model
     return all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(*after, strict=True))
 
 
-def _loss(shared: ClientContext, model: Model, params: Params, x: Tensor, y: Tensor) -> Tensor:
+def _loss(shared: ClientContext, model: Model, params: Params, x: Inputs, y: Tensor) -> Tensor:
     config = shared.config
     context = Context(params, torch.zeros(config.strata), {}, None, config.training.lr, task=config.task)
     return shared.objective.loss(model, params, Batch(x, y), context)
@@ -229,7 +230,7 @@ class TracedStepper:
     """A stepper that takes SGD steps without autograd; see ``fedstrata.clients.training.traced_sgd``."""
 
     def __init__(self, context: ClientContext, model: Model) -> None:
-        x, y = context.data.inputs(slice(0, 1)), context.data.targets(slice(0, 1))
+        x, y = single(context.data.inputs(slice(0, 1))), context.data.targets(slice(0, 1))
         before = model.module.training
         model.train_mode(True)
         try:
@@ -248,7 +249,7 @@ class TracedStepper:
         """Set the model from which the next steps start."""
         self._sgd.load(weights.params)
 
-    def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
+    def run(self, x: Inputs, y: Tensor, lr: float) -> Tensor:
         """Take one step per sample, in order; return the loss before each step.
 
         Args:
@@ -259,7 +260,7 @@ class TracedStepper:
         Returns:
             The losses, shape (n,).
         """
-        return self._sgd.run(x, y, lr)
+        return self._sgd.run(single(x), y, lr)
 
     def weights(self) -> Weights:
         """Return a copy of the current model."""
@@ -279,13 +280,13 @@ class AutogradStepper:
         """Set the model from which the next steps start."""
         self._weights = weights
 
-    def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
+    def run(self, x: Inputs, y: Tensor, lr: float) -> Tensor:
         """Take one step per sample, in order; see ``TracedStepper.run``."""
         model, training = self._model, self._shared.config.training
         losses = []
         with model.loaded(self._weights.params, self._weights.buffers, train=True) as params:
             leaves, sgd = list(params.values()), SGD(training, lr)
-            for sample, label in zip(torch.split(x, 1), torch.split(y, 1), strict=True):
+            for sample, label in zip(split(x, len(y)), torch.split(y, 1), strict=True):
                 loss = _loss(self._shared, model, params, sample, label)
                 gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
                 sgd.step(leaves, gradient)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedstrata.base.errors import SpecError
+from fedstrata.base.inputs import tensors_of
 from fedstrata.clients.client import ClientContext
 from fedstrata.data.dataset import Dataset
 from fedstrata.federation.messages import Weights
@@ -69,7 +70,7 @@ def on_device(context: ClientContext) -> Placed:
     model, data = context.config.model, context.data
     if device.type != "cpu":
         model = model.clone().to(device)
-        tensors = [value for value in vars(data).values() if isinstance(value, Tensor)]
+        tensors = [tensor for value in data.tensors().values() for tensor in tensors_of(value)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if size <= RESIDENT * torch.cuda.get_device_properties(device).total_memory:
             data = data.to(device)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.inputs import Inputs, each, single, split
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
@@ -48,9 +50,8 @@ class LocalData:
         self._indices = torch.from_numpy(client.indices[chosen])
         self.y = self._data.y_train[self._indices].to(device)
         """Targets, shape (n, …)."""
-        features = self._data.x_train.shape[1:].numel()
-        self._fits = 4 * features * len(chosen) <= GATHER_LIMIT
-        self._gathered: Tensor | None = None
+        self._fits = self._data.sample_bytes * len(chosen) <= GATHER_LIMIT
+        self._gathered: Inputs | None = None
 
     def __len__(self) -> int:
         return self._size
@@ -62,14 +63,17 @@ class LocalData:
     def batch(self, positions: NDArray[np.int64] | slice) -> Batch:
         """Return one batch with the samples at these positions of ``chosen``."""
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions)
-        x = self._inputs()[where] if self._fits else self._data.inputs(self._indices[where]).to(self.device)
+        x = each(self._inputs(), itemgetter(where)) if self._fits else self._read(self._indices[where])
         return Batch(x, self.y[where])
 
-    def _inputs(self) -> Tensor:
-        """Return the inputs of all chosen samples as one tensor, which is made at the first call."""
+    def _read(self, indices: Tensor) -> Inputs:
+        return each(self._data.inputs(indices), lambda tensor: tensor.to(self.device))
+
+    def _inputs(self) -> Inputs:
+        """Return the inputs of all chosen samples, which are read at the first call."""
         if self._gathered is None:
             with torch.inference_mode(False):  # autograd refuses tensors that were made in inference mode
-                self._gathered = self._data.inputs(self._indices).to(self.device)
+                self._gathered = self._read(self._indices)
         return self._gathered
 
     def in_order(self, size: int = 512) -> Iterator[Batch]:
@@ -111,7 +115,7 @@ class LocalData:
                 if shuffled is None:
                     yield self.batch(order[begin:end])
                 else:
-                    yield Batch(shuffled.x[begin:end], shuffled.y[begin:end])
+                    yield Batch(each(shuffled.x, itemgetter(slice(begin, end))), shuffled.y[begin:end])
                 done += 1
                 if end == n:
                     break
@@ -125,14 +129,20 @@ class LocalData:
                 are first gathered in their original order, and kept for the other epochs.
         """
         where = torch.from_numpy(order)
+        there = where.to(self.device)
         if once and self._gathered is None:
-            x = self._data.inputs(self._indices[where]).to(self.device)
-        elif (inputs := self._inputs()).dim() == 4:
-            # Alone, index_select would return the default memory format. Permuted axes keep it channels-last.
-            x = inputs.permute(0, 2, 3, 1).index_select(0, where.to(self.device)).permute(0, 3, 1, 2)
+            x = self._read(self._indices[where])
         else:
-            x = inputs.index_select(0, where.to(self.device))
-        return Batch(x, self.y.index_select(0, where.to(self.device)))
+            x = each(self._inputs(), lambda tensor: _in_order(tensor, there))
+        return Batch(x, self.y.index_select(0, there))
+
+
+def _in_order(tensor: Tensor, where: Tensor) -> Tensor:
+    """Return the samples at some positions, in the memory format of ``tensor``."""
+    if tensor.dim() != 4 or not tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.index_select(0, where)
+    # Alone, index_select would return the default memory format. Permuted axes keep it channels-last.
+    return tensor.permute(0, 2, 3, 1).index_select(0, where).permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -273,9 +283,10 @@ def computing(training: Training, device: str = "cpu") -> AbstractContextManager
 def manual_sgd_of(context: ClientContext) -> ManualSGD | None:
     """Return the model as a chain of layers with handwritten gradients of the cross-entropy.
 
-    Return None if the model is not such a chain, or if the loss of the task is another one.
+    Return None if the model is not such a chain, if it takes several inputs, or if the loss of the task is another one.
     """
-    return ManualSGD.of(context.config.model.module) if context.config.task.plain else None
+    fits = context.config.task.plain and isinstance(context.data.x_train, Tensor)
+    return ManualSGD.of(context.config.model.module) if fits else None
 
 
 def _descend(
@@ -305,8 +316,8 @@ def _descend(
 
     def loss_and_gradient(batch: Batch) -> tuple[Tensor, Tensors]:
         if chain is not None:
-            return chain.gradient(params, batch.x, batch.y)
-        with computing(training, batch.x.device.type):
+            return chain.gradient(params, single(batch.x), batch.y)
+        with computing(training, batch.y.device.type):
             loss = objective.loss(model, params, batch, context)
         # A parameter that the loss does not use gets the gradient zero. Correction and weight decay still apply.
         return loss.detach(), torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
@@ -341,7 +352,7 @@ def accumulated(
     parts = max(1, min(parts, n // 2)) if pairs else parts
     total, mean = torch.zeros((), device=batch.y.device), list[Tensor]()
     whole = float(task.weights(batch.y).sum()) or 1.0
-    for x, y in zip(batch.x.tensor_split(parts), batch.y.tensor_split(parts), strict=True):
+    for x, y in zip(split(batch.x, parts), batch.y.tensor_split(parts), strict=True):
         loss, gradient = loss_and_gradient(Batch(x, y))
         share = float(task.weights(y).sum()) / whole
         weighted = torch._foreach_mul(gradient, share)

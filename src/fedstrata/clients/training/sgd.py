@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedstrata.base.inputs import single
 from fedstrata.federation.settings import Training
 from fedstrata.models.model import Params
 from fedstrata.models.zoo import Classifier
@@ -130,7 +131,7 @@ class ManualSGD:
         Returns:
             The mean loss before the step, a scalar.
         """
-        loss, parts = self._backward(params, batch.x, batch.y)
+        loss, parts = self._backward(params, single(batch.x), batch.y)
         keep, ones = 1.0 - lr * weight_decay, loss.new_ones(batch.y.shape[0])
         for (weight, bias), (delta, inputs) in zip(self.names, parts, strict=True):
             transposed = delta.t()

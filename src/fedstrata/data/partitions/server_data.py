@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from fedstrata.base.arrays import Ints
+from fedstrata.base.inputs import Inputs
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.partitions.base import Assignment
 
@@ -42,7 +43,7 @@ class ServerData:
         """Count the samples of each class, (C,)."""
         return np.bincount(self.data.y_train.numpy()[self.indices()], minlength=self.data.outputs)
 
-    def balanced(self, per_class: int, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
+    def balanced(self, per_class: int, generator: np.random.Generator) -> tuple[Inputs, Tensor]:
         """Draw the inputs and labels of ``per_class`` random samples of every class.
 
         Raises:
