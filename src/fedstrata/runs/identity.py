@@ -13,6 +13,7 @@ import inspect
 import platform
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -130,14 +131,17 @@ def environment() -> dict[str, str]:
 
 @cache
 def processor() -> str:
-    """Return the name of the processor. Machines with the same processor compute the same bits."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    """Return the name of the processor and its instructions. Machines where these are equal compute the same bits.
+
+    Some clouds give processors of several generations one name, so that the name alone is not enough.
+    """
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+        about = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+        if "model name" in about:
+            name = f"{about['model name']}, family {about.get('cpu family')}, model {about.get('model')}"
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
