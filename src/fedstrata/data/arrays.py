@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedstrata.base.arrays import Floats32
 from fedstrata.base.errors import DataError
+from fedstrata.data.mapped import MappedFile
 
 Normalize = Literal["standard", "unit", "none", "keep"]
 Array = ArrayLike | Tensor
@@ -49,6 +50,8 @@ def checked_ids(values: Array, key: str) -> Tensor:
     Raises:
         DataError: The inputs are not whole numbers.
     """
+    if (file := MappedFile.of(values)) is not None and file.dtype in ("int32", "int64") and len(file.shape) > 1:
+        return file.checked(key)
     array = _numpy(values, key)
     if array.dtype.kind not in "iub" or array.ndim < 2 or array.size == 0:
         problem = f"is of type {array.dtype} and shape {array.shape}. With normalize = 'keep', inputs must be"
@@ -71,6 +74,9 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
         if not isinstance(name, str) or not name.isidentifier():
             raise DataError(f"{key}: {name!r} cannot name an argument of a model. Use a name such as 'input_ids'.")
         part = f"{key}.{name}"
+        if (file := MappedFile.of(value)) is not None:
+            tensors[name] = file.checked(part)
+            continue
         array = _numpy(value, part)
         if array.dtype.kind not in "fiub":
             raise DataError(f"{part}: is of type {array.dtype}. Inputs must be numbers or booleans.")
@@ -101,6 +107,12 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     Raises:
         DataError: The values are neither images nor a table, or some are not finite.
     """
+    if (file := MappedFile.of(values)) is not None:
+        if len(file.shape) not in (2, 3, 4) or (len(file.shape) == 4 and file.shape[3] not in CHANNELS):
+            problem = f"is memory-mapped with shape {file.shape}. Store it as (N, F), (N, H, W) or (N, H, W, C)."
+            raise DataError(f"{key}: {problem}")
+        tensor = file.checked(key)
+        return tensor[..., None] if tensor.dim() == 3 else tensor
     array = _numpy(values, key)
     if array.dtype.kind not in "fiub":
         raise DataError(f"{key}: is of type {array.dtype}. Inputs must be numbers.").publicly(
@@ -391,7 +403,8 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
     # would be lost to rounding if the mean is large.
     origin = flat[0].double()
     total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
-    for chunk in torch.split(flat, 1 << 20):
+    large = flat.numel() > 1 << 26  # smaller inputs keep their chunks, because other sums would change their results
+    for chunk in torch.split(flat, min(1 << 20, max(1, (1 << 21) // width)) if large else 1 << 20):
         centred = chunk.double() - origin
         total += centred.sum(0)
         squares += (centred * centred).sum(0)

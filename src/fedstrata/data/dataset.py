@@ -18,6 +18,7 @@ from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.inputs import Inputs, Shape, each, tensors_of
 from fedstrata.data import arrays
 from fedstrata.data.arrays import Array, Normalize
+from fedstrata.data.mapped import MappedFile, mapped_files
 from fedstrata.data.tasks.base import TASKS, Task
 from fedstrata.data.tasks.classification import Classification
 
@@ -61,6 +62,7 @@ class Dataset:
         task: The task, which says what the targets mean.
         n_outputs: The number of outputs of a model for a sample, a token or a pixel. Default: one for each name.
         keep: Whether inputs are whole numbers, such as ids of tokens, that the model gets as they are.
+        mapped: The files of inputs that are memory-mapped; keys are such as ``x_train`` or ``x_train.ids``.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Dataset:
     task: Task = field(default_factory=Classification)
     n_outputs: int | None = None
     keep: bool = False
+    mapped: Mapping[str, MappedFile] = field(default_factory=dict)
 
     @property
     def outputs(self) -> int:
@@ -203,7 +206,7 @@ class Dataset:
     def tensors(self) -> dict[str, Inputs]:
         """Return the fields that are tensors, or mappings of tensors."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in named.items() if isinstance(value, (Tensor, Mapping))}
+        return {name: x for name, x in named.items() if isinstance(x, (Tensor, Mapping)) and name != "mapped"}
 
     def __repr__(self) -> str:
         domains = f", domains={len(self.domain_names)}" if self.domain_names else ""
@@ -230,6 +233,8 @@ def from_arrays(
     task: Task | str | None = None,
 ) -> Dataset:
     """Build a data set from arrays or tensors. It may share their memory, so do not change them afterwards.
+
+    Inputs that were opened with ``numpy.load(…, mmap_mode="r")`` stay in their files and may be larger than the memory.
 
     Args:
         x_train: Images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F), of any numeric type. Four axes are
@@ -291,6 +296,7 @@ def from_arrays(
         task=task,
         n_outputs=y.outputs,
         keep=normalize == "keep" and isinstance(train, Tensor),
+        mapped=mapped_files({"x_train": x_train, "x_test": x_test}),
     )
 
 

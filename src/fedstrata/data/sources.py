@@ -55,8 +55,9 @@ with warnings.catch_warnings():
 
         Args:
             name: A known name (see ``fedstrata datasets``); NAME for a file NAME.npz in ``$FEDSTRATA_DATA`` or
-                ``~/.cache/fedstrata``; the path of a ``.npz``, ``.csv`` or ``.parquet`` file; or ``"hub:owner/name"``
-                or ``"hub:owner/name:configuration"`` for the Hugging Face hub.
+                ``~/.cache/fedstrata``; the path of a ``.npz``, ``.csv`` or ``.parquet`` file; a folder, with ``/`` at
+                the end, of ``.npy`` files, whose inputs may be larger than the memory; or ``"hub:owner/name"`` or
+                ``"hub:owner/name:configuration"`` for the Hugging Face hub.
             normalize: How each channel or feature is scaled, by statistics of the training set. ``standard``: to mean 0
                 and standard deviation 1. ``unit``: to [0, 1]. ``none``: not at all.
             limit: Number of training samples to use, for quick trials. They are drawn at random, with the classes in
@@ -144,7 +145,7 @@ with warnings.catch_warnings():
                     check_seen(limited["y_train"], data.y_test, data.class_names)
                 if (unfitted := data.unfitted) is not None:
                     limited["unfitted"] = replace(unfitted, train=unfitted.train[chosen])
-                data = replace(data, **limited)
+                data = replace(data, **limited, mapped={})  # the samples that were drawn are now in memory
             if data.unfitted is not None:
                 return fit(data, data.unfitted.statistics([np.arange(data.train_size)]), again=True)
             if self.normalize == "keep":
@@ -224,6 +225,7 @@ with warnings.catch_warnings():
         def _arrays(self, seed: int, task: Task | None) -> Dataset:
             """Load arrays without normalising them."""
             arrays = self._read(seed)
+            clients = arrays.get("client_train", arrays.get("client"))
             numbered = None if self.classes is None else [str(label) for label in range(self.classes)]
             return from_arrays(
                 *(arrays[key] for key in NEEDED),
@@ -232,7 +234,7 @@ with warnings.catch_warnings():
                 domain_test=arrays.get("domain_test"),
                 class_names=_names(arrays, "classes") or numbered,
                 domain_names=_names(arrays, "domains"),
-                clients=arrays.get("client_train"),
+                clients=clients,
                 clients_test=arrays.get("client_test"),
                 normalize="keep" if self.normalize == "keep" else "none",
                 task=task,
@@ -252,6 +254,46 @@ with warnings.catch_warnings():
             return load_hub(self.name.removeprefix("hub:"), seed, self.client) if hub else _read(self.name)
 
 
+OPTIONAL = ("domain_train", "domain_test", "classes", "domains", "client", "client_train", "client_test")
+"""The arrays that a file or folder may hold."""
+
+
+def read_folder(folder: Path) -> Arrays:
+    """Open the arrays of a data set in a folder of ``.npy`` files. Inputs are memory-mapped.
+
+    Args:
+        folder: The folder. Its files have the names that the arrays of a ``.npz`` file have; see ``read_npz``.
+
+    Raises:
+        DataError: The folder lacks a file, or a file is damaged.
+    """
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder.absolute()}. Check the path.")
+    arrays: Arrays = {}
+    for file in sorted(folder.glob("*.npy")):
+        if file.stem.partition(".")[0] in (*NEEDED, *OPTIONAL):
+            try:
+                arrays[file.stem] = np.load(file, mmap_mode="r" if file.stem.startswith("x_") else None)
+            except (OSError, ValueError, EOFError) as error:
+                raise DataError(f"{file} is not a .npy file, or is damaged: {error}") from None
+    arrays = _joined(arrays)
+    if missing := [f"{key}.npy" for key in NEEDED if key not in arrays]:
+        raise DataError(f"{folder} lacks {', '.join(missing)}. Save each array with np.save(file, array).")
+    return arrays
+
+
+def _joined(arrays: Arrays) -> Arrays:
+    """Return arrays in which those called ``x_train.NAME`` are one mapping ``x_train``, and ``x_test`` likewise."""
+    joined: Arrays = {}
+    for key, array in arrays.items():
+        whole, _, name = key.partition(".")
+        if not name:
+            joined[key] = array
+        elif whole not in arrays:
+            joined.setdefault(whole, {})[name] = array
+    return joined
+
+
 def read_npz(path: Path) -> Arrays:
     """Read the arrays of a data set from a ``.npz`` file.
 
@@ -264,11 +306,7 @@ def read_npz(path: Path) -> Arrays:
     Raises:
         DataError: The file is missing or damaged, holds Python objects or lacks an array.
     """
-    optional = ("domain_train", "domain_test", "classes", "domains", "client", "client_train", "client_test")
-    arrays = read_arrays(path, NEEDED, optional)
-    if "client" in arrays:
-        arrays.setdefault("client_train", arrays.pop("client"))
-    return arrays
+    return read_arrays(path, NEEDED, OPTIONAL)
 
 
 def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Arrays:
@@ -291,23 +329,20 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, NpzFile) or archive.zip is None:
                 raise DataError(f"{path} holds a single array. Save all arrays with np.savez(file, {needed[0]}=…, …).")
-            several = {key: [name for name in archive if name.startswith(f"{key}.")] for key in needed if key[0] == "x"}
-            if missing := [key for key in needed if key not in archive and not several.get(key)]:
+            several = [name for name in archive if name.partition(".")[0] in needed and name.startswith("x_")]
+            there = {*archive, *(name.partition(".")[0] for name in several)}
+            if missing := [key for key in needed if key not in there]:
                 error = DataError(f"{path} lacks the arrays {', '.join(missing)}. It has: {', '.join(archive)}.")
                 raise error.publicly(f"there is no {', '.join(missing)}")
             if (size := sum(int(info.file_size) for info in archive.zip.infolist())) > MOST:
                 raise DataError(f"{path} contains {size / 2**30:,.1f} GiB of arrays. Use at most {MOST >> 30} GiB.")
             if damaged := archive.zip.testzip():  # NumPy skips the checksum if a header declares too few bytes
                 raise ValueError(f"the checksum of {damaged} is wrong")
-            wanted = [*needed, *optional, *(name for names in several.values() for name in names)]
+            wanted = dict.fromkeys([*needed, *optional, *several])
             arrays: Arrays = {key: archive[key] for key in wanted if key in archive}
             if other := [key for key, array in arrays.items() if not isinstance(array, np.ndarray)]:
                 raise ValueError(f"{other[0]} is not an array")  # NumPy returns bytes for a member without a header
-            for key, names in several.items():
-                parts = {name.removeprefix(f"{key}."): arrays.pop(name) for name in names}
-                if parts:
-                    arrays.setdefault(key, parts)
-            return arrays
+            return _joined(arrays)
     except DataError:
         raise
     except FileNotFoundError:
@@ -323,6 +358,8 @@ def _read(name: str) -> Arrays:
         )
     if name.endswith(".npz"):
         return read_npz(Path(name))
+    if name.endswith(("/", "\\")):
+        return read_folder(Path(name).expanduser())
     if name == "digits":
         return _digits()
     for folder in folders():

@@ -24,6 +24,7 @@ from fedstrata.base.inputs import Inputs, each
 from fedstrata.base.process import prepare_process
 from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
+from fedstrata.data.mapped import MappedFile
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
@@ -44,12 +45,13 @@ class WorkerPayload:
 
     Args:
         context: The context, whose data set has empty tensors.
-        arrays: The data set's tensors, except those of the test set: a mapping from field names to arrays.
+        arrays: The data set's tensors, except those of the test set: a mapping from field names, such as ``y_train``
+            or ``x_train.ids``, to arrays, or to files that are memory-mapped.
         declared: The records that other packages or notebooks declare: a mapping from wire names to classes.
     """
 
     context: ClientContext
-    arrays: dict[str, NDArray[Any] | dict[str, NDArray[Any]]]
+    arrays: dict[str, NDArray[Any] | MappedFile]
     declared: dict[str, type]
 
     @classmethod
@@ -58,7 +60,12 @@ class WorkerPayload:
         data = context.data
         tensors = data.tensors()
         # Clients see neither the test set nor the server's data.
-        arrays = {name: _numpy(x) for name, x in tensors.items() if not name.endswith("_test")}
+        arrays = {
+            name: file.of_shape(tensor.shape) if (file := data.mapped.get(name)) else tensor.numpy()
+            for field, x in tensors.items()
+            if not field.endswith("_test")
+            for name, tensor in _named(field, x)
+        }
         empty: dict[str, Any] = {name: each(x, lambda tensor: tensor[:0].clone()) for name, x in tensors.items()}
         shell = dataclasses.replace(data, **empty)
         # Workers do not import notebooks, and so lack the records that a notebook declares.
@@ -71,18 +78,19 @@ class WorkerPayload:
     def unpack(self) -> ClientContext:
         """Return the context, whose data set uses the arrays without a copy."""
         records.register(self.declared)
-        tensors: dict[str, Any] = {name: _tensors(array) for name, array in self.arrays.items()}
+        tensors: dict[str, Any] = {}
+        for name, array in self.arrays.items():
+            tensor = array.open() if isinstance(array, MappedFile) else torch.from_numpy(array)
+            field, _, part = name.partition(".")
+            if part:
+                tensors.setdefault(field, {})[part] = tensor
+            else:
+                tensors[field] = tensor
         return dataclasses.replace(self.context, data=dataclasses.replace(self.context.data, **tensors))
 
 
-def _numpy(x: Inputs) -> NDArray[Any] | dict[str, NDArray[Any]]:
-    return x.numpy() if isinstance(x, Tensor) else {name: tensor.numpy() for name, tensor in x.items()}
-
-
-def _tensors(x: NDArray[Any] | dict[str, NDArray[Any]]) -> Inputs:
-    if isinstance(x, dict):
-        return {name: torch.from_numpy(array) for name, array in x.items()}
-    return torch.from_numpy(x)
+def _named(field: str, x: Inputs) -> list[tuple[str, Tensor]]:
+    return [(field, x)] if isinstance(x, Tensor) else [(f"{field}.{name}", tensor) for name, tensor in x.items()]
 
 
 @dataclass(frozen=True)

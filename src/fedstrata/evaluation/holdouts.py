@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedstrata.base.errors import SpecError
+from fedstrata.base.inputs import each
 from fedstrata.base.rng import rng, uniforms
 from fedstrata.data.dataset import Dataset, Split
 from fedstrata.data.partitions.base import UNUSED, Assignment
@@ -86,14 +87,17 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
 
 
 def without(data: Dataset, held: Ints) -> tuple[Dataset, Ints]:
-    """Return the data set without the training samples ``held``, and the indices of the samples that are left."""
+    """Return the data set without the training samples ``held``, and the indices of the samples that are left.
+
+    It has no inputs if they are memory-mapped, because their copies may be larger than the memory.
+    """
     left = np.setdiff1d(np.arange(data.train_size), held)
-    arrays: dict[str, Any] = {
-        field.name: value[left]
-        for field in dataclasses.fields(data)
-        if field.name.endswith("_train") and isinstance(value := getattr(data, field.name), (Tensor, np.ndarray))
-    }
-    return dataclasses.replace(data, **arrays), left
+    kept: dict[str, Any] = {}
+    for name, x in data.tensors().items():
+        if name.endswith("_train"):
+            rows = slice(0) if name == "x_train" and data.mapped else left
+            kept[name] = each(x, itemgetter(rows))
+    return dataclasses.replace(data, **kept, mapped={}), left
 
 
 def hold_out(

@@ -18,7 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from fedstrata.base.config import MayChange, Setting
 from fedstrata.base.errors import SpecError
@@ -88,19 +91,19 @@ def fingerprint_of_data(data: Dataset) -> str:
     if data.client_train is not None:
         tensors += [data.client_train, data.client_test]
         names += data.client_names
-    return _digest(*map(_bytes, tensors), *(name.encode() for name in names))
+    return _digest(*tensors, *(name.encode() for name in names))
 
 
 def fingerprint_of_model(model: Model) -> str:
     """Return the SHA-256 of the architecture and of the initial parameters and buffers, including the frozen ones."""
     named = {**model.params(), **model.untrained.all}
-    parts = [part for name, tensor in named.items() for part in (name.encode(), _bytes(tensor))]
+    parts = [part for name, tensor in named.items() for part in (name.encode(), tensor)]
     return _digest(str(model.module).encode(), *parts)
 
 
 def fingerprints_of_frozen(model: Model) -> dict[str, str]:
     """Return a mapping from the name of each frozen tensor of a model to the SHA-256 of its type, shape and values."""
-    return {name: _digest(_bytes(tensor)) for name, tensor in model.untrained.frozen.items()}
+    return {name: _digest(tensor) for name, tensor in model.untrained.frozen.items()}
 
 
 def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose: str) -> None:
@@ -248,20 +251,30 @@ def _settings(value: Any) -> Iterator[Setting]:
             yield from _settings(getattr(value, name))
 
 
-def _bytes(tensor: Inputs | None) -> bytes:
-    if tensor is None:
-        return b"none"
-    if isinstance(tensor, Mapping):
-        parts = {name: _bytes(tensor[name]) for name in sorted(tensor)}
-        return b"".join(f"{name} {len(part)} ".encode() + part for name, part in parts.items())
-    flat = tensor.detach().cpu().contiguous()
-    values = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # NumPy does not have all types of PyTorch
-    return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}".encode() + values.numpy().tobytes()
-
-
-def _digest(*parts: bytes) -> str:
+def _digest(*parts: bytes | Inputs | None) -> str:
     """Return one SHA-256 of all parts and their lengths, so that ("ab", "c") and ("a", "bc") differ."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
+        if isinstance(part, Mapping):
+            for name in sorted(part):
+                _add(digest, name.encode())
+                _add(digest, *_pieces(part[name]))
+        elif isinstance(part, Tensor):
+            _add(digest, *_pieces(part))
+        else:
+            _add(digest, b"none" if part is None else part)
     return digest.hexdigest()
+
+
+def _add(digest: hashlib._Hash, *pieces: Any) -> None:
+    """Add the length of a part to a digest, and then its pieces, which are bytes or arrays of bytes."""
+    digest.update(sum(map(len, pieces)).to_bytes(8, "little"))
+    for piece in pieces:
+        digest.update(piece)
+
+
+def _pieces(tensor: Tensor) -> tuple[bytes, NDArray[np.uint8]]:
+    """Return the type and shape of a tensor as bytes, and its values as bytes without a copy of them."""
+    flat = tensor.detach().cpu().contiguous()
+    values = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # NumPy does not have all types of PyTorch
+    return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}".encode(), values.numpy()

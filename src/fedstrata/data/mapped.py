@@ -1,0 +1,92 @@
+"""Memory-mapped inputs: arrays in ``.npy`` files that may be larger than the memory."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstrata.base.errors import DataError
+
+CHUNK = 1 << 22
+"""The number of values that are checked at once, to limit memory."""
+
+TYPES = ("uint8", "int8", "int16", "int32", "int64", "float32", "bool")
+"""The types of memory-mapped inputs; others would have to be converted, and so be copied into memory."""
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """An array in a file, which is read page by page when samples are used.
+
+    Args:
+        path: The file.
+        dtype: The type of the values, one of ``TYPES``.
+        shape: The shape of the array, (N, …).
+        offset: The position of its first byte in the file.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, values: object) -> MappedFile | None:
+        """Return the file of a whole ``numpy.memmap``; None for other arrays and for parts of one."""
+        if not isinstance(values, np.memmap) or not isinstance(values.base, mmap.mmap) or not values.flags.c_contiguous:
+            return None
+        return cls(str(values.filename), str(values.dtype), values.shape, values.offset)
+
+    def of_shape(self, shape: tuple[int, ...]) -> MappedFile:
+        """Return the same file with another shape of the array."""
+        return replace(self, shape=tuple(shape))
+
+    def open(self) -> Tensor:
+        """Return the array as a tensor. Changes of the tensor would not change the file.
+
+        Raises:
+            DataError: The file is missing or too short, for example on another machine.
+        """
+        try:
+            values = np.memmap(self.path, dtype=self.dtype, mode="c", offset=self.offset, shape=self.shape)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{self.path}: cannot be memory-mapped: {error}. It must be there on each machine."
+            ) from None
+        return torch.from_numpy(values)
+
+    def checked(self, key: str) -> Tensor:
+        """Return the array as a tensor after a check of its type and values, which reads the file once.
+
+        Args:
+            key: The name of the inputs in messages.
+
+        Raises:
+            DataError: The type is not one of ``TYPES``, there are no samples, or some values are not finite.
+        """
+        if self.dtype not in TYPES or not all(self.shape):
+            problem = f"is memory-mapped as {self.dtype} of shape {self.shape}"
+            raise DataError(f"{key}: {problem}. Store at least one sample, as one of: {', '.join(TYPES)}.")
+        tensor = self.open()
+        if tensor.is_floating_point():
+            for start, chunk in enumerate(torch.split(tensor.view(-1), CHUNK)):
+                if not (good := chunk.isfinite()).all():
+                    first = np.unravel_index(start * CHUNK + int((~good).nonzero()[0]), self.shape)
+                    place = tuple(int(axis) for axis in first)
+                    raise DataError(f"{key}: the value at index {place} is NaN or infinite. Replace or remove it.")
+        return tensor
+
+
+def mapped_files(inputs: Mapping[str, Any]) -> dict[str, MappedFile]:
+    """Return the memory-mapped files among inputs, whose names are such as ``x_train`` or ``x_train.ids``."""
+    named = dict(inputs)
+    for key, x in inputs.items():
+        if isinstance(x, Mapping):
+            named |= {f"{key}.{name}": part for name, part in x.items()}
+    return {key: file for key, x in named.items() if (file := MappedFile.of(x)) is not None}
