@@ -81,6 +81,11 @@ class Setting(BaseModel):
     name: ClassVar[str] = _SpecName()  # type: ignore[assignment]
     """The name by which a spec chooses this class; empty if a section has only one class."""
 
+    @property
+    def implementation(self) -> Any:
+        """The class or function that does the work; the identity of a run includes the source of its module."""
+        return type(self)
+
     if not TYPE_CHECKING:  # type checkers know the arguments from the fields
 
         def __init__(self, /, **settings: Any) -> None:
@@ -161,6 +166,9 @@ class Registry(Generic[T]):
         known: A mapping from each name to the path ``"module:Class"`` of its class.
     """
 
+    own = "'module:Class'"
+    """How a spec names a user's own, for messages."""
+
     def __init__(self, kind: str, base: type[T], known: Mapping[str, str]) -> None:
         self.kind, self.base, self._paths = kind, base, dict(known)
         _REGISTRIES.append(self)
@@ -177,7 +185,7 @@ class Registry(Generic[T]):
         """
         if name not in self._paths and ":" not in name:
             accepted = ", ".join(self._paths)
-            problem = f"is not a known {self.kind}. Use one of: {accepted}, or 'module:Class' of your own"
+            problem = f"is not a known {self.kind}. Use one of: {accepted}, or {self.own} of your own"
             raise SpecError("name", problem + nearest(name, self._paths), name)
         cls = import_object(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
         if not (inspect.isclass(cls) and issubclass(cls, self.base)):

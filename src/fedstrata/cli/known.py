@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedstrata.base.config import Setting
     from fedstrata.spec.reference import Row
 
-FUNCTIONS = {"model": 2, "evaluation.metrics": 2}
+FUNCTIONS = {"model": 2, "evaluation.metrics": 2, "data.augment": 2}
 """A mapping from each section that accepts a user's own functions to the number of arguments that fedstrata passes.
 
 Further arguments of a function are its settings.
@@ -64,8 +64,8 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 
     Args:
         section: The section, such as ``"method.objective"``.
-        name: The name of the kind. ``"module:Class"`` imports a user's own class. ``model`` and ``evaluation.metrics``
-            also accept ``"module:function"``.
+        name: The name of the kind. ``"module:Class"`` imports a user's own class. ``model``, ``evaluation.metrics``
+            and ``data.augment`` also accept ``"module:function"``.
 
     Raises:
         SpecError: The section, or the kind in it, is unknown.

@@ -23,6 +23,7 @@ from fedstrata.base.errors import DataError, SpecError, nearest
 from fedstrata.base.inputs import Shape, each
 from fedstrata.base.rng import rng
 from fedstrata.data.arrays import Normalize, check_seen, decoded
+from fedstrata.data.augmentation import AnyAugmentation
 from fedstrata.data.catalog import KNOWN, folders, names_there
 from fedstrata.data.dataset import Dataset, from_arrays, normalisation
 from fedstrata.data.fitting import Unfitted, fit
@@ -73,6 +74,10 @@ with warnings.catch_warnings():
             range: Smallest and largest value that an array file may contain.
             shift: Number to subtract from each channel or feature. Default: computed as ``normalize`` says.
             scale: Number by which each channel or feature is multiplied after ``shift``. Set both or neither.
+            augment: Random change of the inputs on which clients train, drawn anew for each batch: ``crop-flip`` for
+                images, or a function of your own, ``"module:function"``. A table with a ``name`` also has further
+                settings. Only local training is augmented: evaluations, predictions, and what samplers and objectives
+                measure use the samples as they are. Default: none.
             custom: Description of arrays that were passed from Python. fedstrata writes it; do not set it.
         """
 
@@ -86,6 +91,7 @@ with warnings.catch_warnings():
         range: tuple[float, float] | None = None
         shift: tuple[float, ...] | None = None
         scale: tuple[float, ...] | None = None
+        augment: AnyAugmentation | None = None
         custom: str | None = None
 
         @model_validator(mode="after")

@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstrata.data.augmentation import Augmentation
 from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.data.tasks.base import Task
 from fedstrata.data.tasks.classification import Classification
@@ -40,6 +41,7 @@ class FederationConfig:
         strata: Number of strata, such as the classes; 0 if samples have no strata.
         places: Number of tokens or pixels of a sample's target, the largest weight of a sample; 1 for other tasks.
         task: The task, which gives the loss.
+        augment: The augmentation of the inputs on which clients train; None without one.
     """
 
     seed: int
@@ -56,6 +58,7 @@ class FederationConfig:
     strata: int = 0
     places: int = 1
     task: Task = field(default_factory=Classification)
+    augment: Augmentation | None = None
 
 
 @dataclass(frozen=True)

@@ -233,15 +233,15 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _code(spec: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield the name and the SHA-256 of each module of the user's own that defines a class of the spec's settings."""
-    for cls in {type(value) for value in _settings(spec)}:
-        if cls.__module__.partition(".")[0] == "fedstrata":
+    """Yield the name and the SHA-256 of each module of the user's own that implements settings of the spec."""
+    for code in {value.implementation for value in _settings(spec)}:
+        if code.__module__.partition(".")[0] == "fedstrata":
             continue
         try:
-            source = inspect.getsource(sys.modules[cls.__module__] if cls.__module__ != "__main__" else cls)
-        except (OSError, TypeError, KeyError):  # a class that was typed into a Python prompt has no source file
+            source = inspect.getsource(sys.modules[code.__module__] if code.__module__ != "__main__" else code)
+        except (OSError, TypeError, KeyError):  # code that was typed into a Python prompt has no source file
             continue
-        yield cls.__module__, _digest(source.encode())
+        yield code.__module__, _digest(source.encode())
 
 
 def _settings(value: Any) -> Iterator[Setting]:

@@ -84,7 +84,8 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | N
         dataset = spec.data.load(spec.seed, spec.task)
     else:
         dataset = as_dataset(data, spec)
-        spec = spec.model_copy(update={"data": Data("custom", custom=about_data(dataset))})
+        custom = Data("custom", custom=about_data(dataset), augment=spec.data.augment)
+        spec = spec.model_copy(update={"data": custom})
     spec = spec.with_task(dataset.task)
     share, validation = spec.evaluation.validation, None
     divided, numbers = dataset, None
@@ -182,7 +183,10 @@ def assemble(
         strata=len(dataset.stratum_names),
         places=dataset.y_train.shape[1:].numel() if dataset.task.weighted else 1,
         task=dataset.task,
+        augment=spec.data.augment,
     )
+    if config.augment is not None:
+        config.augment.check(dataset)
     # ``availability.check`` stores values of this run in the object. Copy it, so that the user's spec does not change.
     spec = spec.model_copy(update={"availability": spec.availability.model_copy()})
     known = assignment if sizes_known else None

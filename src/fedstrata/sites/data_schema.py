@@ -155,7 +155,7 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
 
 def description_of(spec: Experiment) -> str:
     """Return a hash of those settings of a spec that decide whether a site's data fit the spec."""
-    free = {"name", "normalize", "shift", "scale"}
+    free = {"name", "normalize", "shift", "scale", "augment"}
     description = json.dumps([spec.data.model_dump(mode="json", exclude=free), spec.partition.min_size], sort_keys=True)
     return hashlib.sha256(description.encode()).hexdigest()
 

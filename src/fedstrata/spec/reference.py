@@ -16,6 +16,7 @@ from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.aggregation.optimizers import ServerOptimizer
 from fedstrata.base.config import Registry, Setting, plain
 from fedstrata.base.errors import SpecError, nearest
+from fedstrata.data.augmentation import AUGMENTATIONS
 from fedstrata.data.partitions.base import PARTITIONS
 from fedstrata.data.schema import Column, Schema
 from fedstrata.data.sources import Data
@@ -37,6 +38,7 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "data": Data,
     "data.schema": Schema,
     "data.schema.columns.NAME": Column,
+    "data.augment": AUGMENTATIONS,
     "task": TASKS,
     "partition": PARTITIONS,
     "availability": AVAILABILITIES,

@@ -6,7 +6,7 @@ client reserved for this batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -22,6 +22,7 @@ from fedstrata.base.records import record
 from fedstrata.base.rng import SERVER, torch_seeded
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles, handles_sum
+from fedstrata.clients.training.augmenting import augmented
 from fedstrata.clients.training.local import manual_sgd_of
 from fedstrata.federation.messages import ClientId, Params, Reply
 from fedstrata.models.batchnorm import federated
@@ -217,16 +218,23 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
     return result
 
 
-def reserved(clients: Collection[Client], batch: int) -> Ints:
-    """Return the samples that clients reserved for a batch, as indices in the data set, in the order of the clients.
+def reserved(clients: Sequence[Client], request: Gradient) -> Batch:
+    """Return the samples that clients reserved for a batch, in the order of the clients; each client augments its own.
 
     Raises:
         WithheldError: A client reserved fewer samples than ``privacy.min_samples``.
     """
-    parts = [client.indices[client.state[STATE].part(batch)] for client in clients]
+    context = clients[0].context
+    parts = [client.indices[client.state[STATE].part(request.batch)] for client in clients]
     for client, part in zip(clients, parts, strict=True):
         client.authorize_release(len(part))
-    return np.concatenate(parts)
+    where = torch.from_numpy(np.concatenate(parts))
+    x = context.data.inputs(where)
+    if context.config.augment is not None:
+        pieces = zip(clients, torch.split(x, [len(part) for part in parts]), strict=True)
+        at = {"round": request.round, "step": request.batch}
+        x = torch.cat([augmented(context, piece, client=client.number, **at) for client, piece in pieces])
+    return Batch(x, context.data.y_train[where])
 
 
 @handles(Gradient)
@@ -242,20 +250,20 @@ def gradient_steps(client: Client, request: GradientSteps) -> GradientReply:
 
 
 def _part(
-    client: Client, request: Q, compute: Callable[[ClientContext, Model, Params, Q, Ints], GradientReply]
+    client: Client, request: Q, compute: Callable[[ClientContext, Model, Params, Q, Batch], GradientReply]
 ) -> GradientReply:
-    indices = reserved([client], request.batch)
+    batch = reserved([client], request)
     weights, model, group = request.weights, client.model, client.group
     with (
         nullcontext() if group is None else federated(model.module, group),
         model.loaded(weights.params, weights.buffers, train=True) as params,
         _seeded(client.context, request, client.number),
     ):
-        return compute(client.context, model, params, request, indices)
+        return compute(client.context, model, params, request, batch)
 
 
 def stepped(
-    context: ClientContext, model: Model, params: Params, request: GradientSteps, indices: Ints
+    context: ClientContext, model: Model, params: Params, request: GradientSteps, batch: Batch
 ) -> GradientReply:
     """Take several SGD steps on the client's own samples, and return the sum of the gradients of these steps.
 
@@ -263,13 +271,13 @@ def stepped(
     of all clients' replies, divided by the number of all samples. With the same η, it leads to the mean of the clients'
     models, weighted by their numbers of samples.
     """
-    first = reply = summed_gradient(context, model, params, request, indices)
+    first = reply = summed_gradient(context, model, params, request, batch)
     total = {name: gradient.clone() for name, gradient in first.gradient.items()}
     rate = request.lr / max(first.size, 1)
     for _ in range(request.steps - 1):
         with torch.no_grad():
             torch._foreach_add_(list(params.values()), list(reply.gradient.values()), alpha=-rate)
-        reply = summed_gradient(context, model, params, request, indices)
+        reply = summed_gradient(context, model, params, request, batch)
         torch._foreach_add_(list(total.values()), list(reply.gradient.values()))
     return replace(first, gradient=total, buffers=reply.buffers)
 
@@ -283,11 +291,11 @@ def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientI
     """
     first = next(iter(clients.values()))
     context, request = first.context, requests[first.number]
-    indices = reserved(clients.values(), request.batch)
+    batch = reserved(list(clients.values()), request)
     model, params = context.cached(_loaded_model)
     model.share(request.weights.params, request.weights.buffers)
     with _seeded(context, request):
-        return summed_gradient(context, model, params, request, indices)
+        return summed_gradient(context, model, params, request, batch)
 
 
 def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER) -> AbstractContextManager[None]:
@@ -308,21 +316,20 @@ def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
 
 
 def summed_gradient(
-    shared: ClientContext, model: Model, params: Params, request: Gradient, indices: Ints
+    shared: ClientContext, model: Model, params: Params, request: Gradient, batch: Batch
 ) -> GradientReply:
-    """Return the gradient of the summed loss of the samples at ``indices``, with respect to the loaded parameters."""
-    where = torch.from_numpy(indices)
-    batch, task = Batch(shared.data.inputs(where), shared.data.y_train[where]), shared.config.task
+    """Return the gradient of the summed loss of a batch, with respect to the loaded parameters."""
+    task, size = shared.config.task, len(batch.y)
     chain = shared.cached(manual_sgd_of) if is_plain(shared.objective, "loss") else None
     if chain is not None:
         mean, gradients = chain.gradient(params, single(batch.x), batch.y)
-        torch._foreach_mul_(gradients, len(indices))
-        return GradientReply(dict(zip(params, gradients, strict=True)), len(indices), mean.item() * len(indices), {})
+        torch._foreach_mul_(gradients, size)
+        return GradientReply(dict(zip(params, gradients, strict=True)), size, mean.item() * size, {})
     counts, lr = torch.zeros(shared.config.strata), shared.config.training.lr
     context = Context(request.weights.params, counts, {}, None, lr, task=task)
     weight = float(task.weights(batch.y).sum())
     loss = shared.objective.loss(model, params, batch, context) * weight
     parts = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
     gradient = dict(zip(params, parts, strict=True))
-    reply = GradientReply(gradient, len(indices), loss.item(), model.current_buffers())
+    reply = GradientReply(gradient, size, loss.item(), model.current_buffers())
     return WeightedGradientReply(**vars(reply), weight=weight) if task.weighted else reply

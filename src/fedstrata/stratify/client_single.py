@@ -18,6 +18,7 @@ from fedstrata.base.records import record
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles_hop, handles_relay
+from fedstrata.clients.training.augmenting import augmented
 from fedstrata.clients.training.sgd import SGD
 from fedstrata.clients.training.traced_sgd import TracedSGD
 from fedstrata.federation.engine import Failure
@@ -320,18 +321,18 @@ def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, I
     lr = context.config.training.lr_at(round)
     if not parts:
         return torch.zeros(0)
-    if not stepper.random:
-        return _steps(context, stepper, np.concatenate([indices for _, _, indices in parts]), lr)
-    losses = []
+    data = context.data
+    if not stepper.random and context.config.augment is None:
+        where = torch.from_numpy(np.concatenate([indices for _, _, indices in parts]))
+        return stepper.run(data.inputs(where), data.y_train[where], lr) if len(where) else torch.zeros(0)
+    losses = [torch.zeros(0)]
     for client, before, indices in parts:
+        if len(indices) == 0:
+            continue
+        where = torch.from_numpy(indices)
         # Layers that draw random numbers are seeded for each task, so that they do not depend on the other tasks.
+        # The same holds for augmentation.
+        x = augmented(context, data.inputs(where), client=client, round=round, step=before)
         with torch_seeded(context.config.seed, f"layers/{before}", round, client):
-            losses.append(_steps(context, stepper, indices, lr))
+            losses.append(stepper.run(x, data.y_train[where], lr))
     return torch.cat(losses)
-
-
-def _steps(context: ClientContext, stepper: Stepper, indices: Ints, lr: float) -> Tensor:
-    if len(indices) == 0:
-        return torch.zeros(0)
-    where = torch.from_numpy(indices)
-    return stepper.run(context.data.inputs(where), context.data.y_train[where], lr)

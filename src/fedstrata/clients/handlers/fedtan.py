@@ -18,6 +18,7 @@ from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.clients.handlers.fit import weighted
 from fedstrata.clients.handling import handles
+from fedstrata.clients.training.augmenting import augmented_batches
 from fedstrata.clients.training.local import LocalData
 from fedstrata.clients.training.sgd import SGD
 from fedstrata.federation.messages import (
@@ -83,7 +84,8 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
         model.loaded(request.weights.params, request.weights.buffers, train=True) as params,
     ):
         leaves = list(params.values())
-        for batch in data.shuffled(training, client.rng("batches", request.round), pairs=True):
+        batches = data.shuffled(training, client.rng("batches", request.round), pairs=True)
+        for batch in augmented_batches(client, batches, request.round):
             first = not losses
             together = averaged(model.module, group, len(client)) if first and group is not None else nullcontext()
             with together:

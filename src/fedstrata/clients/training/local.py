@@ -16,6 +16,7 @@ from fedstrata.base.inputs import Inputs, each, single, split
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
+from fedstrata.clients.training.augmenting import augmented_batches
 from fedstrata.clients.training.devices import CPU, on_device, to_device
 from fedstrata.clients.training.sgd import ManualSGD, Tensors
 from fedstrata.clients.training.steps import OPTIMIZER, steps_of
@@ -216,6 +217,9 @@ def train(
     and λ the weight decay. Another optimiser (``training.optimizer``) takes its own step with the gradient clip(g + r).
     With ``optimizer_state = "keep"``, its state is stored in the client's state.
 
+    The batches of the steps are augmented (``data.augment``). The passes of the objective's ``client_prepare`` and
+    ``client_final`` use the samples as they are.
+
     Args:
         client: The client.
         weights: The model to start with.
@@ -249,6 +253,7 @@ def train(
         else:  # handwritten gradients need neither random numbers nor the module
             params = {name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.params.items()}
         batches = data.shuffled(training, client.rng("batches", round), setup.pairs)
+        batches = augmented_batches(client, batches, round)
         losses, seen, optimizer_state = _descend(
             setup, model, params, objective, context, training, batches, optimizer_state
         )

@@ -1,0 +1,49 @@
+"""Augmentation of the batches on which clients train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fedstrata.base.rng import rng
+from fedstrata.clients.client import Client, ClientContext
+from fedstrata.federation.messages import ClientId
+from fedstrata.objectives.base import Batch
+
+
+@torch.no_grad()
+def augmented(context: ClientContext, x: Any, *, client: ClientId, round: int, step: int) -> Any:
+    """Return the inputs of a client's batch as ``data.augment`` changes them, or unchanged without this setting.
+
+    The random numbers depend only on the seed, the client, the round and the step.
+
+    Args:
+        context: The context of the client.
+        x: The inputs of the batch. They may change in place.
+        client: The client.
+        round: The round, counted from 1.
+        step: The number of the client's step in this round, from 0.
+    """
+    augment = context.config.augment
+    if augment is None:
+        return x
+    seed = int(rng(context.config.seed, f"augment/{step}", round, client).integers(2**63))
+    return augment(x, torch.Generator().manual_seed(seed))
+
+
+def augmented_batches(client: Client, batches: Iterator[Batch], round: int) -> Iterator[Batch]:
+    """Yield the batches of a client's steps, augmented; each step draws its own random numbers.
+
+    With ``training.accumulate``, the mini-batches of a step are augmented at once, so that their number is irrelevant.
+
+    Args:
+        client: The client.
+        batches: The samples of each step of the round.
+        round: The round, counted from 1.
+    """
+    for step, batch in enumerate(batches):
+        x = augmented(client.context, batch.x, client=client.number, round=round, step=step)
+        yield replace(batch, x=x)

@@ -1,0 +1,185 @@
+"""Augmentation: random changes of the inputs on which clients train, chosen with ``data.augment``.
+
+Only the batches of local training are augmented. Evaluations, predictions, the gradients and losses that samplers ask
+for, and what an objective computes from all samples use the samples as they are.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, NonNegativeInt
+from torch import Tensor
+
+from fedstrata.base.config import FromRegistry, Registry, Setting, build, plain
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.loading import load_object
+from fedstrata.data.dataset import Dataset
+
+KEY, KIND = "data.augment", "augmentation"
+
+TRIALS = 8
+"""The number of times that a user's own function is called with the same samples and generator before a run."""
+
+
+class Augmentation(Setting):
+    """Base class of the augmentations."""
+
+    @abstractmethod
+    def __call__(self, x: Any, generator: torch.Generator) -> Any:
+        """Return the augmented inputs of a batch.
+
+        Args:
+            x: The normalised inputs of B samples: a tensor (B, …), or a mapping of such tensors.
+            generator: The source of all random numbers. It is on the CPU, so that every device gets the same numbers.
+
+        Returns:
+            Inputs of the same shapes and types.
+        """
+
+    @abstractmethod
+    def check(self, data: Dataset) -> None:
+        """Raise ``SpecError`` if the augmentation does not work for the samples of a data set."""
+
+
+class CropFlip(Augmentation):
+    """A random crop of each padded image, which is then mirrored from left to right with probability 1/2.
+
+    The padding continues an image by its reflection, so that it has the image's colours with every ``normalize``.
+
+    Args:
+        padding: Number of pixels p that are added on each side. The crop is moved by −p … p pixels in each direction.
+        flip: Whether images are mirrored. Set it to false for images that mean something else in a mirror, such as
+            digits.
+    """
+
+    padding: NonNegativeInt = 4
+    flip: bool = True
+
+    def __call__(self, x: Any, generator: torch.Generator) -> Any:
+        """Crop and flip images (B, C, H, W); the result has the channels-last memory format."""
+        count, channels, height, width = x.shape
+        shifts = torch.randint(-self.padding, self.padding + 1, (2, count, 1), generator=generator)
+        rows = _reflected(torch.arange(height) + shifts[0], height)
+        columns = _reflected(torch.arange(width) + shifts[1], width)
+        if self.flip:
+            mirrored = torch.randint(2, (count, 1), generator=generator, dtype=torch.bool)
+            columns = torch.where(mirrored, columns.flip(1), columns)
+        images = torch.arange(count)[:, None, None] * (height * width)
+        places = (images + rows[:, :, None] * width + columns[:, None, :]).flatten().to(x.device)
+        pixels = x.permute(0, 2, 3, 1).reshape(-1, channels).index_select(0, places)
+        return pixels.view(count, height, width, channels).permute(0, 3, 1, 2)
+
+    def check(self, data: Dataset) -> None:
+        """Refuse samples that are not images, images that are too small, and targets that belong to single pixels."""
+        shape = data.shape
+        if data.keep or isinstance(shape, Mapping) or len(shape) != 3:
+            form = f"ids of shape {shape}" if data.keep else f"the shape {shape}"
+            problem = f"needs images (channels, height, width), but a sample has {form}. Remove it."
+            raise SpecError(KEY, problem, self.name)
+        if min(shape[1:]) <= self.padding:
+            problem = f"must be smaller than the sides of the images, {shape[1]}x{shape[2]}. Use a smaller padding."
+            raise SpecError(f"{KEY}.padding", problem, self.padding)
+        if data.y_train.shape[1:] == shape[1:]:
+            problem = "moves pixels, but each pixel has a target of its own. Use a function that moves no pixels."
+            raise SpecError(KEY, problem, self.name)
+
+
+def _reflected(places: Tensor, size: int) -> Tensor:
+    """Return positions in 0 … ``size`` − 1; positions beyond an end are reflected at it."""
+    last = size - 1
+    return last - (last - places.abs()).abs()
+
+
+class OwnAugmentation(Augmentation):
+    """A function of the user's own, ``function(x, generator)``; see ``Augmentation.__call__`` about its arguments.
+
+    Args:
+        path: The function, as ``"module:function"``.
+        arguments: Further arguments of the function. In a spec, they are the keys of the table other than ``name``.
+    """
+
+    path: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def implementation(self) -> Any:
+        """The function."""
+        return load_object(self.path, KIND)
+
+    def to_spec(self) -> dict[str, Any]:
+        """Return the table of a spec: the path is the ``name``, the function's arguments are further keys."""
+        return {"name": self.path, **plain(self.arguments)}
+
+    def __call__(self, x: Any, generator: torch.Generator) -> Any:
+        """Call the function, and check what it returns.
+
+        Raises:
+            SpecError: It returned something other than inputs of the same shapes and types.
+        """
+        given = _form(x)
+        result = self.implementation(x, generator, **self.arguments)
+        if (returned := _form(result)) != given:
+            problem = f"returned {returned} for a batch of {given}. Return a batch of the same shape and type."
+            raise SpecError(KEY, problem, self.path)
+        return result
+
+    def check(self, data: Dataset) -> None:
+        """Try the function on two samples, and refuse one whose random numbers are not from the generator."""
+        if not data.train_size:  # the server of a deployment may have no samples
+            return
+        try:
+            with torch.no_grad():
+                trials = [self(data.inputs(slice(0, 2)), torch.Generator().manual_seed(0)) for _ in range(TRIALS)]
+        except FedstrataError:
+            raise
+        except Exception as error:  # a user's own function may raise anything
+            problem = f"fails on a batch of {_form(data.inputs(slice(0, 2)))}: {type(error).__name__}: {error}"
+            raise SpecError(KEY, problem, self.path) from error
+        if not all(_equal(trial, trials[0]) for trial in trials):
+            problem = "returned different batches for equal generators. Draw random numbers only from the generator."
+            raise SpecError(KEY, problem, self.path)
+
+
+def _form(x: Any) -> str:
+    """Return the types and shapes of inputs as text."""
+    if isinstance(x, Mapping):
+        return "{" + ", ".join(f"{name}: {_form(x[name])}" for name in sorted(x)) + "}"
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    return type(x).__name__
+
+
+def _equal(x: Any, y: Any) -> bool:
+    """Return whether inputs of the same form are equal; NaN equals NaN."""
+    if isinstance(x, Mapping):
+        return all(_equal(x[name], y[name]) for name in x)
+    return torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+class _Augmentations(Registry[Augmentation]):
+    """The registry of augmentations, which also accepts functions named ``"module:function"``."""
+
+    own = "'module:function'"
+
+    def make(self, name: str, table: Mapping[str, Any]) -> Augmentation:
+        """Make the augmentation with a name; see ``Registry.make``."""
+        if ":" not in name:
+            return super().make(name, table)
+        function = load_object(name, self.kind)
+        if not callable(function):
+            raise SpecError("name", f"is a {type(function).__name__}. Name a function.", name)
+        return build(OwnAugmentation, {"path": name, "arguments": dict(table)})
+
+
+AUGMENTATIONS = _Augmentations(
+    KIND,
+    Augmentation,  # type: ignore[type-abstract]
+    {"crop-flip": "fedstrata.data.augmentation:CropFlip"},
+)
+"""The values of ``data.augment``."""
+
+AnyAugmentation = Annotated[Augmentation, FromRegistry(AUGMENTATIONS)]
