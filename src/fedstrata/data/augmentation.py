@@ -19,7 +19,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.loading import load_object
 from fedstrata.data.dataset import Dataset
 
-KEY, KIND = "data.augment", "augmentation"
+KEY, KIND = "data.augment", "data augmentation"
 
 TRIALS = 8
 """The number of times that a user's own function is called with the same samples and generator before a run."""
