@@ -31,7 +31,7 @@ from fedstrata.runs.predictor import describe_model
 from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sampling.messages import SizeReply, SizeReport
-from fedstrata.sites.data_schema import prepare_server, surveyed
+from fedstrata.sites.data_schema import description_of, prepare_server, surveyed
 from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
@@ -660,6 +660,15 @@ def test_sites_with_files_of_their_own_compute_the_same(own: Own, tmp_path: Path
     here = fs.run(spec)
     assert _same(there, here)
     assert there[-1]["accuracy"] == here[-1]["accuracy"]
+
+
+@pytest.mark.parametrize("augment", [{"name": "crop-flip", "padding": 2}, "augmentations:noise"], ids=str)
+def test_each_site_augments_its_own_data(own: Own, tmp_path: Path, augment: Any) -> None:
+    plain, files, test = own
+    spec = plain.replace(data={"augment": augment})
+    made = _owning(prepare_server(spec, test, 3), files, tmp_path, allow=["augmentations"])
+    assert _same(made.run(tmp_path / "out"), fs.run(spec))
+    assert description_of(spec) == description_of(plain), "it is irrelevant for whether the data fit"
 
 
 def test_shift_and_scale_may_be_known_beforehand(own: Own, tmp_path: Path) -> None:
