@@ -74,10 +74,10 @@ with warnings.catch_warnings():
             range: Smallest and largest value that an array file may contain.
             shift: Number to subtract from each channel or feature. Default: computed as ``normalize`` says.
             scale: Number by which each channel or feature is multiplied after ``shift``. Set both or neither.
-            augment: Random change of the inputs on which clients train, drawn for each batch again: ``crop-flip`` for
-                images, or a function of your own, ``"module:function"``. A table with a ``name`` also has further
-                settings. Only local training is augmented: evaluations, predictions, and what samplers and objectives
-                measure use the samples as they are. Default: none.
+            augment: Random change of the inputs of each batch on which clients train: ``crop-flip`` for images, or a
+                function of your own, ``"module:function"``. A table with a ``name`` also has further settings. Only
+                local training is augmented: evaluations, predictions, and what samplers and objectives measure use the
+                samples as they are. Default: none.
             custom: Description of arrays that were passed from Python. fedstrata writes it; do not set it.
         """
 
