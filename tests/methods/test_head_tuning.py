@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fedstrata as fs
+from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import rng
 
 
@@ -32,3 +33,36 @@ def test_a_head_with_statistics_of_its_own_is_tuned_with_them(start):
     expected = torch.nn.functional.cross_entropy(Headed().eval()(x), y).item()
     assert loss == pytest.approx(expected, rel=1e-5)
     assert not torch.equal(weights.params["head.1.weight"], started.state.weights.params["head.1.weight"])
+
+
+class Headless(nn.Module):
+    """Logits straight from a convolution, without a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 10, 3)
+
+    def forward(self, x):
+        return self.conv(x).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "moon",
+        {"name": "fedavg", "objective": "moon"},
+        {"name": "fedavg-ft", "per_class": 4},
+        {"name": "fedbabu", "fine_tune": {"per_class": 4}},
+        "rebafl",
+    ],
+    ids=str,
+)
+def test_a_model_without_a_head_is_refused_before_the_first_round(method):
+    spec = fs.Experiment(partition={"name": "classes", "clients": 5, "per_client": 2, "size": 60}, method=method)
+    with pytest.raises(SpecError) as caught:
+        fs.prepare(spec, model=Headless)
+    assert str(caught.value) == (
+        "model.head: Headless has neither a submodule 'head' nor an nn.Linear that is trained: call its classifier "
+        "'head', or name it: Model(module, head='dotted.name')"
+    )
+    fs.prepare(spec.replace(method="fedavg"), model=Headless)

@@ -35,15 +35,17 @@ class HeadTuning(Setting):
     weight_decay: NonNegativeFloat = 0.0
 
     def require_samples(self, config: FederationConfig, section: str) -> None:
-        """Require enough samples at the server, and BatchNorm statistics that the server and the clients share.
+        """Require a head, enough samples at the server, and BatchNorm statistics that the server and clients share.
 
         Args:
             config: The federation's settings.
             section: The section of the spec that holds these settings, for messages.
 
         Raises:
-            SpecError: The server has too few samples, or clients keep their own BatchNorm statistics.
+            SpecError: The model has no head, the server has too few samples, or clients keep their own BatchNorm
+                statistics.
         """
+        config.model.require_head()
         key = f"{section}.per_class"
         if not config.task.has_classes:
             problem = f"needs classes for the server's samples, and the task {config.task.name!r} has none"

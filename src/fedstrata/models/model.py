@@ -63,11 +63,15 @@ class Model:
         self._shared: Params = {}
         self._collect()
         if head is not None:
-            _ = self._head  # the name is checked here
+            self.require_head()
 
     @cached_property
     def _head(self) -> Head:
         return Head.of(self.module, self._named_head, self._leaves)
+
+    def require_head(self) -> None:
+        """Raise ``SpecError`` if the module has no head."""
+        _ = self._head
 
     @property
     def head_name(self) -> str:

@@ -8,6 +8,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedstrata.base.records import Tree
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, Params, Weights
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Batches, Context, PerSample, Trained
@@ -51,6 +52,10 @@ class Contrastive(PerSample):
 
     mu: NonNegativeFloat = 1.0
     temperature: PositiveFloat = 0.5
+
+    def check(self, config: FederationConfig) -> None:
+        """Require a model with a head, because the features are its input."""
+        config.model.require_head()
 
     @property
     def sends(self) -> str:
