@@ -307,7 +307,8 @@ class History(Sequence[Record]):
         - ``final_accuracy``: the accuracy of the saved model, by default that of the last evaluated round
         - ``best_round``, ``best_accuracy``, and ``best_on``, the samples that decide which round is best
         - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds
-        - ``rounds_to_target``: a mapping from each target, as text, to the first round that reached it, or None
+        - ``rounds_to_target``: a mapping from each target, as text, to the first round that reached it, or None; a run
+          of a task without accuracy has only targets of other metrics
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds``: sums over all rounds
         - ``stopped``, ``model_round`` and ``warning``, if they are set, and ``model``, the content of ``kept``
         """

@@ -333,11 +333,12 @@ def identity_in(path: Path) -> dict[str, Any] | None:
 
 def about(spec: Experiment) -> dict[str, Any]:
     """Return those arguments of ``History`` that describe a run and follow from its spec."""
-    evaluation = spec.evaluation
+    evaluation, task = spec.evaluation, spec.task
+    has_accuracy = task is None or task.has_classes or task.has_accuracy
     return {
         "method": spec.method.name,
         "seed": spec.seed,
-        "targets": evaluation.accuracy_targets,
+        "targets": evaluation.accuracy_targets if has_accuracy else [],
         "metric_targets": evaluation.metric_targets,
         "lower": evaluation.lower,
         "primary": evaluation.primary,

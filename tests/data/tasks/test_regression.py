@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pandas
 import pytest
@@ -330,6 +332,22 @@ def test_the_best_round_has_the_lowest_error(tmp_path):
     assert history.summary["best_rmse"] == min(errors)
     assert history.best_round == rounds[np.argmin(errors)]
     assert fs.History.load(tmp_path / "run").best_round == history.best_round
+
+
+TARGETS = {"accuracy": [0.5], "rmse": [1000.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("targets", "reached"),
+    [({}, {}), ({"metrics": ["rmse"], "targets": TARGETS}, {"rmse": {"1000": 1, "1": None}})],
+    ids=["by default", "of two metrics"],
+)
+def test_the_summary_has_no_targets_of_an_accuracy(targets, reached, tmp_path):
+    table = diabetes_spec(evaluation=targets, training={"rounds": 1})
+    history = fs.run(table, data=diabetes(), out=tmp_path / "run")
+    assert history.summary["rounds_to_target"] == reached
+    assert json.loads((tmp_path / "run/summary.json").read_text())["rounds_to_target"] == reached
+    assert fs.History.load(tmp_path / "run").summary["rounds_to_target"] == reached
 
 
 def test_early_stopping_waits_for_lower_errors():
