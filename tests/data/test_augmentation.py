@@ -158,6 +158,13 @@ def test_a_mapping_is_passed_on_as_it_is():
     assert own("same")(x, generator()) is x
 
 
+@pytest.mark.parametrize("name", ["noise", "shift"])
+def test_the_identity_of_a_run_includes_the_module(name):
+    spec = fs.Experiment(data={"name": "digits", "augment": f"augmentations:{name}"})
+    assert list(fs.prepare(spec).identity["code"]) == ["augmentations"]
+    assert fs.prepare(fs.Experiment()).identity["code"] == {}
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [

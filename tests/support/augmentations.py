@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,5 +63,16 @@ def unseeded_numpy(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return x * np.random.default_rng().choice([-1.0, 1.0])
 
 
+@dataclass
+class Shift:
+    """An object that is called like a function, and has no hash."""
+
+    by: float
+
+    def __call__(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return x + self.by
+
+
+shift = Shift(1.0)
 masked = {"share": 0.5}
 """Something that is not a function."""

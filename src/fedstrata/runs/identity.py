@@ -234,7 +234,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _code(spec: Experiment) -> Iterator[tuple[str, str]]:
     """Yield the name and the SHA-256 of each module of the user's own that implements settings of the spec."""
-    for code in {value.implementation for value in _settings(spec)}:
+    for code in (value.implementation for value in _settings(spec)):
         if code.__module__.partition(".")[0] == "fedstrata":
             continue
         try:
