@@ -49,6 +49,8 @@ server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
 sgd = _of("clients/training/sgd.py", "clients/test_sgd.py", "clients/test_local.py")
 local = _of("clients/training/local.py", "clients/test_local.py")
 settings = _of("federation/settings.py", "spec/test_experiment.py", "clients/test_local.py")
+augmenting = _of("clients/training/augmenting.py", "clients/test_augmenting.py")
+crops = _of("data/augmentation.py", "data/test_augmentation.py")
 steps = _of("clients/training/steps.py", "clients/test_local_optimizers.py")
 optimised = _of("clients/training/local.py", "clients/test_local_optimizers.py")
 warmup = _of("federation/settings.py", "clients/test_local_optimizers.py")
@@ -254,6 +256,10 @@ MUTANTS = [
     ),
     settings("a round late", "t = round - 1", "t = round"),
     settings("half a cosine", "math.pi * min(t", "0.5 * math.pi * min(t"),
+    augmenting("every step draws the same numbers", 'f"augment/{step}"', '"augment"'),
+    augmenting("every client draws the same numbers", "round, client).integers", "round).integers"),
+    crops("an edge is repeated", "last - (last - places.abs()).abs()", "places.clamp(0, last)"),
+    crops("crops that never move down", "randint(-self.padding, self.padding + 1", "randint(-self.padding, 1"),
     local(
         "one batch for each epoch",
         "if end == n:\n                    break",
@@ -320,7 +326,7 @@ MUTANTS = [
     enrolled("a label twice", "if len(torch.unique(reply.labels)) != len(reply.labels):", "if False:"),
     enrolled("counts of any size", "(reply.counts < 1) | (reply.counts > MOST_SAMPLES)", "reply.counts < 1"),
     enrolled("counts of any type", "(len(reply.labels),), torch.int64", "(len(reply.labels),), reply.counts.dtype"),
-    client_batch("the mean's gradient", "_foreach_mul_(gradients, len(indices))", "_foreach_mul_(gradients, 1.0)"),
+    client_batch("the mean's gradient", "_foreach_mul_(gradients, size)", "_foreach_mul_(gradients, 1.0)"),
     client_batch(
         "samples are taken twice",
         "Pool(pool.order, pool.used + len(positions), pool.refills)",
