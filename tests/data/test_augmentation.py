@@ -115,7 +115,7 @@ Y = np.arange(12) % 2
 def test_samples_that_are_not_images_are_refused():
     table = X.reshape(12, 64)
     assert error_of((table, Y, table, Y), "crop-flip") == (
-        "data.augment = 'crop-flip': needs images (channels, height, width), but a sample has numbers of shape (64,). "
+        "data.augment = 'crop-flip': needs images (channels, height, width), but a sample has the shape (64,). "
         "Remove it."
     )
 

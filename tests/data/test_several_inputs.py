@@ -157,3 +157,21 @@ def test_a_limit_and_validation_cut_all_inputs(tmp_path: Path):
                 str(tmp_path / "several.npz"),
                 **({"shape": [5], "classes": 3} if key == "shape" else {"shift": [1], "scale": [1]}),
             ).load()
+
+
+@pytest.mark.parametrize("method", ["fedavg", {"name": "stratify", "batch_size": 8}])
+@pytest.mark.parametrize("execution", ["per-client", "fused"])
+def test_augmentation_gets_all_inputs_of_a_client(method: Any, execution: str):
+    spec = spec_of(method, training={"rounds": 1, "execution": execution})
+    plain = fs.run(spec, data=data_of(CASE), model=Networks(CASE))
+    table = spec.to_spec() | {"data": {"augment": f"{__name__}:hide"}}
+    hidden = fs.run(fs.Experiment.from_table(table), data=data_of(CASE), model=Networks(CASE))
+    assert not torch.equal(plain.params["words.weight"], hidden.params["words.weight"])
+    prepared = fs.prepare(spec, data=data_of(CASE), model=Networks(CASE))
+    start = prepared.config.model.params()["words.weight"]
+    assert torch.equal(hidden.params["words.weight"][1:], start[1:])  # all ids were 0
+
+
+def hide(x: Any, generator: torch.Generator) -> Any:
+    """An augmentation that replaces all ids by 0."""
+    return {**x, "ids": torch.zeros_like(x["ids"])}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Inputs = Tensor | Mapping[str, Tensor]
@@ -24,12 +25,20 @@ def tensors_of(x: Inputs) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else list(x.values())
 
 
-def split(x: Inputs, parts: int) -> list[Inputs]:
-    """Divide inputs into parts of nearly equal size along the first axis."""
-    if isinstance(x, Tensor):
-        return list(x.tensor_split(parts))
-    pieces = {name: tensor.tensor_split(parts) for name, tensor in x.items()}
-    return [{name: piece[part] for name, piece in pieces.items()} for part in range(parts)]
+def split(x: Inputs, parts: int | list[int]) -> list[Inputs]:
+    """Divide inputs along the first axis into a number of parts of nearly equal size, or into parts of given sizes."""
+    if not isinstance(x, Tensor):
+        columns = [split(tensor, parts) for tensor in x.values()]
+        return [dict(zip(x, column, strict=True)) for column in zip(*columns, strict=True)]
+    return list(x.tensor_split(parts) if isinstance(parts, int) else torch.split(x, parts))
+
+
+def joined(parts: Sequence[Inputs]) -> Inputs:
+    """Return parts of inputs as one, along the first axis."""
+    named = [part for part in parts if not isinstance(part, Tensor)]
+    if named:
+        return {name: torch.cat([part[name] for part in named]) for name in named[0]}
+    return torch.cat([single(part) for part in parts])
 
 
 def single(x: Any) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import FedstrataError
-from fedstrata.base.inputs import single
+from fedstrata.base.inputs import joined, single, split
 from fedstrata.base.records import record
 from fedstrata.base.rng import SERVER, torch_seeded
 from fedstrata.clients.client import Client, ClientContext
@@ -231,9 +231,9 @@ def reserved(clients: Sequence[Client], request: Gradient) -> Batch:
     where = torch.from_numpy(np.concatenate(parts))
     x = context.data.inputs(where)
     if context.config.augment is not None:
-        pieces = zip(clients, torch.split(x, [len(part) for part in parts]), strict=True)
+        pieces = zip(clients, split(x, [len(part) for part in parts]), strict=True)
         at = {"round": request.round, "step": request.batch}
-        x = torch.cat([augmented(context, piece, client=client.number, **at) for client, piece in pieces])
+        x = joined([augmented(context, piece, client=client.number, **at) for client, piece in pieces])
     return Batch(x, context.data.y_train[where])
 
 
