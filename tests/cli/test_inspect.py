@@ -63,7 +63,7 @@ def test_settings_of_a_class_of_ones_own(capsys, monkeypatch):
             "name = 'persistant': is not a name in this section. Use one of: always, bernoulli, persistent",
         ),
         (["training", "os:path"], "name = 'os:path': is not a name in this section. Use one of: "),
-        (["method", "os:path"], "name = 'os:path': os:path is not a subclass of Method"),
+        (["method", "os:path"], "name = 'os:path': is not a subclass of Method"),
         (
             ["method", "nowhere_at_all:Thing"],
             "name = 'nowhere_at_all:Thing': the module 'nowhere_at_all' was not found",

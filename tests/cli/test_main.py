@@ -48,25 +48,25 @@ BAD = {
     "clipping with SCAFFOLD": ('method = "scaffold"\n[training]\nclip = 1.0', "training.clip = 1.0: SCAFFOLD's control variates require unclipped gradients. Remove it. (s.toml, line 3)"),
     "more strata than clients": ('[method]\nname = "fedsts"\nstrata = 200', "method.strata = 200: is larger than the number of clients. Use at most 100. (s.toml, line 3)"),
     "a missing trace": ('[availability]\nname = "trace"\nfile = "no.csv"', "availability.file = 'no.csv': the file does not exist. Give a CSV file with the columns client,first,last. (s.toml, line 3)"),
-    "a wrong trace": ('[availability]\nname = "trace"\nfile = "wrong.csv"', "availability.file = 'wrong.csv': cannot be read as a trace: line 2 must have three whole numbers (s.toml,"),
+    "a wrong trace": ('[availability]\nname = "trace"\nfile = "wrong.csv"', "availability.file = 'wrong.csv': is not a trace: line 2 must have three whole numbers (s.toml,"),
     "groups that do not fit": ('[availability]\nname = "groups"\ngroups = [{ clients = 3, p = 0.5 }]', "availability.groups: the sizes add up to 3. Make the sum equal to partition.clients, which is 100."),
     "p over 1": ('[availability]\nname = "bernoulli"\np = 1.5', "availability.p = 1.5: must be less than or equal to 1. (s.toml, line 3)"),
     "a target over 1": ("[evaluation]\ntargets = [2]", "evaluation.targets = [2]: 2.0 is not an accuracy in (0, 1]. Use fractions, such as [0.02]. (s.toml, line 2)"),
     "a target in percent": ("[evaluation]\ntargets = [90]", "Use fractions, such as [0.9]. (s.toml, line 2)"),
     "somebody else's key": ('[partition]\nname = "iid"\nalpha = 0.1', "partition.alpha = 0.1: is not a known key. alpha belongs to dirichlet, domain, but this partition"),
-    "another section's key": ("[training]\nalpha = 0.1", "alpha belongs to partition (dirichlet, domain) and method (fedssar, feddyn, fedrs) and method.objective (feddyn, fedrs) (s.toml, line 2)"),
+    "another section's key": ("[training]\nalpha = 0.1", "alpha belongs to partition (dirichlet, domain) and method (fedssar, feddyn, fedrs) and method.objective (feddyn, fedrs). Use one of: "),
     "a module that is not there": ('[method]\nname = "nowhere_at_all:Thing"', "the module 'nowhere_at_all' was not found"),
-    "a thing that is no method": ('[method]\nname = "os:path"', "os:path is not a subclass of Method. Derive the class from it. (s.toml,"),
+    "a thing that is no method": ('[method]\nname = "os:path"', "is not a subclass of Method. Derive the class from Method. (s.toml,"),
     "more threads than a machine has": ("[training]\nthreads = 100000", "training.threads = 100000: must be less than or equal to 1024. (s.toml, line 2)"),
     "speeds beyond all numbers": ("[availability]\nspeed_spread = 10000", "availability.speed_spread = 10000: must be less than or equal to 10. (s.toml, line 2)"),
     "a batch of 10^30": ("[training]\nbatch_size = 1" + 30 * "0", "is too large. Use at most 2147483647. (s.toml, line 2)"),
     "a model larger than memory": ("[model]\nhidden = [1000000, 1000000]", "model.name = 'mlp': cannot be built for samples of shape (1, 8, 8): RuntimeError: "),
     "a factory that fails": ('[model]\nname = "os:listdir"', "model.name = 'os:listdir': cannot be"),
-    "a seed of thousands of digits": ("seed = " + "9" * 4301, "spec = 's.toml': cannot be read as TOML: a whole number has too many digits"),
+    "a seed of thousands of digits": ("seed = " + "9" * 4301, "spec = 's.toml': is not valid TOML: a whole number has too many digits"),
     "a hexadecimal one": ("seed = 0x" + "f" * 9000, "seed = (int too large to show): must be less than or equal to"),
-    "thousands of levels": ("a = " + "[" * 1500 + "]" * 1500, "spec = 's.toml': cannot be read as TOML: tables or lists are nested too deeply"),
+    "thousands of levels": ("a = " + "[" * 1500 + "]" * 1500, "spec = 's.toml': is not valid TOML: tables or lists are nested too deeply"),
     "thousands of parts": (".".join(["a"] * 5000) + " = 1", "a = (dict too large to show): is not a known key"),
-    "no TOML": ("[method", "spec = 's.toml': cannot be read as TOML: "),
+    "no TOML": ("[method", "spec = 's.toml': is not valid TOML: "),
 }  # fmt: skip
 
 
@@ -91,14 +91,14 @@ def test_a_bad_spec_is_one_line_and_code_2_and_nothing_is_written(capsys, case):
     ("arguments", "message"),
     [
         (["run", "missing.toml"], "spec = 'missing.toml': the file does not exist"),
-        (["run", "."], "spec = '.': cannot be read as TOML"),
+        (["run", "."], "spec = '.': cannot be read: Is a directory. Give the path of a TOML file."),
         (["run", "--set", "training.rounds"], "--set = 'training.rounds': is not of the form section.key=value"),
         (["run", "--set", "=1"], "--set = '=1': is not of the form section.key=value"),
         (["run", "--set", "training.rounds=many"], "training.rounds = 'many': must be a whole number"),
         (["run", "--set", "training.round=3"], "training.round = 3: is not a known key"),
         (["run", "--set", "seed=1", "--set", "seed.x=1"], "--set = 'seed.x=1': seed is a value, not a section"),
         (["run", "--engine", "locl"], "engine = 'locl': is not an engine. Use one of: local"),
-        (["run", "--resume", "nowhere"], "--resume = 'nowhere': is not a run folder: it has no spec.toml"),
+        (["run", "--resume", "nowhere"], "--resume = 'nowhere': is not a run folder, because it has no spec.toml"),
         (["run", "--resume", "x", "--out", "y"], "--resume = 'x': uses the spec and folder of the run"),
         (["partition", "--set", "partition.alpha=0"], "partition.alpha = 0: must be greater than"),
         (["compare", "--methods", "fedavgg"], "--methods = 'fedavgg': is not a known method or label"),
@@ -206,13 +206,13 @@ def test_usage_errors_have_code_2(capsys):
         (
             "fedstrata.experiments.run.run",
             ["run"],
-            "; go on from the last checkpoint with 'fedstrata run --resume DIR'",
+            ". To continue from the last checkpoint, use 'fedstrata run --resume DIR'.",
         ),
-        ("fedstrata.experiments.compare.compare", ["compare", "--methods", "fedavg"], f"; {WITH_OUT}"),
+        ("fedstrata.experiments.compare.compare", ["compare", "--methods", "fedavg"], f". {WITH_OUT}"),
         (
             "fedstrata.experiments.sweep.sweep",
             ["sweep", "--set", "evaluation.validation=0.1", "--set", "training.lr=0.1,0.2"],
-            f"; {WITH_OUT}",
+            f". {WITH_OUT}",
         ),
         ("fedstrata.data.partitions.picture.draw_partition", ["partition", "--set", "data=digits"], "\n"),
     ],
@@ -267,7 +267,7 @@ def test_a_nul_character_is_an_error_in_one_line(capsys):
     for command in ("run", "compare", "partition"):
         with pytest.raises(SystemExit, match="2"):
             main([command, "s.toml", "--out", "a\0b"])
-        assert "an argument has a NUL character" in capsys.readouterr().err
+        assert "an argument contains a NUL character" in capsys.readouterr().err
     assert main(["compare", "s.toml", "--quiet", "--jobs", "1"]) == 2
     assert (
         "--methods = 'a\\x00b': is not a valid label, because it becomes the name of a folder. Use"

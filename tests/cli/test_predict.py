@@ -92,11 +92,11 @@ def test_a_folder_of_several_runs_names_them(run: fs.Predictor, capsys: pytest.C
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("kind;age\ny;old\n", "bad.csv, line 2, column 'age' = 'old': not a finite number; accepted: numbers"),
-        ("kind;age\nx;3\n\nw;4\n", "bad.csv, line 4, column 'kind' = 'w': no such category; accepted: 'x', 'y'"),
-        ("kind;age\n;4\n", "bad.csv, line 2, column 'kind' = '': is missing; accepted: a value, or a rule"),
+        ("kind;age\ny;old\n", "bad.csv, line 2, column 'age' = 'old': is not a finite number. Use numbers"),
+        ("kind;age\nx;3\n\nw;4\n", "bad.csv, line 4, column 'kind' = 'w': is not a category. Use one of 'x', 'y'"),
+        ("kind;age\n;4\n", "bad.csv, line 2, column 'kind' = '': is missing. Add a value, or a rule"),
         ("kind,age\nx,4\n", "data.schema.columns.age = 'age': bad.csv has no such column. Use one of: kind,age"),
-        ("kind;age\n", "bad.csv has no rows"),
+        ("kind;age\n", "bad.csv has no rows below the first line"),
     ],
 )
 def test_rows_that_do_not_fit(run: fs.Predictor, capsys: pytest.CaptureFixture[str], rows: str, message: str) -> None:

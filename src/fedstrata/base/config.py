@@ -190,7 +190,7 @@ class Registry(Generic[T]):
         cls = import_object(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
         if not (inspect.isclass(cls) and issubclass(cls, self.base)):
             raise SpecError(
-                "name", f"{name} is not a subclass of {self.base.__name__}. Derive the class from it.", name
+                "name", f"is not a subclass of {self.base.__name__}. Derive the class from {self.base.__name__}.", name
             )
         return cls
 
@@ -240,7 +240,7 @@ class FromRegistry:
         except SpecError as error:
             if "is not a known key" not in error.problem or "did you mean" in error.problem:
                 raise
-            problem = f"{error.problem} (without a name this is {self.default!r})"
+            problem = f"{error.problem.rstrip('.')}. Without a name, {self.default!r} is used."
             raise SpecError(error.key, problem, error.value) from None
 
 

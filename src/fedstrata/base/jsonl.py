@@ -154,15 +154,19 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
                 return
             raise DataError(f"{path}, line {number}: is not a JSON object. The lines before it are intact.") from None
         if not isinstance(record, dict) or type(record.get("round")) is not int:
-            raise DataError(f"{path}, line {number}: is not a record of a round: it has no whole number 'round'.")
+            problem = (
+                "is not a record of a round, because it has no whole number 'round'. The lines before it are intact."
+            )
+            raise DataError(f"{path}, line {number}: {problem}")
         checksum = record.pop(CHECKSUM, None)
         if checksum is not None:
             if checksum_of(line, last) != checksum:
-                problem = "the checksum is wrong, so that this line or one before it was changed"
+                problem = "the checksum is wrong, because the line was changed or a line before it was removed"
                 raise DataError(f"{path}, line {number}: {problem}. The lines before it are intact.")
             last = checksum
         elif last:
-            raise DataError(f"{path}, line {number}: the line has no checksum, although the lines before it have one.")
+            problem = "the line has no checksum, although the lines before it have one. The lines before it are intact."
+            raise DataError(f"{path}, line {number}: {problem}")
         yield line, record, last
 
 

@@ -39,10 +39,9 @@ def load_object(path: str, kind: str) -> Any:
     """
     packages, advice = _ALLOWED.get() or (None, "")
     if packages is not None and path.partition(":")[0].partition(".")[0] not in packages:
-        accepted = f"only from {', '.join(sorted(packages))}" if packages else "from no package"
+        accepted = f"has only {', '.join(sorted(packages))}" if packages else "is empty"
         by_list = (
-            f"the list 'allow' of this party accepts a {kind} of your own {accepted}. Change the list, or use another "
-            "name"
+            f"is not in a package that this party allows: its list 'allow' {accepted}. Add the package to the list."
         )
         raise SpecError("name", advice or by_list, path)
     return import_object(path, kind)

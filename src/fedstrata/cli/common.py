@@ -24,7 +24,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 R = TypeVar("R")
 
 
-WITH_OUT = "go on from the last checkpoint with the same command and its --out DIR"
+WITH_OUT = "To continue from the last checkpoint, repeat the command with the same --out DIR."
 """The advice that is printed after an interrupt of a command whose results can only be continued with ``--out``."""
 
 
@@ -131,7 +131,9 @@ def elsewhere(error: SpecError) -> SpecError:
     hinted = "belongs to" in error.problem or "did you mean" in error.problem
     if hinted or not error.problem.startswith("is not a known key") or not (sections := owners(word, besides=outer)):
         return error
-    return SpecError(error.key, f"{error.problem}; {word} belongs to {' and '.join(sections[:3])}", error.value)
+    problem, _, accepted = error.problem.partition(". ")
+    problem = f"{problem}. {word} belongs to {' and '.join(sections[:3])}. {accepted}"
+    return SpecError(error.key, problem, error.value)
 
 
 def seeds(options: argparse.Namespace) -> list[int] | None:
@@ -198,7 +200,7 @@ def run_folder(given: Path | None, name: str) -> Iterator[Path]:
 
 
 BROKE_DOWN = 3
-"""The exit code if the server could use none of the clients' replies, from the start or some later round to the end."""
+"""The exit code if the server could not use any client's reply, from the start or from a later round to the end."""
 
 
 def show_run(history: History, as_json: bool = False) -> int:

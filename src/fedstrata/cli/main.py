@@ -28,8 +28,8 @@ from fedstrata.cli.common import Commands
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 NOT_IMPORTED = (
-    "names Python code, which this command does not import. If you trust its author, add --trust (if the command has "
-    "it), or use a command that trains"
+    "names Python code, which this command does not import. If you trust its author, add --trust, or use a command "
+    "that trains."
 )
 
 GROUPS = {
@@ -57,8 +57,9 @@ BEGIN = """examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    The exit code is 0 for success, 2 for bad input, 3 if the server could use none of the clients' replies in a run, 1
-    for other expected failures, and 128 plus the number of the signal (130 for Ctrl-C) if the command was interrupted.
+    The exit code is 0 for success, 2 for invalid input, and 3 if the server could not use any client's reply, from the
+    start or from a later round to the end. It is 1 for other expected failures. If the command was interrupted, it is
+    128 plus the number of the signal (130 for Ctrl-C).
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed, for example by ``>&-``
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         teach.complete(whole)
     options = whole.parse_args((sys.argv[1:] if arguments is None else arguments) or ["--help"])
     if any("\0" in str(value) for value in vars(options).values()):
-        whole.error("an argument has a NUL character, which the name of a file cannot have")
+        whole.error("an argument contains a NUL character, which names of files cannot contain. Remove it.")
     warnings.showwarning = _one_line
     try:
         with ending_in_order(), _imports(options.imports):
@@ -97,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_lines(f"fedstrata: the memory is full. {advice}", file=sys.stderr)
         return FAILED
     except (KeyboardInterrupt, Terminated) as stop:
-        how, code = ("told to end", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
-        next_step = f"; {options.after_interrupt}" if "after_interrupt" in options else ""
+        how, code = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
+        next_step = f". {options.after_interrupt}" if "after_interrupt" in options else ""
         print(f"fedstrata: {how}{next_step}", file=sys.stderr)
         return code
 

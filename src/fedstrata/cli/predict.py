@@ -51,7 +51,7 @@ def _predict(options: argparse.Namespace) -> int:
     predictor = load(options.run)
     if predictor.schema is None:
         problem = f"the model of this run takes arrays of shape {predictor.shape}, not rows of a table. In Python, use "
-        raise SpecError("RUN", f"{problem}fedstrata.load(RUN).predict(arrays)", str(options.run))
+        raise SpecError("RUN", f"{problem}fedstrata.load(RUN).predict(arrays).", str(options.run))
     rows = read_table(options.rows, predictor.schema)
     names = list(filter(None, options.keep.split(",")))
     for column in names:

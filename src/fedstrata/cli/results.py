@@ -168,7 +168,7 @@ def _sweep(options: argparse.Namespace) -> int:
         key = next(iter(grid))
         raise SpecError(
             "--set",
-            f"several values of a key form a grid, which cannot be combined with --search. Use --search {key}=choice:…",
+            f"several values of a key form a grid, which excludes --search. Use --search {key}=choice:….",
             key,
         )
     table = read_table(options.spec, fixed)

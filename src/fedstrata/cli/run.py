@@ -24,9 +24,13 @@ def add_run(commands: Commands) -> None:
         fedstrata run spec.toml --quiet --json
     """
     more = (
-        "The exit code is 3 if the run broke down (no reply could be used), 2 for bad input, 1 for any other failure."
+        "The exit code is 2 for invalid input, 3 if the server could not use any client's reply, from the start or "
+        "from a later round to the end, and 1 for other failures."
     )
-    defaults = {"work": _run, "after_interrupt": "go on from the last checkpoint with 'fedstrata run --resume DIR'"}
+    defaults = {
+        "work": _run,
+        "after_interrupt": "To continue from the last checkpoint, use 'fedstrata run --resume DIR'.",
+    }
     parser = common.add_command(commands, "run", "run one experiment", examples, more, imports=True, **defaults)
     common.add_spec(parser)
     parser.add_argument("--out", type=Path, help="folder to store the run in (default: runs/METHOD-DATA-TIME)")
@@ -62,7 +66,9 @@ def _run(options: argparse.Namespace) -> int:
         table = read_table(options.spec, options.overrides)
         spec = common.located(options, lambda: Experiment.from_table(table))
         if COMPARE in table:
-            note = f"[{COMPARE}] is for 'fedstrata compare'; this runs {spec.method.name} alone"
+            note = (
+                f"[{COMPARE}] has no effect here, and only {spec.method.name} runs. Use 'fedstrata compare' to run all."
+            )
             print_lines(f"fedstrata: note: {note}", file=sys.stderr)
     name = f"{spec.method.name}-{Path(spec.data.name).stem}"
     with common.run_folder(out, name) as folder:
