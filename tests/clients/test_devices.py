@@ -19,7 +19,9 @@ def spec(device: str, method: str = "fedavg") -> fs.Experiment:
 
 
 def test_a_device_that_is_none_says_which_there_are():
-    with pytest.raises(SpecError, match=r"training\.device = 'gpu': must be one of: cpu, cuda, cuda:N, auto\."):
+    with pytest.raises(
+        SpecError, match=r"training\.device = 'gpu': is not a device\. Use one of: cpu, cuda, cuda:N, auto\."
+    ):
         spec("gpu")
 
 

@@ -142,8 +142,8 @@ def test_a_reply_that_cannot_be_is_not_counted():
                 samples=int(good.sums.confusion[:3, :3].sum()),
             ),
             "negative": replace(good.sums, confusion=good.sums.confusion - 1),
-            "samples in the confusion": replace(good.sums, samples=good.sums.samples + 1),
-            "scores of other samples": replace(good.sums, scores=good.sums.scores * 0),
+            "the confusion matrix has": replace(good.sums, samples=good.sums.samples + 1),
+            "the scores are of other samples": replace(good.sums, scores=good.sums.scores * 0),
         }
 
         def require(reply: Evaluated) -> None:
@@ -162,4 +162,4 @@ def test_who_has_no_such_part_is_not_measured():
         assert replies == {}
         events = [event for event in simulation.federation.events if event["kind"] == "not measured"]
         assert len(events) == 5
-        assert "no samples were held out for 'validation'" in events[0]["reason"]
+        assert "no samples that were held out for 'validation'" in events[0]["reason"]

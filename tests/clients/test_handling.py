@@ -63,16 +63,16 @@ def test_a_later_one_takes_the_place_of_an_earlier_one():
 
 def test_what_nobody_answers():
     handlers = Handlers(EVERY_WAY)
-    with pytest.raises(FedstrataError, match=r"how to answer Tell: name its handler in Method\.handlers"):
+    with pytest.raises(FedstrataError, match=r"cannot answer Tell\. Add a handler for it to Method\.handlers"):
         handlers.alone[Tell]
-    with pytest.raises(FedstrataError, match=r"how to pass on Tell: name its handler in Method\.handlers"):
+    with pytest.raises(FedstrataError, match=r"cannot pass on Tell\. Add a handler for it to Method\.handlers"):
         handlers.hop[Tell]
     # One pass for all is a short cut: where there is none, clients answer one by one.
     assert handlers.sum.get(Tell) is handlers.relay.get(Tell) is None
 
 
 def test_a_function_that_does_not_say_what_it_answers():
-    with pytest.raises(FedstrataError, match=r"does not say what it answers: mark it with @handles"):
+    with pytest.raises(FedstrataError, match=r"does not say which request it answers\. Mark it with @handles"):
         Handlers([answer, test_what_nobody_answers])
 
 

@@ -73,7 +73,7 @@ def _recovered() -> None:
 
 
 # One site has the clients 0 and 1, the other the clients 2 and 3.
-LATE = f"no answer within {PATIENCE:g} s"
+LATE = f"it did not answer within {PATIENCE:g} s"
 
 
 def _lost(federation: Federation, reason: str, *clients: int) -> None:

@@ -106,13 +106,13 @@ def test_trace(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("client,from,to\n0,1,2\n", "cannot be read as a trace: line 1 must be: client,first,last"),
-        ("", "cannot be read as a trace: line 1 must be: client,first,last"),
-        ("client,first,last\n0,1,2\n1,x,2\n", "cannot be read as a trace: line 3 must have three whole numbers"),
-        ("client,first,last\n0,1\n", "cannot be read as a trace: line 2 must have three whole numbers"),
-        ("client,first,last\n0,3,2\n", "cannot be read as a trace: line 2 must have 1 <= first <= last"),
-        ("client,first,last\n0,0,2\n", "cannot be read as a trace: line 2 must have 1 <= first <= last"),
-        (b"\x80\xff\x00", "cannot be read as a trace"),
+        ("client,from,to\n0,1,2\n", "is not a trace: line 1 must be client,first,last"),
+        ("", "is not a trace: line 1 must be client,first,last"),
+        ("client,first,last\n0,1,2\n1,x,2\n", "is not a trace: line 3 must have three whole numbers"),
+        ("client,first,last\n0,1\n", "is not a trace: line 2 must have three whole numbers"),
+        ("client,first,last\n0,3,2\n", "is not a trace: line 2 must have 1 <= first <= last"),
+        ("client,first,last\n0,0,2\n", "is not a trace: line 2 must have 1 <= first <= last"),
+        (b"\x80\xff\x00", "is not a trace"),
     ],
 )
 def test_traces_with_errors(tmp_path, text, problem):
@@ -261,7 +261,7 @@ def test_a_round_in_which_nobody_returns_leaves_the_model_as_it_was():
     for method in ("fedavg", "scaffold", "fedsts", "fedstas", "stratify"):
         spec = fs.Experiment(method=method, training={"rounds": 2}, **settings)
         initial = fs.prepare(spec).config.model.params()
-        with pytest.warns(UserWarning, match="the model never took a step"):
+        with pytest.warns(UserWarning, match="the model never changed"):
             history = fs.run(spec)
         assert all((history.params[name] == tensor).all() for name, tensor in initial.items()), method
         assert [record["clients_returned"] for record in history] == [0, 0]

@@ -76,7 +76,7 @@ def test_a_part_of_a_sum_may_come_too_late(execution):
     assert fs.run(spec)[0]["clients_late"] == 0
     # To send a gradient takes longer than this, however fast a client computes it.
     hurried = {**spec, "availability": {**spec["availability"], "deadline": 0.01}}
-    with pytest.warns(UserWarning, match="never took a step"):
+    with pytest.warns(UserWarning, match="never changed"):
         (record,) = fs.run(hurried)
     assert (record["clients_late"], record["clients_returned"]) == (5, 5)
 

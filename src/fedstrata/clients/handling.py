@@ -80,7 +80,7 @@ class Handlers:
 
     >>> Handlers([]).alone[Request]
     Traceback (most recent call last):
-    fedstrata.base.errors.FedstrataError: clients do not know how to answer Request: name its handler in Method.handlers
+    fedstrata.base.errors.FedstrataError: clients cannot answer Request. Add a handler for it to Method.handlers.
     """
 
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
@@ -95,7 +95,7 @@ class Handlers:
         """Functions that make a ``RelayHandler``, which computes a whole relay."""
         for function in self._functions:
             if not hasattr(function, _MARK):
-                raise FedstrataError(f"{function} does not say what it answers: mark it with @handles(…)")
+                raise FedstrataError(f"{function} does not say which request it answers. Mark it with @handles(…).")
             kind, table = getattr(function, _MARK)
             getattr(self, table)[kind] = function
 
@@ -114,5 +114,5 @@ class _Required(dict[type[Request], Any]):
         self._verb = verb
 
     def __missing__(self, kind: type[Request]) -> Any:
-        problem = f"clients do not know how to {self._verb} {kind.__name__}: name its handler in Method.handlers"
+        problem = f"clients cannot {self._verb} {kind.__name__}. Add a handler for it to Method.handlers."
         raise FedstrataError(problem)

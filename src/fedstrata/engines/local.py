@@ -300,8 +300,11 @@ def refuse_random(config: FederationConfig) -> None:
     """
     if config.random:
         # Threads share PyTorch's random generator, so that the numbers which each of them draws would depend on timing.
-        problem = "draws random numbers, which is not reproducible when clients train at the same time. Turn that off "
-        raise SpecError("model", problem + "(nn.Dropout: p = 0), or use training.execution = 'fused' with Stratify")
+        problem = (
+            "draws random numbers, which is not reproducible when clients train at the same time. Use a model that "
+        )
+        problem += "draws none (nn.Dropout: p = 0), or training.execution = 'fused' with Stratify."
+        raise SpecError("model", problem)
 
 
 def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: float) -> None:

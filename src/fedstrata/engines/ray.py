@@ -356,7 +356,9 @@ class WorkerPool:
         try:
             versions, worker.name = self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
-            raise FedstrataError(f"a worker of Ray cannot start: {_last_line(error)}") from error
+            raise FedstrataError(
+                f"a worker of Ray cannot start: {_last_line(error)}. Check the Ray cluster."
+            ) from error
         if versions != VERSIONS:
             raise FedstrataError(
                 f"{worker.name} uses {versions}, but this process uses {VERSIONS}. Install the same versions."
@@ -432,7 +434,7 @@ def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], No
             ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError) as error:
             raise SpecError(
-                ADDRESS, f"the Ray cluster at this address cannot be joined: {_last_line(error)}", address
+                ADDRESS, f"cannot be joined: {_last_line(error)}. Check the address, or unset {ADDRESS}.", address
             ) from error
     else:
         ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)

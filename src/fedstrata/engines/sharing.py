@@ -132,7 +132,9 @@ class SharedMemory:
             if end - begin >= size:
                 self._gaps[place : place + 1] = [(begin + size, end)] if end - begin > size else []
                 return begin
-        raise MemoryError(f"the shared memory (/dev/shm) has no room for {size} bytes")
+        raise MemoryError(
+            f"the shared memory (/dev/shm) has no room for {size} bytes. Use fewer training.workers, or enlarge it."
+        )
 
 
 class _Packer(pickle.Pickler):

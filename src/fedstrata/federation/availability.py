@@ -246,13 +246,13 @@ class Trace(Availability):
             problem = "the file does not exist. Give a CSV file with the columns client,first,last."
             raise SpecError("file", problem, self.file) from None
         except (OSError, RuntimeError, ValueError, csv.Error) as error:  # RuntimeError: "~" of an unknown user
-            raise SpecError("file", f"cannot be read as a trace: {error}", self.file) from None
+            raise SpecError("file", f"is not a trace: {error}. Correct the file.", self.file) from None
         return self
 
     def _parse(self, reader: csv.DictReader[str]) -> None:
         """Read the intervals. Errors do not quote the file, because they may be sent to another organisation."""
         if not {"client", "first", "last"} <= set(reader.fieldnames or ()):
-            raise ValueError("line 1 must be: client,first,last")
+            raise ValueError("line 1 must be client,first,last")
         for number, row in enumerate(reader, start=2):
             try:
                 client, first, last = (int(row[key]) for key in ("client", "first", "last"))

@@ -158,7 +158,9 @@ class Exchanges:
         if not clients:
             return requests
         if clients[0] < 0 or clients[-1] >= self._config.clients:
-            raise ValueError(f"clients {clients[0]} … {clients[-1]} asked; there are 0 … {self._config.clients - 1}")
+            raise ValueError(
+                f"clients {clients[0]} … {clients[-1]} were asked, but there are only 0 … {self._config.clients - 1}"
+            )
         log.invited.update(clients)
         if self.log.round > 0 and not self._availability.always_online:
             clients = self._online_of(clients)
@@ -272,7 +274,7 @@ class Exchanges:
         client, failure = failures[0]
         where = f"in round {self.log.round} of {self._method}"
         raise ClientsFailedError(
-            f"all {len(asked)} clients failed {where}; client {client}: {failure.reason}"
+            f"all {len(asked)} clients failed {where}. The reason of client {client}: {failure.reason}"
         ) from failure.error
 
 

@@ -212,7 +212,7 @@ class Federation:
             if len(answers) < quorum:
                 self.engine.commit([])
                 answered = f"{len(answers)} of {len(reached)} clients answered"
-                raise QuorumError(f"round {self.round} of {self.method}: {answered}, but {quorum} are needed.")
+                raise QuorumError(f"round {self.round} of {self.method}: {answered}, but the method needs {quorum}.")
             self.engine.commit(answers)
             try:
                 leg, work = legs.send(answers), None

@@ -137,7 +137,7 @@ class Request(Message):
         """
         if not isinstance(reply, self.reply_type):
             wanted = f"{type(self).__name__}, which wants {self.reply_type.__name__}"
-            raise ReplyRefusedError(f"a {type(reply).__name__} is not an answer to {wanted}")
+            raise ReplyRefusedError(f"the reply is a {type(reply).__name__}, which is not an answer to {wanted}")
         self.check(reply)
 
 
@@ -337,7 +337,7 @@ class TrainingRequest(ModelRequest):
         """Refuse a model with other names, shapes or dtypes than the one that was sent, and negative counts."""
         reply.weights.require_like(self.weights)
         if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
-            raise ReplyRefusedError("a negative count")
+            raise ReplyRefusedError("the reply contains a negative count")
 
 
 @record("Fit")
@@ -369,6 +369,6 @@ def check_message(reply: FitReply, expected: Extra) -> None:
         ReplyRefusedError: The message differs.
     """
     if reply.message.keys() != expected.keys():
-        raise ReplyRefusedError(f"message has {sorted(reply.message)}, expected {sorted(expected)}")
+        raise ReplyRefusedError(f"the message has {sorted(reply.message)}, expected {sorted(expected)}")
     for name, tensors in expected.items():
         require_like(reply.message[name], tensors, name)

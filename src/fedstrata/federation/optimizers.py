@@ -60,7 +60,9 @@ class LocalOptimizer(Setting):
         try:
             return cls(params, **given, **arguments)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
-            raise SpecError("training.optimizer", f"does not accept its arguments: {error}", self.label) from None
+            raise SpecError(
+                "training.optimizer", f"does not accept its arguments: {error}. Correct them.", self.label
+            ) from None
 
 
 class SGD(LocalOptimizer):
@@ -131,10 +133,12 @@ class _Optimizers(Registry[LocalOptimizer]):
 
         cls = load_object(name, self.kind)
         if not inspect.isclass(cls) or not issubclass(cls, Optimizer):
-            raise SpecError("name", "is not a class derived from torch.optim.Optimizer. Use another.", name)
+            raise SpecError(
+                "name", "is not a subclass of torch.optim.Optimizer. Use a class that is derived from it.", name
+            )
         for key in ELSEWHERE:
             if key in table:
-                raise SpecError(key, f"is set for all optimisers alike. Set training.{key} instead.", table[key])
+                raise SpecError(key, f"is not a setting of a single optimiser. Set training.{key} instead.", table[key])
         return build(OwnOptimizer, {"path": name, "arguments": dict(table)})
 
 

@@ -13,6 +13,9 @@ from torch import Tensor
 from fedstrata.base import records
 from fedstrata.base.errors import ReplyRefusedError, WireError
 
+DIVERGED = "Lower training.lr, or set training.clip."
+"""The advice for replies that are not finite, because training diverged."""
+
 DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
     | {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
@@ -33,20 +36,20 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
         further: A second check, such as that of the method.
     """
     if not isinstance(reply, records.Message):
-        return f"a {type(reply).__name__} is not a message"
+        return f"the reply is a {type(reply).__name__}, which is not a message"
     try:
         # For replies that came as bytes, decoding has checked the types. Clients in this process reply with objects.
         records.require_types(reply)
         for leaf in records.leaves_of(reply):
             if isinstance(leaf, Tensor):
                 if leaf.layout != torch.strided or leaf.device.type == "meta":
-                    return f"a tensor that is {leaf.layout} on {leaf.device.type}"
+                    return f"the reply contains a tensor that is {leaf.layout} on {leaf.device.type}"
                 if leaf.dtype not in DTYPES:
-                    return f"a tensor of {leaf.dtype}"
+                    return f"the reply contains a tensor of {leaf.dtype}"
             elif isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
-                return "a whole number of more than 64 bits"
+                return "the reply contains a whole number of more than 64 bits"
             if isinstance(leaf, (Tensor, np.ndarray, float)) and not finite(leaf):
-                return "NaN or infinity"
+                return f"the reply contains NaN or infinity. {DIVERGED}"
         check(reply)
         if further is not None:
             further(reply)

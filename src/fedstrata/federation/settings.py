@@ -136,7 +136,7 @@ class Training(Setting):
     @classmethod
     def _known_device(cls, value: str) -> str:
         if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", value):
-            raise ValueError("must be one of: cpu, cuda, cuda:N, auto.")
+            raise ValueError("is not a device. Use one of: cpu, cuda, cuda:N, auto.")
         return value
 
     @model_validator(mode="after")

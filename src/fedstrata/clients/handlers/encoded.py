@@ -19,7 +19,7 @@ from fedstrata.federation.communication.changes import digest_of, parted, renewe
 from fedstrata.federation.communication.codecs import PowerSGD, Uncompressed, WithMemory, pack, unpack, with_frame
 from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
 from fedstrata.federation.messages import Params, Reply, Weights
-from fedstrata.federation.reply_checks import finite
+from fedstrata.federation.reply_checks import DIVERGED, finite
 
 MODEL, MEMORY, PENDING = "model", "codec", "pending"
 """Keys in a client's state, for the model that it received last, the codec's error, and an unfinished exchange."""
@@ -90,7 +90,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
     change, reply = whole.split_update(inner.weights)
     change, unencoded = parted(change, codec, client.context.objective.additive)
     if not all(map(finite, change.values())):
-        raise FedstrataError("its change holds NaN or infinity, which a codec would hide")
+        raise FedstrataError(f"its update contains NaN or infinity. {DIVERGED}")
     reply = reply.merge_update(inner.weights, unencoded)
     # If the reply has no change (no samples, or a request without training), the error of earlier changes stays.
     remembers = isinstance(codec, WithMemory) and bool(change) and whole.has_update()

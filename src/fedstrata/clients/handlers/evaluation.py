@@ -52,7 +52,7 @@ def _measured(client: Client, request: Evaluate) -> Predictions | Rows:
         (held.own_validation, "train") if request.part == "validation" else (held.own_test, held.own_test_split)
     )
     if parts is None:
-        raise FedstrataError(f"no samples were held out for {request.part!r}")
+        raise FedstrataError(f"this client has no samples that were held out for {request.part!r}")
     client.authorize_release(len(parts[client.number]))
     local = context.config.training.batch_norm == "local" and bool(context.cached(statistics))
     weights = personal(client, request) if request.personal else request.weights

@@ -49,7 +49,7 @@ class Visit(Request):
     def check(self, reply: VisitReply) -> None:
         """Refuse counts below zero."""
         if reply.samples < 0 or reply.seen < 0:
-            raise ReplyRefusedError("a negative count")
+            raise ReplyRefusedError("the reply contains a negative count")
 
 
 @handles_hop(Visit)

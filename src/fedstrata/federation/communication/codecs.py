@@ -87,7 +87,7 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
     for name in actual | forms:
         wanted = {part: (shape, _in_memory(dtype)) for part, (shape, dtype) in forms.get(name, {}).items()}
         if actual.get(name) != wanted:
-            raise FedstrataError(f"the payload's {name!r} is {actual.get(name)}, its codec said {forms.get(name)}")
+            raise FedstrataError(f"the payload's {name!r} is {actual.get(name)}, but its codec said {forms.get(name)}")
     flat = [_bytes(payload[name][part], dtype) for name, parts in forms.items() for part, (_, dtype) in parts.items()]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
@@ -100,7 +100,9 @@ def unpack(packed: Tensor, forms: Forms) -> Payload:
     """
     sizes = [_length(shape, dtype) for parts in forms.values() for shape, dtype in parts.values()]
     if packed.dtype != torch.uint8 or packed.shape != (sum(sizes),):
-        raise ReplyRefusedError(f"{packed.dtype} of {tuple(packed.shape)} instead of {sum(sizes)} bytes")
+        raise ReplyRefusedError(
+            f"the payload is {packed.dtype} of shape {tuple(packed.shape)}, expected {sum(sizes)} bytes"
+        )
     pieces = iter(torch.split(packed, sizes))
     payload = {
         name: {part: _numbers(next(pieces), dtype).reshape(shape) for part, (shape, dtype) in parts.items()}
@@ -108,7 +110,7 @@ def unpack(packed: Tensor, forms: Forms) -> Payload:
     }
     for name, parts in payload.items():
         if not all(map(finite, parts.values())):
-            raise ReplyRefusedError(f"NaN or infinity in the payload's {name!r}")
+            raise ReplyRefusedError(f"the payload's {name!r} contains NaN or infinity")
     return payload
 
 
@@ -244,7 +246,9 @@ class QSGD(Codec):
         d, parts = _coordinates(like), payload["all"]
         codes, scales = _unpack(parts["codes"], self.bits, d), parts["scales"].numpy().astype(np.float64)
         if d and codes.max() > 2 * self.levels:
-            raise ReplyRefusedError(f"a code of {codes.max()}, where {2 * self.levels} is the largest")
+            raise ReplyRefusedError(
+                f"the payload contains the code {codes.max()}, but the largest is {2 * self.levels}"
+            )
         if not ((scales >= 0) & np.isfinite(scales)).all():
             raise ReplyRefusedError("the scale of a bucket is negative, NaN or infinite")
         values = (codes - self.levels) * (np.repeat(scales, self._size(d))[:d] / self.levels)
@@ -314,7 +318,7 @@ class TopK(WithMemory):
         d, parts = _coordinates(like), payload["all"]
         indices = _unpack(parts["places"], _bits(d), self._sent(d))
         if len(indices) and (indices[-1] >= d or (np.diff(indices) <= 0).any()):
-            raise ReplyRefusedError(f"indices that do not ascend, or lie beyond {d} coordinates")
+            raise ReplyRefusedError(f"the indices do not ascend, or are not below {d}")
         flat = np.zeros(d, dtype=np.float32)
         flat[indices] = parts["values"].numpy()
         return _shaped(flat, like)

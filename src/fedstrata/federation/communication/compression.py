@@ -90,13 +90,13 @@ class Reader:
         if self.first:
             unpack(answer.payload, self.forms)
             if answer.reply is not None:
-                raise ReplyRefusedError("an answer before the second sum")
+                raise ReplyRefusedError("the answer came before the second sum")
             return
         if answer.reply is None:
-            raise ReplyRefusedError("the answer is missing beside its change")
+            raise ReplyRefusedError("the encoded update came without an answer")
         change = self._decode(unpack(answer.payload, self.forms))
         if not all(map(finite, change.values())):
-            raise ReplyRefusedError("a change that is beyond all numbers when it is decoded")
+            raise ReplyRefusedError("the decoded update contains NaN or infinity")
         reply = answer.reply.merge_update(self.request.weights, change)
         self.request.check_reply(reply)
         if self.method_check is not None:
@@ -177,8 +177,8 @@ class Compression:
             return (yield from one_leg(federation, requests, check))
         if len(requests) > 1 and len(requests.distinct) > 1:
             raise FedstrataError(
-                "[communication] encodes one question about a model that is the same for all clients; but each "
-                f"client would get its own {type(request).__name__}. Use one request for all: ask(clients, request)"
+                f"communication: requires one request for all clients, but each client gets its own "
+                f"{type(request).__name__}. Use ask(clients, request)."
             )
         round, exchange = federation.round, self.state.exchange + 1
         self.state = replace(self.state, exchange=exchange)

@@ -58,9 +58,9 @@ class Sums(Order):
     def refusal(self, request: Any) -> str:
         """Refuse ``Encoded`` requests of earlier exchanges, and ``Coefficients`` that do not follow a first sum."""
         if isinstance(request, Encoded) and request.exchange <= self._last:
-            return f"exchange {request.exchange} comes after {self._last}; accepted: larger numbers"
+            return f"exchange {request.exchange} came after {self._last}, but numbers must rise"
         if isinstance(request, Coefficients) and request.exchange != self._pending:
-            return f"no first sum of exchange {request.exchange} waits for a second one"
+            return f"exchange {request.exchange} has no first sum that waits for a second one"
         return ""
 
     def asked(self, request: Any) -> None:
