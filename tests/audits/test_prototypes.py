@@ -136,7 +136,7 @@ def test_a_run_without_an_earlier_checkpoint_is_played_from_the_start(make_run, 
 
 def test_other_prototypes_than_the_stored_ones_are_told(run, few, monkeypatch):
     monkeypatch.setattr("fedstrata.audits.replay._difference", lambda *tables: 0.25)
-    with pytest.warns(UserWarning, match=r"differ by 25\.0% from those that the run stored"):
+    with pytest.warns(UserWarning, match=r"differ by 25\.0% from the stored ones"):
         audit_prototypes(run, clients=1, steps=1)
 
 
@@ -213,7 +213,7 @@ def test_the_command(run, few, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "audit = 'nowhere': is not a run folder: it has no spec.toml. Give the folder of a run."),
+        (["nowhere"], "audit = 'nowhere': is not a run folder, because it has no spec.toml. Give the folder of a run."),
         (["RUN", "--steps", "0"], "steps = 0: must be a whole number of at least 1."),
         (["RUN", "--clients", "0"], "clients = 0: must be a whole number of at least 1."),
     ],

@@ -157,9 +157,13 @@ def test_the_same_seed_holds_out_the_same():
         (
             {"validation": 0.001},
             None,
-            r"evaluation.validation = 0.001: class '\w+' has \d+ training samples, and this leaves none of them for va",
+            r"evaluation.validation = 0.001: this share of the \d+ training samples of class '\w+' leaves none for va",
         ),
-        ({"validation": 0.999}, None, r"evaluation.validation = 0.999: class .* leaves no sample of it to train on"),
+        (
+            {"validation": 0.999},
+            None,
+            r"evaluation.validation = 0.999: this share .* leaves none to train on. Use a smaller share",
+        ),
         (
             {"client_test": 0.2},
             fs.Given(indices=[[0, 1], [2]]),

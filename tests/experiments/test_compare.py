@@ -274,7 +274,7 @@ def test_workers_end_with_their_parent_and_the_same_command_goes_on(tmp_path, un
         assert len(command.alive()) > 2
         command.process.send_signal(kind)
         assert command.ended() == (143 if kind == signal.SIGTERM else -signal.SIGKILL)
-        assert ("told to end; go on from the last checkpoint" in command.said) == (kind == signal.SIGTERM)
+        assert ("terminated. To continue from the last checkpoint" in command.said) == (kind == signal.SIGTERM)
         assert len(list((tmp_path / "out").glob("*/*/model.safetensors"))) < 2
         assert command.leaves_nothing()
     with started(*COMMAND, "--quiet", cwd=tmp_path) as command:
@@ -400,7 +400,7 @@ def test_a_notebook_compares_what_it_defines(tmp_path):
 def test_where_nothing_can_be_forked_runs_take_turns(in_turn, unreported, tmp_path, monkeypatch):
     monkeypatch.setattr("fedstrata.experiments.compare.can_fork", lambda: False)
     data = fs.prepare(variants(TABLE, ["fedavg"])["fedavg"]).data
-    with pytest.warns(UserWarning, match="runs take turns in this process, for they use what is its own and this proc"):
+    with pytest.warns(UserWarning, match="runs take turns in this process, because they use its objects and this proc"):
         compare(variants(TABLE, METHODS), seeds=(0, 1), data=data, out=tmp_path, jobs=2)
     there = models(in_turn[0])  # with the same data, handed over; another test may have added a seed
     assert models(tmp_path) == {run: there[run] for run in there if "seed-2" not in run}
@@ -427,11 +427,11 @@ WILD = {
 def test_one_that_never_took_a_step_is_marked_and_the_others_end(tmp_path, trace):
     away = variants({**WILD, "compare": {"away": {"availability": trace({0: [99]})}}}, ["away"])
     experiments = variants(WILD, ["wild", "fedavg"]) | away
-    with pytest.warns(UserWarning, match="never took a step") as told:
+    with pytest.warns(UserWarning, match="never changed") as told:
         runs = compare(experiments, out=tmp_path / "out", jobs=2)
     assert [str(each.message) for each in told] == [
-        "wild, seed 0: the model never took a step: in 3 rounds no reply could be used (9 failed or refused)",
-        "away, seed 0: the model never took a step: in 3 rounds no reply could be used (9 dropped out)",
+        "wild, seed 0: the model never changed, because no reply could be used in 3 rounds (9 failed or refused)",
+        "away, seed 0: the model never changed, because no reply could be used in 3 rounds (9 dropped out)",
     ]
     assert runs["fedavg"][0].warning == ""
     assert json.loads((tmp_path / "out/wild/seed-0/summary.json").read_text())["warning"] == runs["wild"][0].warning
@@ -455,9 +455,7 @@ def test_a_module_that_all_seeds_would_start_from_is_warned_of(tmp_path):
 
     spec = fs.Experiment.from_table({"partition": {"clients": 3}, "training": {"rounds": 1, "local_steps": 1}})
     few = {"jobs": 1, "report": False}
-    with pytest.warns(
-        UserWarning, match="model: all seeds would start from the weights of this module. Pass its class"
-    ):
+    with pytest.warns(UserWarning, match="model: all seeds start from the weights of this module. Pass its class"):
         fs.compare({"a": spec}, seeds=[0, 1], model=network(), out=tmp_path / "module", **few)
     # No warning: the seed decides, the weights are meant, or there is one seed.
     fs.compare({"a": spec}, seeds=[0, 1], model=network, out=tmp_path / "function", **few)

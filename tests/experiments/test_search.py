@@ -51,17 +51,20 @@ def rounds_run(out: Path) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("0.1,0.2", r"training.lr takes uniform:…, log:…, int:…, choice:…, such as log:0\.001\.\.0\.5"),
+        (
+            "0.1,0.2",
+            r"not a range for training.lr. Use one of: uniform:…, log:…, int:…, choice:…, such as log:0\.001\.\.0\.5",
+        ),
         ("logg:0.1..1", "did you mean 'log'"),
-        ("log:0..1", r"expected log:LOW\.\.HIGH with LOW < HIGH with 0 < LOW"),
-        ("uniform:1..0", r"expected uniform:LOW\.\.HIGH with LOW < HIGH"),
-        ("uniform:1", r"expected uniform:LOW\.\.HIGH"),
-        ("uniform:0..nan", r"expected uniform:LOW\.\.HIGH"),
-        ("uniform:0..inf", r"expected uniform:LOW\.\.HIGH"),
+        ("log:0..1", r"Use log:LOW\.\.HIGH with LOW < HIGH and LOW > 0"),
+        ("uniform:1..0", r"is not a range for training\.lr\. Use uniform:LOW\.\.HIGH with LOW < HIGH"),
+        ("uniform:1", r"is not a range for training\.lr\. Use uniform:LOW\.\.HIGH"),
+        ("uniform:0..nan", r"is not a range for training\.lr\. Use uniform:LOW\.\.HIGH"),
+        ("uniform:0..inf", r"is not a range for training\.lr\. Use uniform:LOW\.\.HIGH"),
         ("int:0.5..2", "of whole numbers"),
         ("int:1.." + "9" * 400, "of whole numbers"),
-        ("choice:8", r"training\.lr: a choice requires at least two different values\."),
-        ("choice:8, 8", r"training\.lr: a choice requires at least two different values\."),
+        ("choice:8", r"training\.lr must have at least two values, all different\."),
+        ("choice:8, 8", r"training\.lr must have at least two values, all different\."),
     ],
 )
 def test_what_is_no_range(text, problem):

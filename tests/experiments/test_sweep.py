@@ -146,7 +146,7 @@ def test_a_cell_of_which_a_seed_diverged_is_not_best() -> None:
 
 def test_a_cell_that_never_took_a_step_is_said_and_is_not_best() -> None:
     histories = {"a": seeds(0.9, 0.9), "b": seeds(0.2, 0.3)}
-    histories["a"][1].warning = "the model never took a step"
+    histories["a"][1].warning = "the model never changed"
     found = judge(planned(*histories), histories)
     assert found.best == "b"
     assert "| a | 90.00 | no reply could be used, at all or from some round on |" in to_markdown(found)

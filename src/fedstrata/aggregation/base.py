@@ -187,14 +187,13 @@ class HorvitzThompson(Aggregator):
         """Require draws with replacement, or uniform draws, for which all weights are 1/m."""
         if getattr(sampler, "allocation", None) == "neyman":
             problem = "can leave a stratum without a draw in every round, which weights cannot correct. "
-            problem += "Use 'neyman-random' (the default of horvitz-thompson) or another allocation"
+            problem += "Use 'neyman-random' (the default of horvitz-thompson), or another allocation."
             raise SpecError("method.allocation", problem, "neyman")
         if getattr(sampler, "replacement", None) is False and not isinstance(sampler, Uniform):
             problem = (
-                "the aggregator horvitz-thompson requires draws with replacement. Set it to true (fedsts and fedstas "
-                "do so with"
+                "the aggregator horvitz-thompson requires draws with replacement. Set it to true; with fedsts and "
             )
-            problem += " method.aggregation = 'horvitz-thompson')"
+            problem += "fedstas, set method.aggregation = 'horvitz-thompson' instead."
             raise SpecError("method.client_sampler.replacement", problem, False)
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:

@@ -49,11 +49,11 @@ class ServerOptimizer(Setting):
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> Self:
         if self.momentum and self.optimizer != "sgd":
-            raise SpecError("momentum", f"only sgd has momentum, and not {self.optimizer}. Remove it", self.momentum)
+            problem = f"has an effect only with optimizer = 'sgd', not with {self.optimizer!r}. Remove it."
+            raise SpecError("momentum", problem, self.momentum)
         if self.betas != BETAS and self.optimizer not in ("adam", "yogi"):
-            raise SpecError(
-                "betas", f"only adam and yogi have betas, and not {self.optimizer}. Remove them", self.betas
-            )
+            problem = f"has an effect only with optimizer = 'adam' or 'yogi', not with {self.optimizer!r}. Remove it."
+            raise SpecError("betas", problem, self.betas)
         return self
 
     @property

@@ -174,8 +174,8 @@ def audit_prototypes(
         sent = replay(prepared, folder, clients, seed, watch)
         if (drift := max(one.difference for one in sent)) > DRIFT:
             warnings.warn(
-                f"the rounds played again give prototypes that differ by {drift:.1%} from those that the run stored: "
-                "it was made by another version or machine; what is attacked is what came out now",
+                f"the replayed rounds give prototypes that differ by {drift:.1%} from the stored ones, because the run "
+                "was made by another version of fedstrata or on another machine. The audit attacks the replayed ones.",
                 stacklevel=2,
             )
         for place, one in enumerate(sent):
@@ -203,8 +203,8 @@ def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) 
     spare = prepared.config.server_data or ServerData(data, prepared.assignment)
     indices = np.arange(len(data.y_test)) if held_out == "test" else spare.indices()
     if len(indices) < FEWEST:
-        problem = f"the attacker needs at least {FEWEST} images, but there are only {len(indices)}"
-        raise SpecError("held_out", problem + ("; use 'test'" if held_out == "spare" else ""), held_out)
+        problem = f"the attacker needs at least {FEWEST} images, but there are only {len(indices)}. "
+        raise SpecError("held_out", problem + ("Use 'test'." if held_out == "spare" else "Use other data."), held_out)
     chosen = rng(seed, "audit-held-out").permutation(indices)[:MOST]
     theirs = chosen if split == "train" else chosen[:0]
     return pixels.images(torch.from_numpy(chosen), split), data.targets(chosen, split), theirs

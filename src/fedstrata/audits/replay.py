@@ -83,7 +83,7 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     if not sent:
         first = before.round + 1 if before else 1
         problem = (
-            "other clients sent prototypes than in the run. The data, or the version of fedstrata, may have changed."
+            "other clients sent prototypes than in the run. Use the same data and version of fedstrata as the run."
         )
         raise CheckpointError(f"rounds {first} to {last.round} of {folder} cannot be repeated: {problem}")
     return sent

@@ -129,7 +129,7 @@ class History(Sequence[Record]):
         """
         folder = Path(folder)
         if not (folder / "metrics.jsonl").is_file():
-            raise DataError(f"{folder} is not a run folder: it has no metrics.jsonl. Give the folder of a run.")
+            raise DataError(f"{folder} is not a run folder, because it has no metrics.jsonl. Give the folder of a run.")
         records = read_jsonl(folder / "metrics.jsonl")
         settings, ending = _about(folder)
         history = cls(records, path=folder, **settings)
@@ -392,7 +392,9 @@ def _read_evaluations(history: History, folder: Path) -> None:
                     for row in csv.DictReader(file)
                 ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{folder}: cannot read its {EVALUATIONS} or {CLIENTS}: {error}") from error
+        raise DataError(
+            f"{folder}: its {EVALUATIONS} or {CLIENTS} cannot be read: {error}. Restore the file."
+        ) from error
 
 
 def write_evaluations(history: History, folder: Path) -> None:
@@ -420,13 +422,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         content = path.read_bytes()
         tensors = safetensors.torch.load(content)
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{path} cannot be read: {error}. Restore the file.") from error
     checksum = None
     # A defect of model.json is reported by the functions that need the file.
     with suppress(OSError, ValueError, AttributeError, RecursionError):
         checksum = json.loads((path.parent / MODEL).read_text(encoding="utf-8")).get("parameters")
     if checksum not in (None, hashlib.sha256(content).hexdigest()):
-        raise DataError(f"{path} is damaged: its checksum differs from the one in {MODEL}.")
+        raise DataError(f"{path} is damaged: its checksum differs from the one in {MODEL}. Restore the file.")
     return tensors
 
 
@@ -513,7 +515,7 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 accuracies = [float(target) for target, rounds in reached if not isinstance(rounds, dict)]
                 about |= _targets({"accuracy": accuracies, **others})
     except (ValueError, AttributeError, TypeError) as error:
-        raise DataError(f"{folder}: cannot read its spec or summary: {error}") from error
+        raise DataError(f"{folder}: its spec or summary cannot be read: {error}. Restore the file.") from error
     return about, summary
 
 

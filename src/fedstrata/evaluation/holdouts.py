@@ -80,9 +80,10 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
     held, there = (np.bincount(part, minlength=data.outputs) for part in (labels[mask], labels))
     for c in np.flatnonzero(there):
         if not 0 < held[c] < there[c]:
-            what = "no sample of it to train on" if held[c] else "none of them for validation"
-            problem = f"class {data.class_names[c]!r} has {there[c]} training samples, and this leaves {what}"
-            raise SpecError("evaluation.validation", f"{problem}; Use a share that splits every class.", share)
+            what = "none to train on" if held[c] else "none for validation"
+            problem = f"this share of the {there[c]} training samples of class {data.class_names[c]!r} leaves {what}. "
+            problem += f"Use a {'smaller' if held[c] else 'larger'} share."
+            raise SpecError("evaluation.validation", problem, share)
     return np.flatnonzero(mask)
 
 
@@ -132,8 +133,8 @@ def hold_out(
     if settings.test_clients is not None:
         if not everybody:
             problem = (
-                "has no effect, because every client is a real site. Remove it; to hold out a site, do not let it "
-                "take part."
+                "has no effect, because every client is a real site. Remove it, and leave out sites that must "
+                "not train."
             )
             raise SpecError("evaluation.test_clients", problem, settings.test_clients)
         training, testing = _deal_clients(len(assignment), settings.test_clients, seed)

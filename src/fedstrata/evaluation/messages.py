@@ -75,12 +75,14 @@ class Evaluate(Request):
         require_shape(sums.calibration, (self.confidence_bins, 2), torch.float64, "calibration")
         counts = (sums.confusion, sums.scores, sums.calibration)
         if any(bool((count < 0).any()) for count in counts) or sums.samples < 0 or sums.loss < 0:
-            raise ReplyRefusedError("a negative count")
+            raise ReplyRefusedError("the reply contains a negative count")
         if int(sums.confusion.sum()) != sums.samples:
-            raise ReplyRefusedError(f"{int(sums.confusion.sum())} samples in the confusion matrix of {sums.samples}")
+            raise ReplyRefusedError(
+                f"the confusion matrix has {int(sums.confusion.sum())} samples, expected {sums.samples}"
+            )
         members = sums.scores[:, 1].sum(dim=1)
         if self.score_bins and not torch.equal(members, sums.confusion.sum(dim=1)):
-            raise ReplyRefusedError("scores of other samples than those in the confusion matrix")
+            raise ReplyRefusedError("the scores are of other samples than the confusion matrix")
 
 
 @record("TaskEvaluated")
@@ -114,6 +116,6 @@ class EvaluateTask(Evaluate):
         """Refuse a reply with impossible sums."""
         sums = reply.sums
         if sums.samples < 0 or sums.weight < 0:
-            raise ReplyRefusedError("a negative count")
+            raise ReplyRefusedError("the reply contains a negative count")
         if any(not table.is_floating_point() for table in sums.tables.values()):
-            raise ReplyRefusedError("sums that are not floats")
+            raise ReplyRefusedError("the sums are not floats")

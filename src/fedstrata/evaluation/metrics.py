@@ -167,7 +167,7 @@ class Metric(Setting):
         try:
             value = measure()
         except Exception as error:  # a metric of the user's own may raise anything
-            problem = f"fails on {on}: {type(error).__name__}: {error}"
+            problem = f"fails on {on}: {type(error).__name__}: {error}. Correct the metric."
             raise SpecError("evaluation.metrics", problem, self.label) from error
         if value is not None and not isinstance(value, (int, float, np.number)):
             problem = f"returns a {type(value).__name__}. Return a number, or None if the metric has no value."
@@ -509,7 +509,7 @@ class _Metrics(Registry[Metric]):
                 if callable(metric):
                     return FunctionMetric
                 wanted = "a function of labels (N,) and probabilities (N, C), or a class derived from Metric"
-                raise SpecError("name", f"{name} is not a metric. Use {wanted}.", name)
+                raise SpecError("name", f"is not a metric. Use {wanted}.", name)
         return super().find(name)
 
     @override

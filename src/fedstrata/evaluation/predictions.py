@@ -183,8 +183,8 @@ def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Spl
         rows = data.task.rows(output, y)
     kept = len(every) * sum(tensor.numel() * tensor.element_size() for tensor in rows.values())
     if kept > KEPT_BYTES:
-        problem = f"keeps {kept / 2**30:.1f} GiB for {len(every)} samples; at most {KEPT_BYTES >> 30} GiB. "
-        raise SpecError("task", problem + "Let its rows keep less of each sample.", data.task.name)
+        problem = f"keeps {kept / 2**30:.1f} GiB for {len(every)} samples, but the limit is {KEPT_BYTES >> 30} GiB. "
+        raise SpecError("task", problem + "Return fewer values per sample from its method rows.", data.task.name)
     return int(max(1, OUTPUT_BYTES // max(1, output.numel() * 4)))
 
 

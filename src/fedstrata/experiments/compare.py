@@ -116,8 +116,10 @@ def compare(
         check_trackers(make(spec))
     planned = plan(experiments, seeds, references, data)
     if isinstance(model, nn.Module) and len({seed for _, seed in planned}) > 1:
-        problem = "all seeds would start from the weights of this module. Pass its class, or a function that creates it"
-        warnings.warn(f"model: {problem}; if its weights are meant, pass fs.Model(module)", stacklevel=2)
+        problem = (
+            "all seeds start from the weights of this module. Pass its class or a function that creates it, or pass "
+        )
+        warnings.warn(f"model: {problem}fs.Model(module) if you want these weights.", stacklevel=2)
     folders = {key: folder_of(out, key) for key in planned}
     for key, spec in planned.items():
         if folders[key].exists():
@@ -288,7 +290,7 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
     if can_fork() and all(spec.training.threads == 1 for spec in specs):
         return True
     why = "training.threads is not 1" if can_fork() else "this process cannot be forked"
-    warnings.warn(f"runs take turns in this process, for they use what is its own and {why}", stacklevel=4)
+    warnings.warn(f"runs take turns in this process, because they use its objects and {why}.", stacklevel=4)
     return None
 
 

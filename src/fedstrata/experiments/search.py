@@ -90,12 +90,16 @@ class Range:
         kind, _, rest = text.strip().partition(":")
         kinds = ("uniform", "log", "int", "choice")
         if kind not in kinds:
-            problem = f"{key} takes {', '.join(f'{each}:…' for each in kinds)}, such as log:0.001..0.5"
-            raise SpecError("--search", problem + nearest(kind, kinds), text)
+            problem = f"is not a range for {key}. Use one of: {', '.join(f'{each}:…' for each in kinds)}, such as "
+            raise SpecError("--search", f"{problem}log:0.001..0.5{nearest(kind, kinds)}", text)
         if kind == "choice":
             choices = tuple(map(str.strip, split_values(rest)))
             if len(choices) < 2 or len(set(choices)) < len(choices):
-                raise SpecError("--search", f"{key}: a choice requires at least two different values.", text)
+                raise SpecError(
+                    "--search",
+                    f"{key} must have at least two values, all different. Use, for example, choice:16,32.",
+                    text,
+                )
             return cls("choice", choices=choices)
         low, dots, high = rest.partition("..")
         try:
@@ -104,8 +108,8 @@ class Range:
             ends = (0, -1)
         finite = all(-LARGEST <= end <= LARGEST for end in ends) and ends[0] < ends[1]
         if not dots or not finite or (kind == "log" and ends[0] <= 0):
-            least = " with 0 < LOW" if kind == "log" else " of whole numbers" if kind == "int" else ""
-            raise SpecError("--search", f"{key}: expected {kind}:LOW..HIGH with LOW < HIGH{least}", text)
+            least = " and LOW > 0" if kind == "log" else " of whole numbers" if kind == "int" else ""
+            raise SpecError("--search", f"is not a range for {key}. Use {kind}:LOW..HIGH with LOW < HIGH{least}.", text)
         return cls(kind, *ends)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -175,7 +179,7 @@ def search(
     if importlib.util.find_spec("optuna") is None:
         raise ExtraMissingError("a search", "sweep")
     if trials < 1:
-        raise SpecError("--trials", "must be a whole number of at least 1.", trials)
+        raise SpecError("--trials", "must be a whole number of at least 1. Use, for example, --trials 20.", trials)
     ranges = {key: Range.parse(key, text) for key, text in space.items()}
     spec = checked(table, ranges)
     setup = Setup(dict(table), ranges, checked_seeds([spec.seed] if seeds is None else seeds), Path(out), prune)
