@@ -31,7 +31,7 @@ def test_an_interrupted_table_says_how_it_goes_on(capsys, monkeypatch):
     monkeypatch.setattr("fedstrata.papers.running.run", interrupt)
     assert main(["reproduce"]) == 130
     assert capsys.readouterr().err.endswith(
-        "fedstrata: interrupted; go on from the last checkpoint with the same command\n"
+        "fedstrata: interrupted. To continue from the last checkpoint, repeat the command.\n"
     )
 
 
@@ -55,7 +55,7 @@ def test_data_that_are_not_there_fail_loudly(capsys):
     shown = capsys.readouterr().err
     assert "digits3" in shown
     assert len([line for line in shown.splitlines() if "stratify/chunks-digits3/" in line]) == 6
-    assert "6 cells or files are missing" in shown
+    assert "6 cells or files are missing. The lines above" in shown
 
 
 @pytest.mark.long

@@ -74,11 +74,11 @@ def test_results_of_another_version_are_others(table):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("metric = ", 'metrics = "best"\nmetric = '), "no table has 'metrics'"),
-        (('"final"', '"last"'), "expected one of final, last10, best, mean"),
-        (('baseline = "a"', 'baseline = "c"'), "there are: a, b"),
-        (('y = ["a"]', 'z = ["a"]'), "there are: x, y"),
-        (("[only]", "[published.a]\nz = 1.0\n\n[only]"), "there are: x, y"),
+        (("metric = ", 'metrics = "best"\nmetric = '), "'metrics' is not a key of a table"),
+        (('"final"', '"last"'), "is not a metric. Use one of: final, last10, best, mean"),
+        (('baseline = "a"', 'baseline = "c"'), "is not a row. Use one of: a, b"),
+        (('y = ["a"]', 'z = ["a"]'), "is not a column. Use one of: x, y"),
+        (("[only]", "[published.a]\nz = 1.0\n\n[only]"), "is not a column. Use one of: x, y"),
     ],
 )
 def test_what_is_no_table_is_refused(change, message):

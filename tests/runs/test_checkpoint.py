@@ -288,7 +288,7 @@ def test_one_under_the_name_of_another_round_is_damaged(tmp_path):
     (tmp_path / "round-00000002").rename(tmp_path / "round-00000007")
     assert checkpoint.load(tmp_path).state == 1
     shutil.rmtree(tmp_path / "round-00000001")
-    with pytest.raises(CheckpointError, match="round-00000007: it is of round 2"):
+    with pytest.raises(CheckpointError, match="round-00000007: it is the checkpoint of round 2"):
         checkpoint.load(tmp_path)
 
 

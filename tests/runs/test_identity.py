@@ -193,7 +193,7 @@ def test_changed_code_of_the_users_own_is_noticed(tmp_path: Path, monkeypatch: p
 
 def test_another_results_version_is_another_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "RESULTS", identity.RESULTS + 1)
-    with pytest.raises(SpecError, match="the run in this folder was made by a version of fedstrata that computes"):
+    with pytest.raises(SpecError, match="the run in this folder was made by a version of fedstrata with other"):
         fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
 
 
@@ -233,7 +233,7 @@ def test_damaged_events_are_found_said_and_kept(folder: Path) -> None:
     fs.run(spec(training={"rounds": 4}), out=folder, resume=True)
     assert (folder / "events.jsonl.damaged").read_bytes() == bytes(len(whole))
     assert (
-        "events.jsonl, line 1: is not a JSON object. The lines before it are intact.; the file as it was"
+        "events.jsonl, line 1: is not a JSON object. The lines before it are intact. The damaged file was kept"
         in " ".join(e["reason"] for e in read_jsonl(folder / "events.jsonl"))
     )
 

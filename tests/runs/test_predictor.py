@@ -129,7 +129,7 @@ def test_a_module_of_the_users_own(tmp_path: Path) -> None:
     assert model["shapes"]["norm.num_batches_tracked"] == []
     with pytest.raises(SpecError, match="model: the run in"):
         fs.load(tmp_path / "run")
-    with pytest.raises(SpecError, match=r"conv\.weight is float32 \(9, 1, 3, 3\) in the module, and float32 \(8, 1"):
+    with pytest.raises(SpecError, match=r"conv\.weight is float32 \(9, 1, 3, 3\) in the module, but float32 \(8, 1"):
         fs.load(tmp_path / "run", model=Own(9))
     for module, name in ((nn.Sequential(Own()), r"0\.conv"), (Own().double(), r"conv\.weight is float64")):
         with pytest.raises(SpecError, match=name):
@@ -142,13 +142,11 @@ def test_a_module_with_less_than_the_run_had(tmp_path: Path) -> None:
     wide = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Identity())
     fs.run(spec(training={"rounds": 1}), out=tmp_path / "run", data=IMAGES, model=wide)
     slim = nn.Sequential(nn.Flatten(), nn.Linear(64, 10, bias=False))
-    with pytest.raises(
-        SpecError, match=r"model = 'Sequential': a model takes .*logits \(B, 10\); this one gave \(20, 1\)"
-    ):
+    with pytest.raises(SpecError, match=r"model = 'Sequential': must take .*logits \(B, 10\), but returned \(20, 1\)"):
         fs.load(tmp_path / "run", model=nn.Sequential(nn.Flatten(), *wide[1:], nn.Flatten(0), nn.Unflatten(0, (-1, 1))))
     with pytest.raises(SpecError, match="this one failed: "):
         fs.load(tmp_path / "run", model=nn.Sequential(nn.Identity(), nn.Linear(64, 10)))
-    with pytest.raises(SpecError, match=r"1\.bias is missing in the module, and float32 \(10,\) in model\.safetensors"):
+    with pytest.raises(SpecError, match=r"1\.bias is missing in the module, but float32 \(10,\) in model\.safetensors"):
         fs.load(tmp_path / "run", model=slim)
 
 
@@ -290,7 +288,7 @@ def test_statistics_of_batches(tmp_path: Path) -> None:
         assert accuracy(predictor, IMAGES["x_test"], IMAGES["y_test"]) == history.final_accuracy
     assert all(torch.equal(w, before[name]) for name, w in predictor.module.state_dict().items())
     assert not any(part.training for part in predictor.module.modules())
-    with pytest.raises(DataError, match=r"a single sample; .*batch_norm = 'local'.*give many samples at once"):
+    with pytest.raises(DataError, match=r"has one sample, .*batch_norm = 'local'.*Give several samples at once"):
         predictor.predict(IMAGES["x_test"][:1])
     # Without BatchNorm the setting means nothing.
     plain = fs.prepare(spec(training={"batch_norm": "local"}))

@@ -25,9 +25,9 @@ from fedstrata.base.errors import SpecError
         ({"model": "cnn"}, r"model = 'cnn': must be an nn\.Module, a fedstrata Model, or a class or function that"),
         (
             {"model": nn.Sequential(nn.Flatten(), nn.Linear(64, 9))},
-            r"outputs of shape \(B, 10\); this one gave \(2, 9\)",
+            r"outputs of shape \(B, 10\), but returned \(2, 9\)",
         ),
-        ({"model": nn.Linear(64, 10)}, r"a batch of shape \(B, 1, 8, 8\) .*; this one failed"),
+        ({"model": nn.Linear(64, 10)}, r"batches of shape \(B, 1, 8, 8\) .*, but failed"),
     ],
 )
 def test_data_and_models_that_cannot_be_used_are_found_before_the_first_round(how, message):
@@ -45,7 +45,7 @@ def test_a_model_that_no_reply_can_be_like_is_refused():
             return super().forward(x.flatten(1))
 
     spec = fs.Experiment(method="fedavg", partition=fs.IID(clients=4), training={"rounds": 1})
-    with pytest.raises(SpecError, match=r"^model: mask holds NaN or infinity.*persistent=False"):
+    with pytest.raises(SpecError, match=r"^model: mask contains NaN or infinity.*persistent=False"):
         fs.run(spec, model=Masked(persistent=True))
     assert fs.run(spec, model=Masked(persistent=False))[-1]["clients_trained"] == 4
 

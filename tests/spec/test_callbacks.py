@@ -265,7 +265,7 @@ def test_a_function_that_raises_is_named_too():
         (
             ["early-stopping"],
             {"validation": None},
-            "callbacks: early-stopping needs validation samples, because it never uses",
+            "callbacks: early-stopping requires validation samples, because it never uses",
         ),
         (
             ["fedstrata.evaluation.history:History"],

@@ -22,7 +22,7 @@ def add_reproduce(commands: common.Commands) -> None:
     """
     help = "reproduce the tables of the four papers, and judge their claims"
     parser = common.add_command(commands, "reproduce", help, examples, imports=True, work=_reproduce)
-    parser.set_defaults(after_interrupt="go on from the last checkpoint with the same command")
+    parser.set_defaults(after_interrupt="To continue from the last checkpoint, repeat the command.")
     help = "paper or table to reproduce, such as rebafl or rebafl/fashion20 (default: all)"
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=help)
     parser.add_argument(
@@ -66,7 +66,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     if wrong and not options.show:
         for name, why in wrong.items():
             print_lines(f"fedstrata: {name}: {' '.join(why.split())}", file=sys.stderr)
-        raise FedstrataError(f"{len(wrong)} cells or files are missing")
+        raise FedstrataError(f"{len(wrong)} cells or files are missing. The lines above say why.")
     return 0
 
 

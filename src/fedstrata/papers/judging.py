@@ -156,7 +156,9 @@ def claims() -> list[Claim]:
         for about in _file(paper)["claims"]:
             claim = Claim(paper, about.pop("statement"), about.pop("where"), about.pop("kind"), about)
             if claim.kind not in KINDS:
-                raise SpecError(f"{paper}/claims", f"expected one of {', '.join(KINDS)}", claim.kind)
+                raise SpecError(
+                    f"{paper}/claims", f"is not a kind of claim. Use one of: {', '.join(KINDS)}", claim.kind
+                )
             claims.append(claim)
     return claims
 

@@ -40,7 +40,7 @@ def read(path: Path) -> Results:
     try:
         results: Results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
-        raise DataError(f"{path} is not a result file: {error}") from None
+        raise DataError(f"{path} is not a result file: {error}. Remove it.") from None
     return results
 
 
@@ -143,7 +143,7 @@ def figures(history: History) -> dict[str, Any]:
     """
     curve = [round(100 * record["accuracy"], 2) for record in history if record.get("accuracy") is not None]
     if not curve:
-        raise DataError("the run has no accuracy")
+        raise DataError("the run was never evaluated, and so has no accuracy")
     seconds = round(sum(record["seconds"] for record in history), 2)
     result: dict[str, Any] = {"rounds": len(history), **of_curve(curve), "seconds": seconds}
     result |= {name: round(float(history.column(name)[1].mean()), 1) for name in ALSO if name in history.columns}

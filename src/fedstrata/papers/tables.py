@@ -172,17 +172,18 @@ def read(paper: str, name: str, text: str) -> Table:
     """
     content = parse_toml(text)
     if unknown := [key for key in content if key not in Table.__dataclass_fields__ or key in ("paper", "name")]:
-        raise SpecError(f"{paper}/{name}", f"no table has {unknown[0]!r}")
+        raise SpecError(f"{paper}/{name}", f"{unknown[0]!r} is not a key of a table. Remove it.")
     table = Table(paper, name, **content)
     if table.metric not in METRICS:
-        raise SpecError(f"{paper}/{name}.metric", f"expected one of {', '.join(METRICS)}", table.metric)
+        raise SpecError(f"{paper}/{name}.metric", f"is not a metric. Use one of: {', '.join(METRICS)}", table.metric)
     named = [row for pair in table.against for row in pair] + [row for rows in table.only.values() for row in rows]
     for row in [table.baseline, *named, *table.published]:
         if row not in table.rows:
-            raise SpecError(f"{paper}/{name}", f"there are: {', '.join(table.rows)}{nearest(row, table.rows)}", row)
+            problem = f"is not a row. Use one of: {', '.join(table.rows)}{nearest(row, table.rows)}"
+            raise SpecError(f"{paper}/{name}", problem, row)
     for column in [*table.only, *(column for figures in table.published.values() for column in figures)]:
         if column not in table.columns:
-            raise SpecError(f"{paper}/{name}", f"there are: {', '.join(table.columns)}", column)
+            raise SpecError(f"{paper}/{name}", f"is not a column. Use one of: {', '.join(table.columns)}", column)
     return table
 
 
@@ -195,7 +196,8 @@ def chosen(names: Sequence[str]) -> dict[str, Table]:
     known = tables()
     for name in names:
         if name not in PAPERS and name not in known:
-            raise SpecError("TABLE", f"there are: {', '.join([*PAPERS, *known])}{nearest(name, known)}", name)
+            problem = f"is not a paper or table. Use one of: {', '.join([*PAPERS, *known])}{nearest(name, known)}"
+            raise SpecError("TABLE", problem, name)
     return {key: table for key, table in known.items() if not names or key in names or table.paper in names}
 
 

@@ -54,7 +54,7 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
         problem = (
             "each seed assigns samples to clients differently, so that client 0 of one seed is not client 0 of another"
         )
-        raise SpecError("--by-client", f"{problem}; use runs of one seed, or data that define the clients.")
+        raise SpecError("--by-client", f"{problem}. Use runs of one seed, or data that define the clients.")
     names = dict.fromkeys(str(row.get("name", row["client"])) for row in rows)
     values = {
         label: [{str(row.get("name", row["client"])): _number(row[column]) for row in table} for table in members]

@@ -132,7 +132,7 @@ def _order(folder: Path) -> list[str]:
     try:
         return [str(label) for label in json.loads(text)]
     except (ValueError, TypeError) as error:
-        raise DataError(f"{folder / LABELS} cannot be read: {error}") from error
+        raise DataError(f"{folder / LABELS} cannot be read: {error}. Restore the file.") from error
 
 
 def by_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, list[Run]]]:
@@ -162,7 +162,7 @@ def _find(folder: Path) -> list[Path]:
             ranks = {label: rank for rank, label in enumerate(_order(root))}
             return sorted(paths, key=lambda path: ranks.get(path.parent.name, len(ranks)))
     compare = "a compare folder (with LABEL/seed-S/metrics.jsonl)"
-    raise DataError(f"{folder} is neither a run folder (with metrics.jsonl) nor {compare}")
+    raise DataError(f"{folder} is neither a run folder (with metrics.jsonl) nor {compare}. Give one of these.")
 
 
 def _labels(groups: list[Path]) -> dict[Path, str]:

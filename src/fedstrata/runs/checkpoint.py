@@ -147,7 +147,9 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
         except DAMAGED as error:
             problems.append(f"{path.name}: {error}")
     if problems:
-        raise CheckpointError(f"none of the checkpoints in {folder} can be used: {'; '.join(problems)}")
+        raise CheckpointError(
+            f"none of the checkpoints in {folder} can be used: {'; '.join(problems)}. Start another run."
+        )
     return None
 
 
@@ -155,7 +157,7 @@ def _read(path: Path) -> Checkpoint:
     manifest = _manifest(path)
     if _name(manifest["round"]) != path.name:
         # Refuse a renamed folder, because the next checkpoint would otherwise list clients' states of another round.
-        raise ValueError(f"it is of round {manifest['round']}")
+        raise ValueError(f"it is the checkpoint of round {manifest['round']}")
     data = (path / STATE).read_bytes()
     if _digest(data) != manifest["state"]:
         raise ValueError(f"{STATE} is damaged (its checksum differs)")

@@ -117,8 +117,8 @@ def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
             was, is_now = (f"{each[name][:12]}…" if name in each else "missing" for each in (before, now))
-            problem = f"the frozen tensor {name} is {is_now} here, and {was} in {whose}"
-            raise SpecError("model", f"{problem}. Build the model on the same base (the same weights file or seed).")
+            problem = f"the frozen tensor {name} is {is_now} here, but {was} in {whose}"
+            raise SpecError("model", f"{problem}. Use the same weights file or seed.")
 
 
 @cache
@@ -161,7 +161,8 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
     Raises:
         SpecError: A difference is not permitted, because it would change the results.
     """
-    advice = f". Use the old value, or another folder than {where}"
+    elsewhere = f"or another folder than {where}."
+    advice = f". Use the old value, {elsewhere}"
     require_same_frozen(before.get("frozen", {}), now.get("frozen", {}), f"the run in {where}")
     changes = []
     old, new = before["spec"], now["spec"]
@@ -185,15 +186,16 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
             raise SpecError(
                 what,
                 f"differs from the {what} of the run in this folder ({before[key][:12]}…, now "
-                f"{now[key][:12]}…){advice}",
+                f"{now[key][:12]}…). Use the same {what}, {elsewhere}",
             )
     for name in sorted(before["code"].keys() | now["code"].keys()):
         if before["code"].get(name) != now["code"].get(name):
-            raise SpecError("code", f"the module {name!r} has changed since the run in this folder began{advice}")
+            problem = f"the module {name!r} has changed since the run in this folder began. Restore it, {elsewhere}"
+            raise SpecError("code", problem)
     if before["results_version"] != now["results_version"]:
         raise SpecError(
             "out",
-            f"the run in this folder was made by a version of fedstrata that computes other results{advice}",
+            f"the run in this folder was made by a version of fedstrata with other results. Use it, {elsewhere}",
             where,
         )
     return changes

@@ -287,8 +287,8 @@ class Predictor:
         data = self._samples(x)
         n, device = len(data.y_test), next(self.module.parameters()).device
         if self._batch_statistics and n == 1:
-            problem = "a single sample; this model was trained with batch_norm = 'local' and normalises each batch"
-            raise DataError(f"x: {problem} with its own statistics: give many samples at once")
+            problem = "has one sample, but this model was trained with batch_norm = 'local' and normalises each batch"
+            raise DataError(f"x: {problem} with its own statistics. Give several samples at once.")
         # Make batches as a run's evaluation does: of nearly equal size, so that the last is never a single sample.
         bounds = np.linspace(0, n, -(-n // self._batch_size) + 1).astype(int).tolist()
         with _batch_statistics(self.module) if self._batch_statistics else nullcontext():
@@ -319,8 +319,8 @@ class Predictor:
             problem = (
                 f"has the shape {tuple(np.shape(x))}, but this model takes samples of shape {self.shape}. Give {sample}"
             )
-            rows = "" if self.schema is None else f"; or rows of a table: {', '.join(self.schema.columns or ())}"
-            raise DataError(f"x: {problem}, N = 1 for a single one{rows}")
+            rows = "" if self.schema is None else f", or rows of a table with {', '.join(self.schema.columns or ())}"
+            raise DataError(f"x: {problem}, with N = 1 for a single sample{rows}.")
         labels = torch.zeros(len(stored), dtype=torch.int64)
         names = tuple(str(label) for label in self.classes)
         return Dataset("x", stored, labels, stored, labels, names, shift=self._shift, scale=self._scale)
@@ -379,8 +379,10 @@ def _require_model(folder: Path) -> None:
         if not (folder / "spec.toml").is_file():
             below = [*folder.glob(f"*/{WEIGHTS}"), *folder.glob(f"*/*/{WEIGHTS}")]
             runs = sorted(path.parent.relative_to(folder).as_posix() for path in below)
-            hint = f". Use one of its runs: {', '.join(runs[:6])}{' …' * (len(runs) > 6)}" if runs else ""
-            problem = f"is not a run folder: it has neither {WEIGHTS} nor spec.toml{hint}"
+            hint = (
+                f"Use one of its runs: {', '.join(runs[:6])}{' …' * (len(runs) > 6)}" if runs else "Give a run folder."
+            )
+            problem = f"is not a run folder, because it has neither {WEIGHTS} nor spec.toml. {hint}"
             raise SpecError("run_dir", problem, str(folder))
         problem = (
             f"the run has not ended, so it has no final model ({WEIGHTS}). Resume it with 'fedstrata run --resume "
@@ -406,12 +408,13 @@ def _read(path: Path) -> dict[str, Any]:
         later = about["format"] > FORMAT
         if not later:
             if about.pop("checksum", None) not in (None, _checksum(about)):
-                raise ValueError("it is not what the run wrote; without its 'checksum' it is taken as it is")
+                raise ValueError("the file was changed after the run")
             _check(about)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SpecError) as error:
-        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}. Restore the file.") from None
     if later:
-        raise DataError(f"{path} was written by fedstrata {about.get('fedstrata')}; this is {version('fedstrata')}")
+        problem = f"was written by fedstrata {about.get('fedstrata')}, which is later than {version('fedstrata')}"
+        raise DataError(f"{path} {problem}. Install that version.")
     return about
 
 
@@ -463,7 +466,7 @@ def _features_of(about: Mapping[str, Any]) -> Features | None:
     if schema.names() != table["features"] or about["input_shape"] != [len(table["features"])]:
         raise ValueError("table.features are not the features of table.schema and input_shape")
     if [name for name, column in columns.items() if column.impute is not None] != list(imputed):
-        raise ValueError("table.imputed has not a value for each column with impute")
+        raise ValueError("table.imputed does not have a value for each column with impute")
     return Features(schema, imputed)
 
 
@@ -480,16 +483,16 @@ def _check(about: Mapping[str, Any]) -> None:
         _task_of(about)
     unnamed = about.get("task") is not None and not names
     if not unnamed and (not names or not all(isinstance(n, str) for n in names) or len(names) != about["classes"]):
-        raise ValueError("class_names are not as many texts as there are classes")
+        raise ValueError("class_names is not a list with a text for each class")
     if type(about["batch_size"]) is not int or about["batch_size"] < 1 or type(about["batch_statistics"]) is not bool:
-        raise ValueError("batch_size or batch_statistics is of a wrong kind")
+        raise ValueError("batch_size or batch_statistics has the wrong type")
     if not isinstance(about["model"]["name"], str):
-        raise ValueError("model.name is not text")
+        raise ValueError("model.name is not a text")
     _features_of(about)
     if (frozen := about.get("frozen")) is not None and not (
         type(frozen["seed"]) is int and frozen["fingerprints"].keys()
     ):
-        raise ValueError("frozen has not a seed and fingerprints")
+        raise ValueError("frozen does not have a seed and fingerprints")
 
 
 def _check_input(key: str, shape: Any, normalisation: Any, *, image: bool) -> None:
@@ -511,7 +514,7 @@ def _check_input(key: str, shape: Any, normalisation: Any, *, image: bool) -> No
         for which in ("shift", "scale"):
             values = normalisation[which]
             if len(values) != width or not all(isinstance(value, (int, float)) for value in values):
-                raise ValueError(f"normalisation.{which} is not a number for each of {width}")
+                raise ValueError(f"normalisation.{which} is not a list of {width} numbers")
 
 
 def _build(about: Mapping[str, Any], model: OwnModel | None, folder: Path) -> Model:
@@ -542,7 +545,7 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
         SpecError: The module does not take the samples, or does not return a logit for each class.
     """
     shape, name = _shape_of(about), type(model.module).__name__
-    needed = f"a model takes a batch of shape {described(shape)} and gives logits (B, {about['classes']})"
+    needed = f"must take batches of shape {described(shape)} and return logits (B, {about['classes']})"
     try:
         laid_out = Model(model.module if about.get("keep") else lay_out(model.module, shape))
         laid_out.keep_constant(model.untrained.constant)
@@ -551,9 +554,9 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
             assert trial is not None
             output = forward(laid_out.module, trial[0])
     except Exception as error:  # the user's own module may raise anything
-        raise SpecError("model", f"{needed}; this one failed: {error}", name) from error
+        raise SpecError("model", f"{needed}, but failed: {error}", name) from error
     if trial[1](output):
-        raise SpecError("model", f"{needed}; this one gave {tuple(output.shape)} for two samples", name)
+        raise SpecError("model", f"{needed}, but returned {tuple(output.shape)} for two samples", name)
     return laid_out
 
 
@@ -567,8 +570,8 @@ def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> N
     for name in expected | dict(tensors):
         here, stored = _size(expected.get(name)), _size(tensors.get(name))
         if here != stored:
-            problem = f"does not fit the run in {folder}: {name} is {here} in the module, and {stored} in {WEIGHTS}"
-            raise SpecError("model", problem, type(model.module).__name__)
+            problem = f"does not fit the run in {folder}: {name} is {here} in the module, but {stored} in {WEIGHTS}"
+            raise SpecError("model", f"{problem}. Pass the module of the run.", type(model.module).__name__)
     for name, tensor in stored_frozen.items():
         tensor.data = torch.empty_like(tensor).copy_(tensors[name])  # the user's module keeps its own
 

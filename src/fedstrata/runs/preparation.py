@@ -197,8 +197,7 @@ def assemble(
     spec.method.check(config)
     for allowed in spec.method.declared(config) or ():
         if limit := allowed.limit_below(spec.privacy):
-            accepted = f"so that nobody would ever answer; accepted with these: {limit.samples} or fewer"
-            problem = f"{allowed.label} {limit.reason}, {accepted}"
+            problem = f"{allowed.label} {limit.reason}, so that no client could answer. Use at most {limit.samples}."
             raise SpecError("privacy.min_samples", problem, spec.privacy.min_samples)
     if not spec.communication.plain and not spec.method.asks_for_changes():
         problem = "has no effect, because with this method clients do not send changes of a model. Remove it."
@@ -241,9 +240,9 @@ def _check_start(model: Model, spec: Experiment) -> None:
     for name, tensor in {**model.params(), **model.buffers()}.items():
         if not torch.isfinite(tensor).all():
             problem = (
-                f"{name} holds NaN or infinity, and replies that do are refused; register_buffer(persistent=False) "
+                f"{name} contains NaN or infinity, which the server refuses. Initialise it with other numbers, or "
             )
-            raise SpecError("model", problem + "keeps a constant out of what travels")
+            raise SpecError("model", problem + "register a constant with persistent=False.")
     local = spec.training.batch_norm == "local" and has_batchnorm(model.module)
     if local and spec.evaluation.batch_size == 1:
         problem = "with training.batch_norm = 'local', statistics are computed from each batch. Use at least 2."
@@ -296,15 +295,15 @@ def _check_outputs(model: Model, dataset: Dataset) -> None:
     """Raise ``SpecError`` if the user's own module does not return outputs of the shape that the task needs."""
     x, y = dataset.inputs(slice(0, 2)), dataset.targets(slice(0, 2))
     form = dataset.task.check_outputs(torch.empty(0), y, dataset.outputs)
-    needed = f"a batch of shape {described(dataset.shape)} and gives outputs of shape {form}"
+    needed = f"must take batches of shape {described(dataset.shape)} and return outputs of shape {form}"
     try:
         with torch.no_grad(), model.loaded(model.params(), model.buffers()) as params:
             output = model(params, x)
     except Exception as error:
-        raise SpecError("model", f"a model takes {needed}; this one failed: {error}") from error
+        raise SpecError("model", f"{needed}, but failed: {error}") from error
     if not isinstance(output, torch.Tensor) or dataset.task.check_outputs(output, y, dataset.outputs):
         shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise SpecError("model", f"a model takes {needed}; this one gave {shape} for {len(y)} samples")
+        raise SpecError("model", f"{needed}, but returned {shape} for {len(y)} samples")
 
 
 def as_dataset(data: Arrays, spec: Experiment) -> Dataset:
@@ -317,10 +316,10 @@ def as_dataset(data: Arrays, spec: Experiment) -> Dataset:
     if isinstance(data, Mapping):
         accepted = inspect.signature(from_arrays).parameters
         if wrong := [key for key in data if key not in accepted] + [key for key in ARRAYS if key not in data]:
-            problem = f"a mapping has the keys {', '.join(ARRAYS)}, and may have others of from_arrays"
+            problem = f"a mapping must have {', '.join(ARRAYS)}, and otherwise only arguments of from_arrays"
             raise SpecError("data", problem, sorted(map(str, wrong)))
         return from_arrays(**{"normalize": spec.data.normalize, "task": spec.task, **data})
     if not isinstance(data, Sequence) or len(data) != len(ARRAYS):
         problem = f"must be a Dataset, a mapping, or four arrays: {', '.join(ARRAYS)}"
-        raise SpecError("data", problem, f"{len(data)} of them" if isinstance(data, Sequence) else type(data).__name__)
+        raise SpecError("data", problem, f"{len(data)} items" if isinstance(data, Sequence) else type(data).__name__)
     return from_arrays(*data, normalize=spec.data.normalize, task=spec.task)

@@ -143,7 +143,7 @@ class RunFolder:
         self._write_spec(self.path)
         for log in self._logs.values():
             if log.path.exists() and (damage := log.salvage()):
-                notes.append(f"{damage}; the file as it was lies beside it")
+                notes.append(f"{damage} The damaged file was kept under another name.")
             # Without a checkpoint, round 0 (the method's ``init``) is repeated: remove its events too.
             log.truncate_after(done if done else -1)
         if (self.path / METRICS).exists():
@@ -199,7 +199,7 @@ class RunFolder:
             return []
         if not differ:
             return []
-        note = f"this run was begun with {'; '.join(differ)}: what is trained now may differ in the last bits"
+        note = f"results may differ in the last bits, because the run was begun with {'; '.join(differ)}"
         warnings.warn(note, stacklevel=2)
         return [note]
 
@@ -266,7 +266,7 @@ class RunFolder:
         if any(name not in initial or not torch.equal(w.cpu(), initial[name]) for name, w in params.items()):
             return ""
         why = ", ".join(f"{count:,} {ABSENT[column]}" for column, count in absent.items() if count)
-        return f"the model never took a step: in {len(history)} rounds no reply could be used ({why})"
+        return f"the model never changed, because no reply could be used in {len(history)} rounds ({why})"
 
     def _broken_down(self) -> str:
         """Return a warning if clients failed and no reply could be used in the last rounds; otherwise an empty text.
@@ -278,7 +278,7 @@ class RunFolder:
             return ""
         since = f"the model has not changed since round {len(self.history) - len(dead)}"
         count = sum(record["clients_failed"] for record in dead)
-        return f"{since}: in the last {len(dead)} rounds no reply could be used ({count:,} failed or refused)"
+        return f"{since}, because no reply could be used in the last {len(dead)} rounds ({count:,} failed or refused)"
 
     def _log(self, name: str, *records: Mapping[str, Any]) -> None:
         if self.path is not None and records:
@@ -357,7 +357,7 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
         SpecError: It is not a run folder.
     """
     if not (folder / SPEC).is_file():
-        raise SpecError(key, "is not a run folder: it has no spec.toml. Give the folder of a run.", str(folder))
+        raise SpecError(key, "is not a run folder, because it has no spec.toml. Give the folder of a run.", str(folder))
     return Experiment.from_toml(folder / SPEC, overrides)
 
 

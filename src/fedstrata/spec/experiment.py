@@ -171,7 +171,7 @@ class Experiment(Setting):
         try:
             return tomli_w.dumps(self.to_spec())
         except RecursionError:
-            raise SpecError("spec", "tables or lists are nested too deeply") from None
+            raise SpecError("spec", "tables or lists are nested too deeply. Use fewer levels.") from None
 
 
 def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -207,14 +207,19 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
         key: The key that errors name, such as ``spec``.
 
     Raises:
-        SpecError: The file is missing, cannot be read or is not TOML.
+        SpecError: The file is missing, cannot be read or is not valid TOML.
     """
     try:
-        return parse_toml(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise SpecError(key, "the file does not exist. Give the path of a TOML file.", str(path)) from None
     except (OSError, ValueError) as error:
-        raise SpecError(key, f"cannot be read as TOML: {error}", str(path)) from None
+        problem = getattr(error, "strerror", None) or error
+        raise SpecError(key, f"cannot be read: {problem}. Give the path of a TOML file.", str(path)) from None
+    try:
+        return parse_toml(text)
+    except ValueError as error:
+        raise SpecError(key, f"is not valid TOML: {error}. Correct the file.", str(path)) from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -367,8 +372,8 @@ def variants(
         raise SpecError(COMPARE, "is not a table. Write a table [compare.LABEL] for each experiment.", overlays)
     chosen = list(labels) if labels else list(overlays)
     if not chosen:
-        problem = "is not set, and the spec has no tables [compare.LABEL]"
-        raise SpecError("--methods", f"{problem}. Give some of: {', '.join(METHODS)}")
+        problem = "is required, because the spec has no tables [compare.LABEL]"
+        raise SpecError("--methods", f"{problem}. Use some of: {', '.join(METHODS)}")
     merged = {label: _merged(tables, overlays, label) for label in chosen}
     for override in (override for override in overrides if override not in of_labels):
         accepting = [sections for sections in merged.values() if _accepts(sections, tables, override)]

@@ -74,7 +74,9 @@ class Tracker(Callback):
         except Exception as error:
             self.failed = True
             problem = f"{type(error).__name__}: {error}"
-            warnings.warn(f"{type(self).__name__} is lost for the rest of this run: {problem}", stacklevel=2)
+            warnings.warn(
+                f"{type(self).__name__} failed, and is not used for the rest of this run: {problem}", stacklevel=2
+            )
 
     @abstractmethod
     def begin(self, simulation: Simulation) -> None:
@@ -115,7 +117,7 @@ class TensorBoard(Tracker):
         elif simulation.folder is not None:
             folder = simulation.folder / "tensorboard"
         else:
-            problem = "is required for a run without a run folder. Set dir"
+            problem = "is required for a run without a run folder. Set it."
             raise SpecError("tracking.tensorboard.dir", problem)
         is_new = simulation.round == 0
         # A step is a round. TensorBoard ignores this step and all later steps in earlier event files.
