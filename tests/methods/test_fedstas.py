@@ -145,7 +145,7 @@ def test_a_bound_that_clips_is_said():
 
 def test_fewer_clients_than_strata_is_said():
     rule = {"allocation": "neyman-at-least-one"}
-    with pytest.warns(UserWarning, match="3 clients a round are fewer than 4 strata"):
+    with pytest.warns(UserWarning, match="training.clients_per_round = 3: is lower than method.strata = 4"):
         fs.prepare(spec({**FEDSTAS, **rule}, clients_per_round=3))
 
 

@@ -50,16 +50,16 @@ def test_parts_that_were_merged_are_where_the_client_said() -> None:
     order = Epoch()
     answer = GatheredReply(torch.tensor([False, True]), NONE, torch.tensor([5, 7]), torch.tensor([False, True]))
     told(order, reserve(0, 1), answer)
-    assert told(order, Gradient(1, 0, MODEL)) == "nothing was set aside for batch 0"
+    assert told(order, Gradient(1, 0, MODEL)) == "no samples were set aside for batch 0"
     assert told(order, Gradient(1, 5, MODEL)) == ""
-    assert "batch 5 comes after batch 5" in told(order, Gradient(1, 5, MODEL))
+    assert "batch 5 came after batch 5" in told(order, Gradient(1, 5, MODEL))
 
 
 def test_what_is_over_is_not_set_aside_again() -> None:
     order = Epoch()
     told(order, reserve(0, 4), reply(False, False))
     told(order, Gradient(1, 4, MODEL))
-    assert "after batch 4 was trained" in told(order, reserve(3, 6, fresh=False))
+    assert "batch 4 was already trained" in told(order, reserve(3, 6, fresh=False))
     assert told(order, reserve(6, fresh=False), reply(False)) == ""
 
 

@@ -256,7 +256,7 @@ def test_models_that_travel_sample_by_sample_are_refused_before_the_first_round(
     [
         ({"batches": -1}, "a batch that is over"),
         ({"batches": 400}, "a batch that is over, or that there is not"),
-        ({"held": 1}, "held back and served"),
+        ({"held": 1}, "held back and also served"),
         ({"batches": None}, "GatheredReply.batches: input should be an instance of tensor"),
     ],
     ids=str,

@@ -299,18 +299,16 @@ class Recipe(Method):
             problem = "discloses the clients' sizes, which data_sampler keeps private. Use another objective."
             by_steps = replace(config, training=config.training.model_copy(update={"local_steps": 1}))
             if not objective.tells_counts(by_steps):
-                problem = problem.removesuffix(".") + ", or training.local_steps, the same for all clients."
+                problem = problem.removesuffix(".") + ", or set training.local_steps."
             raise SpecError("method.objective", problem, objective.name)
         decays, adaptive = config.training.weight_decay > 0, not config.training.optimizer.is_sgd
         if config.training.local_steps is None and (decays or adaptive or has_batchnorm(config.model.module)):
             why = "weight decay" if decays else "BatchNorm's running statistics"
             why = "the length of an optimiser's steps" if adaptive else why
             problem = (
-                f"with epochs {why} would disclose a client's number of steps, and so its size, which data_sampler"
+                f"is required, because with epochs, {why} would disclose a client's size, which data_sampler keeps "
             )
-            raise SpecError(
-                "training.local_steps", f"{problem} keeps private. Set the same number of steps for all clients"
-            )
+            raise SpecError("training.local_steps", f"{problem}private. Set it to a number of steps for all clients.")
 
     def init(self, federation: Federation, weights: Weights) -> RecipeState:
         """Return the initial state of every choice."""

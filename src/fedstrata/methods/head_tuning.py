@@ -59,8 +59,8 @@ class HeadTuning(Setting):
         fewest = int(config.server_data.counts().min())
         if fewest < self.per_class:
             problem = (
-                f"the partition leaves the server {fewest} samples of some class that no client holds: take fewer, or "
-                "a partition that does not give out everything, such as classes with a size"
+                f"the partition leaves the server only {fewest} samples of some class. Use a smaller value, or a "
+                "partition that does not give all samples to clients, such as classes with a size."
             )
             raise SpecError(key, problem, self.per_class)
         if config.training.batch_norm == "local" and has_batchnorm(config.model.module):

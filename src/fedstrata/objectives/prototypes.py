@@ -31,7 +31,8 @@ def feature_size(model: Model) -> int:
     for layer in model.module.get_submodule(model.head_name).modules():
         if isinstance(layer, nn.Linear):
             return layer.in_features
-    problem = f"the head {model.head_name!r} has no nn.Linear, so that the length of its features is unknown"
+    problem = f"the head {model.head_name!r} has no nn.Linear, so that the length of its features is unknown. Use a "
+    problem += "head that begins with nn.Linear."
     raise SpecError("model.head", problem)
 
 
@@ -68,8 +69,8 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
         for batch in batches():
             features = model.with_features(params, batch.x)[0].flatten(1)
             if features.shape[1] != sums.shape[1]:
-                problem = f"gets {features.shape[1]} features and its first nn.Linear takes {sums.shape[1]}: "
-                problem += "prototypes need a head that begins with that layer (after nn.Flatten at most)"
+                problem = f"gets {features.shape[1]} features, but its first nn.Linear takes {sums.shape[1]}. "
+                problem += "Use a head that begins with this layer, or with nn.Flatten and this layer."
                 raise SpecError("model.head", problem, model.head_name)
             sums.index_add_(0, batch.y, features.double())
             samples += torch.bincount(batch.y, minlength=classes)

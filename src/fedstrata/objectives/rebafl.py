@@ -85,7 +85,8 @@ class Rebalanced(PerSample):
             return
         feature_size(config.model)
         if buffers := [name for name, _ in config.model.module.get_submodule(config.model.head_name).named_buffers()]:
-            problem = f"the head has buffers ({', '.join(buffers)}), which augmented samples would change; mu = 0 goes"
+            problem = f"the head has buffers ({', '.join(buffers)}), which augmented samples would change. Use "
+            problem += "mu = 0, or a head without buffers."
             raise SpecError("model.head", problem, config.model.head_name)
 
     @override

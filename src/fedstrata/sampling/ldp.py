@@ -58,9 +58,9 @@ class FedSTaSData(DataSampler):
         if self.epsilon is not None and config.sizes is not None and (config.sizes >= self.bound).any():
             clipped = int((config.sizes >= self.bound).sum())
             warnings.warn(
-                f"method.bound M = {self.bound} clips {clipped} of {config.clients} clients, which hold up to "
-                f"{int(config.sizes.max())} samples: the estimate of the total is biased downwards and more samples "
-                "are kept than requested; a larger M avoids that and adds noise",
+                f"method.bound = {self.bound}: clips the sizes of {clipped} of {config.clients} clients (up to "
+                f"{int(config.sizes.max())} samples), so that the estimated total is too low and clients use more "
+                "samples than requested. A larger bound avoids this, but adds noise.",
                 stacklevel=2,
             )
 

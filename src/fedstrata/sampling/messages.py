@@ -59,7 +59,7 @@ class SizeReport(Request):
     def check(self, reply: SizeReply) -> None:
         """Refuse a size outside the possible range."""
         if not 0 <= reply.samples <= MOST_SAMPLES or (self.bound and not 1 <= reply.samples < self.bound):
-            raise ReplyRefusedError(f"size {reply.samples} is impossible")
+            raise ReplyRefusedError(f"the size {reply.samples} is impossible")
 
 
 @record("CompressReply")
@@ -113,7 +113,8 @@ class Compress(ModelRequest):
         length = sketch_length(self.weights.params, self.coordinates)
         if reply.length != length or len(reply.centres) > self.centres:
             raise ReplyRefusedError(
-                f"{reply.length} coordinates and {len(reply.centres)} centres, expected {length} and {self.centres}"
+                f"the reply has {reply.length} coordinates and {len(reply.centres)} centres, expected {length} and "
+                f"{self.centres}"
             )
         try:
             reply.restored()
@@ -187,4 +188,4 @@ class LossReport(ModelRequest):
     def check(self, reply: LossReply) -> None:
         """Refuse a negative loss."""
         if reply.loss < 0:
-            raise ReplyRefusedError(f"loss {reply.loss} is impossible")
+            raise ReplyRefusedError(f"the loss {reply.loss} is impossible")

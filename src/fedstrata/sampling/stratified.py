@@ -160,8 +160,8 @@ class Stratified(ClientSampler):
         m = config.training.invited(config.clients)
         if m < self.strata and self.rule(config) in ("neyman-at-least-one", "proportional"):
             warnings.warn(
-                f"{m} clients a round are fewer than {self.strata} strata: some strata are left out of every round, "
-                "which biases the aggregate; set training.clients_per_round to at least the number of strata",
+                f"training.clients_per_round = {m}: is lower than method.strata = {self.strata}, so that each round "
+                f"leaves out some strata, which biases the aggregate. Set it to at least {self.strata}.",
                 stacklevel=2,
             )
 
@@ -172,9 +172,9 @@ class Stratified(ClientSampler):
         depends on how many samples the client holds.
         """
         if self._uses_updates(config) and config.training.local_steps is None:
-            problem = "updates disclose a client's number of steps, and so its size, which data_sampler keeps private"
-            accepted = "use 'asked', or set training.local_steps."
-            raise SpecError("method.gradients", f"{problem}; {accepted}", "updates")
+            problem = "updates would disclose a client's size, which data_sampler keeps private"
+            accepted = "Use 'asked', or set training.local_steps."
+            raise SpecError("method.gradients", f"{problem}. {accepted}", "updates")
 
     @override
     def learns(self, config: FederationConfig) -> bool:

@@ -116,7 +116,7 @@ def opened(
             memory.
     """
     if len(request.refill) > client.context.config.strata:
-        raise FedstrataError("more pools begin anew than there are classes")
+        raise FedstrataError("the request refills more pools than there are classes")
     result = dict(pools)
     known: Mapping[int, int] | None = client.state.get(PLACEHOLDERS)
     labels: Ints | None = None
@@ -147,11 +147,11 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
         before = Reserved(request.round, {}, _NONE, _NONE)
     batches, wanted = request.batches.numpy(), request.labels.numpy()
     if len(batches) != len(wanted) or bool((np.diff(batches) < 0).any()):
-        raise FedstrataError("a reservation needs a batch for every position, ascending")
+        raise FedstrataError("the request does not name an ascending batch for each position")
     served, held = np.zeros((2, len(wanted)), dtype=bool)
     asked = np.unique(wanted).tolist()
     if len(asked) > client.context.config.strata:
-        raise FedstrataError("more placeholders than there are classes")
+        raise FedstrataError("the request names more placeholders than there are classes")
     pools = opened(client, before.pools, request, asked)
     for p in asked:
         served[np.flatnonzero(wanted == p)[: len(pools[p].order) - pools[p].used]] = True

@@ -23,7 +23,7 @@ from fedstrata.clients.training.sgd import SGD
 from fedstrata.clients.training.traced_sgd import TracedSGD
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import Params, Reply, Weights
-from fedstrata.federation.reply_checks import finite
+from fedstrata.federation.reply_checks import DIVERGED, finite
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context
 from fedstrata.stratify.client_batch import STATE, Pool, opened
@@ -172,7 +172,7 @@ class FusedSteps:
             return Failure(f"{type(error).__name__}: {error}", error)
         if all(map(finite, [losses, *self._stepper.weights().params.values()])):
             return losses
-        return Failure("its steps left a tensor with NaN or infinity")
+        return Failure(f"its steps led to NaN or infinity. {DIVERGED}")
 
 
 def stepper_of(context: ClientContext, model: Model) -> Stepper:

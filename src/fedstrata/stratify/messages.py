@@ -58,18 +58,18 @@ class Epoch(Order):
         """
         if isinstance(request, Gradient):
             if request.batch <= self._last:
-                return f"batch {request.batch} comes after batch {self._last}; accepted: each batch once, in order"
-            return "" if request.batch in self._set_aside else f"nothing was set aside for batch {request.batch}"
+                return f"batch {request.batch} came after batch {self._last}, but each batch may come once, in order"
+            return "" if request.batch in self._set_aside else f"no samples were set aside for batch {request.batch}"
         if not (_numbers(request.labels) and _numbers(request.refill) and len(request.labels)):
-            return "labels and refill must be lists of whole numbers, with a label at least"
+            return "labels and refill must be lists of whole numbers, and labels must not be empty"
         if request.fresh == self._begun:
             again = "began already" if self._begun else "has not begun"
-            return f"fresh = {request.fresh}, and the epoch {again}"
+            return f"fresh = {request.fresh}, but the epoch {again}"
         if isinstance(request, Reserve):
             if not _numbers(request.batches) or len(request.batches) != len(request.labels):
-                return "one batch is needed for each label"
+                return "batches must name a batch for each label"
             if (first := int(request.batches.min())) <= self._last:
-                return f"positions in batch {first}, after batch {self._last} was trained"
+                return f"batch {first} gets positions, but batch {self._last} was already trained"
         return ""
 
     def asked(self, request: Any) -> None:
@@ -119,9 +119,9 @@ class LabelReport(Request):
         require_shape(reply.labels, (-1,), torch.int64, "labels")
         require_shape(reply.counts, (len(reply.labels),), torch.int64, "counts")
         if len(torch.unique(reply.labels)) != len(reply.labels):
-            raise ReplyRefusedError("a label twice")
+            raise ReplyRefusedError("a label occurs twice")
         if bool(((reply.counts < 1) | (reply.counts > MOST_SAMPLES)).any()):
-            raise ReplyRefusedError(f"a count outside 1 … {MOST_SAMPLES}")
+            raise ReplyRefusedError(f"a count is not in 1 … {MOST_SAMPLES}")
 
 
 @record("ReserveReply")
@@ -195,7 +195,7 @@ class Reserve(Request):
             require_shape(reply.held, (len(self.labels),), torch.bool, "held")
             moved = reply.batches[~reply.missing]
             if bool((reply.held & ~reply.missing).any()):
-                raise ReplyRefusedError("a position that is held back and served")
+                raise ReplyRefusedError("a position is held back and also served")
             # A batch that was trained already cannot grow.
             if len(moved) and int(moved.min()) < int(self.batches.min()):
                 raise ReplyRefusedError(NO_SUCH_BATCH)
@@ -279,7 +279,7 @@ class Gradient(ModelRequest):
         require_like(reply.gradient, self.weights.params, "gradient")
         require_like(reply.buffers, self.weights.buffers, "buffers")
         if reply.samples < 1:
-            raise ReplyRefusedError(f"{reply.samples} samples in a batch")
+            raise ReplyRefusedError(f"the batch has {reply.samples} samples")
 
 
 @record("GradientSteps")

@@ -93,7 +93,9 @@ class Roster:
         rows = self.rows_of(place)
         clients = self.holders.clients[rows][self.present[rows]].tolist()
         if not clients:
-            reason = f"{positions} positions of placeholder {place}: no holder is there"
+            reason = (
+                f"{positions} positions of placeholder {place} are left out, because none of its holders is present"
+            )
             self.federation.note("label skipped", reason=reason)
             return False
         self.available[rows] = self.present[rows]

@@ -92,7 +92,7 @@ class Sealer:
         self.parameters = parameters
         self.context = self._load_context(public)
         if self.context.is_private():
-            raise ReplyRefusedError("a secret key arrived where only a public one may be")
+            raise ReplyRefusedError("the CKKS context contains a secret key, but only a public key may be sent")
 
     def _load_context(self, data: bytes) -> Any:
         try:
@@ -101,10 +101,10 @@ class Sealer:
             probe = tenseal().ckks_vector(context, [0.0]).ciphertext()[0]
             made_with = probe.poly_modulus_degree(), probe.coeff_modulus_size(), probe.scale
         except (ValueError, RuntimeError, TypeError) as error:
-            raise ReplyRefusedError(f"no CKKS context: {error}") from None
+            raise ReplyRefusedError(f"the CKKS context cannot be read: {error}") from None
         wanted = self.parameters.degree, len(self.parameters.primes) - 1, 2.0**self.parameters.scale
         if made_with != wanted:
-            raise ReplyRefusedError(f"a CKKS context with degree, primes, scale {made_with}, expected {wanted}")
+            raise ReplyRefusedError(f"the CKKS context has degree, primes, scale {made_with}, expected {wanted}")
         return context
 
     def seal(self, values: Floats | Sequence[float], *, product: bool = False) -> Cipher:
@@ -131,20 +131,20 @@ class Sealer:
             ReplyRefusedError: The bytes are not a ciphertext, or its size, scale or level is wrong.
         """
         if not 0 < len(data) <= LARGEST:
-            raise ReplyRefusedError(f"a ciphertext of {len(data)} bytes")
+            raise ReplyRefusedError(f"the ciphertext has {len(data)} bytes, which is impossible")
         try:
             cipher = tenseal().ckks_vector_from(self.context, data)
             parts = cipher.ciphertext()
             size = cipher.size()
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
-            raise ReplyRefusedError(f"no ciphertext: {error}") from None
+            raise ReplyRefusedError(f"the ciphertext cannot be read: {error}") from None
         if size != length or len(parts) != 1:
-            raise ReplyRefusedError(f"a ciphertext of {size} numbers, expected {length}")
+            raise ReplyRefusedError(f"the ciphertext has {size} numbers, expected {length}")
         part = parts[0]
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))
         levels = len(self.parameters.primes) - 1
         if (part.size(), part.coeff_modulus_size(), part.scale) != (2, levels, scale) or part.is_transparent():
-            raise ReplyRefusedError("a ciphertext of another scale, level or size")
+            raise ReplyRefusedError("the ciphertext has another scale, level or size")
         return cipher
 
 
@@ -188,7 +188,7 @@ class Opener(Sealer):
         # Beyond 2^50, doubles are so coarse that all numbers look like integers.
         if not error <= tolerance or not float(np.abs(values).max(initial=0.0)) < 2.0**50:
             raise FedstrataError(
-                f"a decrypted number is {error:.3g} away from a whole one, at most {tolerance} is allowed: a "
-                f"ciphertext is damaged or was made with another key"
+                f"a decrypted number is {error:.3g} away from a whole number, but at most {tolerance} is allowed. A "
+                "ciphertext is damaged, or was made with another key."
             )
         return whole.astype(np.int64)

@@ -80,7 +80,9 @@ def assign(client: Client, request: Assign) -> Assigned:
 
 def _remember(client: Client, labels: Ints, placeholders: Ints) -> None:
     if len(placeholders) != len(labels) or len(np.unique(placeholders)) != len(placeholders):
-        raise FedstrataError(f"{len(placeholders)} placeholders for {len(labels)} labels, or one twice")
+        raise FedstrataError(
+            f"there are {len(placeholders)} placeholders for {len(labels)} labels, or one occurs twice"
+        )
     client.state[PLACEHOLDERS] = dict(zip(placeholders.tolist(), labels.tolist(), strict=True))
 
 

@@ -152,7 +152,7 @@ def enrol(
         ClientsFailedError: All clients raised an exception.
     """
     if before is not None and before.masking != masking:
-        raise ValueError(f"the roll was made with masking {before.masking!r}, not {masking!r}")
+        raise ValueError(f"the clients enrolled with masking {before.masking!r}, not {masking!r}")
     joined = before.held if before is not None else {}
     clients = [client for client in range(federation.config.clients) if client not in joined]
     roll = _MODES[masking](federation, clients, before, watch, weighted)
@@ -162,7 +162,7 @@ def enrol(
         held, counts = {**before.held, **roll.held}, {**before.counts, **roll.counts}
         roll = replace(roll, held=held, counts=counts, totals=totals)
     if not roll.held:
-        raise QuorumError(f"no client of {len(clients)} enrolled")
+        raise QuorumError(f"none of the {len(clients)} clients enrolled")
     reason = f"{len(roll.totals)} placeholders, masking {masking}"
     federation.note("enrolled", reason=f"{len(roll.held)} of {federation.config.clients} clients, {reason}")
     return roll

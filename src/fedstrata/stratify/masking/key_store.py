@@ -42,7 +42,7 @@ class Keys:
 
     def __init__(self, parts: dict[str, bytes]) -> None:
         if parts.keys() != set(self._NAMES) or not all(isinstance(part, bytes) for part in parts.values()):
-            raise DataError(f"no set of keys: it has {sorted(parts)}, expected {sorted(self._NAMES)}")
+            raise DataError(f"the set of keys has {sorted(parts)}, expected {sorted(self._NAMES)}")
         self._parts = parts
         self.counting_public, self.comparing_public = parts["counting_public"], parts["comparing_public"]
         """The public keys: the server adds counts with the first one, and compares labels with the second one."""
@@ -56,7 +56,7 @@ class Keys:
         return cls(dict(zip(cls._NAMES, parts, strict=True)))
 
     def __reduce__(self) -> Any:
-        raise TypeError("keys do not travel")
+        raise TypeError("keys cannot be pickled, because they must not leave this process")
 
     def __repr__(self) -> str:
         return f"Keys({self.name})"
@@ -118,7 +118,7 @@ class Keys:
         try:
             parts = records.decode(data)
         except WireError as error:
-            raise DataError(f"{path} is damaged: {error}") from None
+            raise DataError(f"{path} is damaged: {error}. Restore the file.") from None
         if not isinstance(parts, dict) or parts.pop("format", None) != _FORMAT:
             raise DataError(f"{path} is not a key file. Create one with 'fedstrata keys'.")
         return cls(parts)

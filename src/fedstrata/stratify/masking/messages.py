@@ -99,7 +99,7 @@ class TagReply(Reply):
         """Refuse tags that were made with other keys, and more tags than classes."""
         public.check_key(self.key)
         if len(self.tags) > classes:
-            raise ReplyRefusedError(f"{len(self.tags)} tags of {classes} classes, or one twice")
+            raise ReplyRefusedError(f"there are {len(self.tags)} tags, but only {classes} classes")
 
 
 @record("TagReport")
@@ -113,7 +113,7 @@ class TagReport(Request):
         """Refuse duplicate tags."""
         require_shape(reply.tags, (-1, TAG_SIZE), torch.uint8, "tags")
         if len(torch.unique(reply.tags, dim=0)) != len(reply.tags):
-            raise ReplyRefusedError(f"{len(reply.tags)} tags, or one twice")
+            raise ReplyRefusedError("a tag occurs twice")
 
 
 @record("SealedLabels")
@@ -145,7 +145,7 @@ class SealLabels(Request):
     def check(self, reply: SealedLabels) -> None:
         """Refuse a reply with more ciphertexts than all classes need, or with none."""
         if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
-            raise ReplyRefusedError(f"{len(reply.sheets)} sheets for {self.classes} classes")
+            raise ReplyRefusedError(f"the reply has {len(reply.sheets)} sheets for {self.classes} classes")
 
 
 @record("CompareReply")
@@ -183,7 +183,7 @@ class Compare(Request):
         """Refuse replies about more labels than there are classes."""
         require_shape(reply.places, (-1,), torch.int64, "places")
         if len(reply.places) > self.classes:
-            raise ReplyRefusedError(f"{len(reply.places)} places for {self.classes} classes")
+            raise ReplyRefusedError(f"the reply has {len(reply.places)} places for {self.classes} classes")
 
 
 @record("Enlisted")
@@ -222,7 +222,7 @@ class Enlist(Request):
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
-            raise ReplyRefusedError(f"pages {sorted(reply.pages)}, expected {sorted(pages)}")
+            raise ReplyRefusedError(f"the reply has the pages {sorted(reply.pages)}, expected {sorted(pages)}")
 
 
 @record("CountReply")
@@ -257,7 +257,7 @@ class CountReport(Request):
     def check(self, reply: CountReply) -> None:
         """Refuse a reply whose number of ciphertexts does not fit the number of placeholders."""
         if len(reply.pages) != -(-self.size // COUNTING.slots):
-            raise ReplyRefusedError(f"{len(reply.pages)} pages of counts for {self.size} placeholders")
+            raise ReplyRefusedError(f"the reply has {len(reply.pages)} pages of counts for {self.size} placeholders")
 
 
 @record("Totals")
@@ -278,7 +278,7 @@ class Totals(Reply):
         """
         totals = self.totals.numpy()
         if (totals < holders).any() or (totals[holders == 0] != 0).any():
-            raise ReplyRefusedError("a total that is smaller than its number of holders, or of nobody")
+            raise ReplyRefusedError("a total is smaller than its number of holders, or has no holder")
 
 
 @record("OpenTotals")
@@ -336,4 +336,4 @@ class ShareReport(Request):
         """Refuse shares of less than one sample or of more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
-            raise ReplyRefusedError("a share outside (0, 1], or of less than a sample")
+            raise ReplyRefusedError("a share is not in (0, 1], or is less than one sample")

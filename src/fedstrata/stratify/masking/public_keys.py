@@ -43,7 +43,7 @@ def ask_until(
         if reply is not None:
             return client, reply
     reasons = [event["reason"] for event in federation.events if event["kind"] in ("failed", "refused")]
-    last = f"; the last one: {reasons[-1]}" if reasons else ""
+    last = f". The reason of the last one: {reasons[-1]}" if reasons else ""
     raise QuorumError(f"no client could {purpose}{last}")
 
 
@@ -74,7 +74,9 @@ class Public:
             key: The fingerprint in the reply.
         """
         if key != self.keys.key:
-            raise ReplyRefusedError(f"encrypted with the keys {key!r}, the others have {self.keys.key!r}")
+            raise ReplyRefusedError(
+                f"the reply was encrypted with the keys {key!r}, but the others used {self.keys.key!r}"
+            )
 
     def check_counts(self, reply: CountReply) -> None:
         """Refuse counts that were not encrypted with these keys."""
