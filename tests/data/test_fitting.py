@@ -121,30 +121,30 @@ def test_statistics_travel():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"mean": torch.zeros(3, dtype=torch.float64)}, "shape .3.; expected .4."),
-        ({"count": torch.zeros(4, dtype=torch.int64)}, "statistics of shape"),
+        ({"mean": torch.zeros(3, dtype=torch.float64)}, "shape .3., expected .4."),
+        ({"count": torch.zeros(4, dtype=torch.int64)}, "statistics have shape"),
         ({"mean": torch.full((4,), math.nan, dtype=torch.float64)}, "not finite"),
         ({"count": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),
         ({"samples": -1}, "below 0"),
-        ({"samples": 2**62}, f"statistics of {2**62} samples; accepted: at most"),
-        ({"counts": {}}, "counts of the columns"),
+        ({"samples": 2**62}, f"statistics are of {2**62} samples, but the limit"),
+        ({"counts": {}}, "counts are of the columns"),
         ({"squares": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),
-        ({"count": torch.full((4,), 10.0, dtype=torch.float64)}, "10 values of 9 samples"),
+        ({"count": torch.full((4,), 10.0, dtype=torch.float64)}, "10 values for 9 samples"),
         ({"low": torch.full((4,), math.nan, dtype=torch.float64)}, "a smallest value"),
         ({"low": torch.full((4,), -math.inf, dtype=torch.float64)}, "a smallest value"),
         ({"high": torch.full((4,), -1e9, dtype=torch.float64)}, "a smallest value"),
         (
             {"counts": dict.fromkeys(["median", "frequent", "kind"], torch.ones(3, 2, dtype=torch.complex64))},
-            "counts of the columns",
+            "counts are of the columns",
         ),
         (
             {"counts": dict.fromkeys(["median", "frequent", "kind"], torch.full((3, 2), 9.0, dtype=torch.float64))},
             "more values than samples",
         ),
-        ({"counts": dict.fromkeys(["median", "frequent", "kind"], torch.zeros(3))}, "counts of the columns"),
+        ({"counts": dict.fromkeys(["median", "frequent", "kind"], torch.zeros(3))}, "counts are of the columns"),
         (
             {"counts": dict.fromkeys(["median", "frequent", "kind"], torch.zeros(0, 2, dtype=torch.float64))},
-            "column 'median': 0 values are counted one by one, of",
+            "column 'median' has .* values, but its counts add up to 0",
         ),
     ],
 )

@@ -63,9 +63,15 @@ def test_some_of_them_at_random():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"clients": 5}, "partition.clients = 5: 4 of 4 clients have at least 1 training samples; the largest has 4"),
+        (
+            {"clients": 5},
+            "partition.clients = 5: only 4 of 4 clients have at least 1 training samples, and the largest has 4",
+        ),
         ({"clients": 3, "min_size": 2}, "partition.clients = 3: 2 of 4 clients have at least 2 training samples"),
-        ({"min_size": 5}, "partition.min_size = 5: 0 of 4 clients have at least 5 training samples; the largest has 4"),
+        (
+            {"min_size": 5},
+            "partition.min_size = 5: only 0 of 4 clients have at least 5 training samples, and the largest has 4",
+        ),
     ],
 )
 def test_more_than_there_are(settings, message):

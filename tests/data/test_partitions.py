@@ -133,7 +133,7 @@ def test_classes_of_a_fixed_size(labelled):
     uneven = table(Classes(clients=5, per_client=3, size=10), dataset)
     assert all(sorted(row[row > 0]) == [3, 3, 4] for row in uneven)
     with pytest.raises(
-        SpecError, match=r"partition.size = 40000: class \d has 6000 samples for 80000 wanted; take a smaller"
+        SpecError, match=r"partition.size = 40000: class \d has 6000 samples, but 80000 are wanted. Use a smaller"
     ):
         Classes(clients=20, per_client=2, size=40_000).split(dataset, 0)
     with pytest.raises(
@@ -154,7 +154,7 @@ def test_classes_that_cannot_be(labelled):
         SpecError, match=r"partition.per_client = 11: the data have only 10 different class labels\. Use at most 10\."
     ):
         Classes(clients=4, per_client=11).split(dataset, 0)
-    with pytest.raises(SpecError, match=r"partition.clients = 60: class \d has 10 samples for 12 holders"):
+    with pytest.raises(SpecError, match=r"partition.clients = 60: class \d has 10 samples, but 12 holders"):
         Classes(clients=60, per_client=2).split(dataset, 0)
 
 
@@ -282,7 +282,7 @@ def test_given(labelled):
     assert PARTITIONS.parse(partition.to_spec()) == partition
     with pytest.raises(SpecError, match="gives sample 1 to 2 clients"):
         Given(indices=[[1], [1]]).split(labelled([0, 1]), 0)
-    with pytest.raises(SpecError, match="names samples 0…7; accepted: 0…1"):
+    with pytest.raises(SpecError, match=r"returned samples 0…7. Return only 0…1"):
         Given(indices=[[0], [7]]).split(labelled([0, 1]), 0)
     with pytest.raises(SpecError, match="min_size = 1: client 1 gets 0 samples"):
         Given(indices=[[0], []]).split(labelled([0, 1]), 0)
@@ -313,7 +313,7 @@ class Broken(Partition):
     ("wrong", "message"),
     [
         ("short", "Broken returned 3 owners for 4 samples"),
-        ("beyond", "returned owners 2…2; accepted: 0…1"),
+        ("beyond", "returned owners 2…2. Return only 0…1"),
         ("dropped", "leaves out 1 of 4 samples"),
         ("lists", "returned lists for 1 clients, not 2"),
     ],

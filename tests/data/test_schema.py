@@ -77,14 +77,14 @@ def test_rules(rule, expected):
 @pytest.mark.parametrize(
     ("columns", "meaning", "message"),
     [
-        ({}, {"age": {}}, "t.csv, line 4, column 'age' = '': is missing; accepted: a value, or a rule in [data.sche"),
-        ({"age": ["63", "NaN", "1", "2"]}, {}, "line 3, column 'age' = 'NaN': not a finite number; accepted: numbers"),
+        ({}, {"age": {}}, "t.csv, line 4, column 'age' = '': is missing. Add a value, or a rule in [data.sche"),
+        ({"age": ["63", "NaN", "1", "2"]}, {}, "line 3, column 'age' = 'NaN': is not a finite number. Use numbers"),
         ({"age": ["63", "1", "1", "inf"]}, {}, "line 6, column 'age' = 'inf': not a finite number"),
-        ({"age": ["63", "old", "1", "2"]}, {}, "'old': not a finite number; accepted: numbers from 0 to 120 years"),
-        ({"age": ["63", "41", "1", "121"]}, {}, "line 6, column 'age' = '121': out of range; accepted: numbers from 0"),
-        ({"sex": ["f", "m", "F", "m"]}, {}, "line 4, column 'sex' = 'F': no such category; accepted: 'f', 'm'; did"),
-        ({"smoker": ["yes", "2", "no", "no"]}, {}, "line 3, column 'smoker' = '2': neither true nor false; accepted:"),
-        ({"age": ["", "", "", ""]}, {}, "column 'age': no training row has a value that may be told"),
+        ({"age": ["63", "old", "1", "2"]}, {}, "'old': is not a finite number. Use numbers from 0 to 120 years"),
+        ({"age": ["63", "41", "1", "121"]}, {}, "line 6, column 'age' = '121': is out of range. Use numbers from 0"),
+        ({"sex": ["f", "m", "F", "m"]}, {}, "line 4, column 'sex' = 'F': is not a category. Use one of 'f', 'm'; did"),
+        ({"smoker": ["yes", "2", "no", "no"]}, {}, "line 3, column 'smoker' = '2': is neither true nor false. Use"),
+        ({"age": ["", "", "", ""]}, {}, "column 'age': no training row has a value that may be used"),
         ({"age": [[1], "1", "1", "2"]}, {}, "column 'age' = [1]: not a finite number"),
     ],
 )  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_schema_that_does_not_fit_the_table(settings, message):
         ({"columns": {"a": {"value": 3}}}, "columns.a.value = 3.0: and impute = 'constant' require each other. Set"),
         (
             {"columns": {"a": {"type": "category", "categories": ["x"], "impute": "constant", "value": "y"}}},
-            "columns.a.value = 'y': no such category; accepted: 'x'",
+            "columns.a.value = 'y': is not a category. Use one of 'x'",
         ),
         ({"columns": {"a": {"range": [0, 1], "impute": "constant", "value": 5}}}, "columns.a.value = 5.0: out of rang"),
         ({"columns": {"a": {"step": 5}}}, "columns.a.step = 5.0: has an effect only for a number with impute ="),
@@ -158,14 +158,15 @@ def test_what_is_left_out_is_as_the_table_has_it():
 
 def test_a_number_with_odd_cells_and_a_column_of_names_are_doubted():
     rows = Table("t", {"size": ["1", "2", "NA", "?", "5"] * 6, "name": [f"P{i}" for i in range(30)], "y": [0, 1] * 15})
-    with pytest.warns(UserWarning, match="read as a category, of which each value becomes a feature") as seen:
+    with pytest.warns(UserWarning, match="read as a category") as seen:
         found = Schema(label="y").completed(rows).columns
     assert {column.type for column in found.values()} == {"category"}
     size, name = (str(warning.message) for warning in seen)
     assert size.startswith("column 'size'")
-    assert "numbers: '?', 'NA'. If they stand for no value: missing = ['?', 'NA'], in [data.schema]" in size
+    assert "numbers: '?', 'NA'. If they stand for no value, set missing = ['?', 'NA'] in [data.schema]" in size
     assert name.startswith("column 'name'")
-    assert "it has 30 values in 30 rows. To leave it out: ignore = ['name'], in [data.schema]" in name
+    assert "it has 30 values in 30 rows, each of which" in name
+    assert "To leave it out, set ignore = ['name'] in [data.schema]." in name
     mended = Schema(label="y", missing=["NA", "?"], ignore=["name"]).completed(rows).columns  # as they say
     assert {name: column.type for name, column in mended.items()} == {"size": "number"}
     Schema(label="y", columns={"size": "category", "name": "category"}).completed(rows)  # who says so means it
@@ -233,7 +234,7 @@ def test_a_missing_value_names_a_rule_that_works_for_the_type_of_its_column(name
     rows = Table("t", {**WARDS, "ward name": WARDS["ward"]})
     with pytest.raises(DataError) as error:
         parsed(rows, Schema(label="y", features=[name]).completed(rows))
-    assert f"is missing; accepted: a value, or a rule in [data.schema.columns]: {rule}" in str(error.value)
+    assert f"is missing. Add a value, or a rule in [data.schema.columns]: {rule}" in str(error.value)
     taken = tomllib.loads(rule.partition("}")[0] + "}")
     parsed(rows, Schema(label="y", features=[name], columns=taken).completed(rows))
 
@@ -243,8 +244,8 @@ def test_all_columns_with_missing_values_are_named_at_once_but_not_to_others():
     rows = Table("t", WARDS)
     with pytest.raises(DataError) as error:
         parsed(rows, meaning.completed(rows))
-    assert str(error.value).startswith("t, row 3, column 'beds': is missing; ")
-    assert str(error.value).endswith("; other columns with missing values: 'ward', 'fit'")
+    assert str(error.value).startswith("t, row 3, column 'beds': is missing. ")
+    assert str(error.value).endswith(". Other columns with missing values: 'ward', 'fit'")
     assert "ward" not in error.value.public
 
 
@@ -289,7 +290,7 @@ def test_dates_are_refused_with_advice(cells):
         Schema(label="y").completed(rows)
     assert "t, row 0, column 'admitted' = " in str(error.value)
     assert (
-        "derive a number from it, such as days since admission, or leave the column out: ignore = ['admitted'] in "
+        "Derive a number from it, such as days since admission, or leave the column out with ignore = ['admitted'] in "
         in (str(error.value))
     )
     assert "admitted = 'category' in [data.schema.columns]" in str(error.value)
@@ -312,9 +313,10 @@ def test_a_category_with_many_values_is_doubted_once(columns):
     with pytest.warns(UserWarning, match="column 'code'") as seen:
         Schema(label="y", columns=columns).completed(rows)
     expected = (
-        "column 'code' has 101 categories, and each becomes a feature: merge rare ones, or leave the column out: "
+        "column 'code' has 101 categories, each of which becomes a feature. Merge rare ones, or leave the column "
     )
-    assert [str(warning.message) for warning in seen] == [expected + "ignore = ['code'] in [data.schema]"]
+    expected += "out with "
+    assert [str(warning.message) for warning in seen] == [expected + "ignore = ['code'] in [data.schema]."]
     fewer = Table("t", {"code": [f"E{row % 100}" for row in range(1500)], "y": [0, 1] * 750})
     Schema(label="y", columns=columns).completed(fewer)  # warnings are errors here
 
@@ -345,7 +347,7 @@ def test_bytes_are_read_as_text():
 def test_a_completed_schema_reads_other_rows_as_strictly():
     """As a site's would: a category that the table did not have is refused."""
     meaning = Schema(label="y", columns={"c": "category"}).completed(Table("a", {"c": ["x", "y"], "y": [0, 1]}))
-    with pytest.raises(DataError, match="b, row 0, column 'c' = 'z': no such category; accepted: 'x', 'y'"):
+    with pytest.raises(DataError, match=r"b, row 0, column 'c' = 'z': is not a category. Use one of 'x', 'y'"):
         parsed(Table("b", {"c": ["z"], "y": [0]}), meaning)
 
 
@@ -353,14 +355,14 @@ def test_a_completed_schema_reads_other_rows_as_strictly():
 def test_labels_and_clients_are_in_every_row(name):
     rows = table(**{name: ["1", "", "0", "1"]})
     what = {"site": "client", "sick": "label"}[name]
-    with pytest.raises(DataError, match=f"line 3, column '{name}' = '': the {what} is missing; accepted: a value"):
+    with pytest.raises(DataError, match=f"line 3, column '{name}' = '': the {what} is missing. Give a value"):
         held_out(rows, schema().completed(rows), 0)
 
 
 def test_classes_are_closed_and_in_their_order():
     meaning = Schema(label="sick", classes=("1", "0"), columns={"age": {"impute": "mean"}}).completed(table())
     assert ids(table(), "sick", meaning).tolist() == ["1", "0", "0", "1"]
-    with pytest.raises(DataError, match="line 6, column 'sick' = '2': no such class; accepted: '1', '0'"):
+    with pytest.raises(DataError, match=r"line 6, column 'sick' = '2': is not a class. Use one of '1', '0'"):
         ids(table(sick=["1", "0", "0", "2"]), "sick", meaning)
 
 

@@ -91,8 +91,8 @@ class Statistics(Message):
         if column.impute == "constant":
             return column.number(column.value)
         if not self.count[index]:
-            problem = f"no training row has a value that may be told, so there is no {column.impute}; "
-            problem += "accepted: impute = 'constant', or a smaller privacy.min_samples where clients have a few"
+            problem = f"no training row has a value that may be used, so that the {column.impute} is unknown. "
+            problem += "Use impute = 'constant', or a smaller privacy.min_samples."
             raise DataError(f"column {name!r}: {problem}").publicly(f"column {name!r}: {problem}")
         if column.impute == "mean":
             return float(self.mean[index])
@@ -110,26 +110,26 @@ class Statistics(Message):
         for name in ("count", "mean", "squares", "low", "high"):
             expected, given = getattr(self, name), getattr(other, name)
             if given.shape != expected.shape or given.dtype != expected.dtype:
-                raise DataError(f"statistics of shape {list(given.shape)}; expected {list(expected.shape)}")
+                raise DataError(f"the statistics have shape {list(given.shape)}, expected {list(expected.shape)}")
         tables = list(other.counts.values())
         pairs = all(each.dim() == 2 and each.shape[1] == 2 and each.dtype == torch.float64 for each in tables)
         if other.counts.keys() != self.counts.keys() or not pairs:
-            raise DataError(f"counts of the columns {sorted(other.counts)}; expected {sorted(self.counts)}")
+            raise DataError(f"the counts are of the columns {sorted(other.counts)}, expected {sorted(self.counts)}")
         if not all(each.isfinite().all() for each in (other.count, other.mean, other.squares, *tables)):
-            raise DataError("statistics that are not finite")
+            raise DataError("the statistics are not finite")
         sums = [other.squares, other.count, *(table[:, 1] for table in tables)]
         if other.samples < 0 or any((each < 0).any() for each in sums):
-            raise DataError("counts or sums of squares below 0")
+            raise DataError("a count or a sum of squares is below 0")
         if other.samples > MOST:
-            raise DataError(f"statistics of {other.samples} samples; accepted: at most {MOST}")
+            raise DataError(f"the statistics are of {other.samples} samples, but the limit is {MOST}")
         if any(float(table[:, 1].sum()) > other.samples for table in tables):
-            raise DataError(f"more values than samples, which are {other.samples}")
+            raise DataError(f"there are more values than samples ({other.samples})")
         some = other.count > 0 if len(other.low) else other.count[:0] > 0
         low, high = other.low[some], other.high[some]
         if not bool((low.isfinite() & high.isfinite() & (low <= high)).all()):
-            raise DataError("a smallest value that is not finite, or above the largest one")
+            raise DataError("a smallest value is not finite, or is above the largest one")
         if len(other.low) and not bool(((other.low[~some] == math.inf) & (other.high[~some] == -math.inf)).all()):
-            raise DataError("ends of a column without values")
+            raise DataError("a column without values has a smallest or a largest value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,8 +208,8 @@ class Unfitted:
         empty = self._of(self.train[:0])
         hidden = {name: known.count[index].item() for index, (name, _) in enumerate(self._columns()) if few[index]}
         for name, count in hidden.items():
-            why = f"too few of those that it trains on have a value ({count:g}; accepted: {least} or more)"
-            LOG.warning("column %r is left out of what a client tells of its samples: %s", name, why)
+            why = f"only {count:g} of its training samples have a value, but at least {least} are required"
+            LOG.warning("column %r: a client does not send its statistics, because %s", name, why)
         keys = ("count", "mean", "squares", *(("low", "high") if len(known.low) else ()))
         changed: dict[str, Any] = {key: torch.where(few, getattr(empty, key), getattr(known, key)) for key in keys}
         changed["counts"] = {name: _NONE if name in hidden else table for name, table in known.counts.items()}
@@ -225,9 +225,9 @@ class Unfitted:
         for index, (name, column) in enumerate(self._columns()):
             count = float(other.count[index])
             if count > other.samples or (column.impute is None and count < other.samples):
-                raise DataError(f"column {name!r}: {count:g} values of {other.samples} samples")
+                raise DataError(f"column {name!r} has {count:g} values for {other.samples} samples")
             if column.counted and (counted := float(other.counts[name][:, 1].sum())) != count:
-                raise DataError(f"column {name!r}: {counted:g} values are counted one by one, of {count:g}")
+                raise DataError(f"column {name!r} has {count:g} values, but its counts add up to {counted:g}")
 
     def _of(self, samples: Tensor) -> Statistics:
         # Use NumPy, because its sums, in contrast to PyTorch's, do not depend on the number of threads.

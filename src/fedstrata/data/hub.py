@@ -142,8 +142,9 @@ def label_column(features: Any) -> str:
     usual = [name for name in LABEL_NAMES if name in (labels or features)]
     if len(labels) == 1 or usual:
         return str(labels[0] if len(labels) == 1 else usual[0])
-    several = f"several columns could be the label: {', '.join(labels)}"
-    raise DataError(several if labels else f"no label column among: {', '.join(features)}")
+    several = f"several columns could be the label: {', '.join(labels)}. Rename one of them to 'label'."
+    none = f"the data set has no column with labels. Rename one of its columns to 'label': {', '.join(features)}"
+    raise DataError(several if labels else none)
 
 
 def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:

@@ -134,13 +134,13 @@ class Column(Setting):
 
     @property
     def accepted(self) -> str:
-        """The part of an error message that says which cells are accepted."""
+        """The accepted cells in words, for messages."""
         if self.type == "boolean":
-            return f"accepted: {', '.join(TRUTH)}"
+            return f"one of {', '.join(TRUTH)}"
         if self.type == "category":
-            return f"accepted: {_listed(map(repr, self.categories or ()))}"
+            return f"one of {_listed(map(repr, self.categories or ()))}"
         span = "" if self.range is None else f" from {self.range[0]:g} to {self.range[1]:g}"
-        return f"accepted: numbers{span}{f' {self.unit}' if self.unit else ''}"
+        return f"numbers{span}{f' {self.unit}' if self.unit else ''}"
 
     def number(self, cell: Any) -> float:
         """Return a cell as a number; for a category, return its index in ``categories``.
@@ -151,22 +151,26 @@ class Column(Setting):
         if self.type == "category":
             assert self.categories is not None
             if (text := text_of(cell)) not in self.categories:
-                raise ValueError(f"no such category; {self.accepted}{nearest(text, self.categories)}")
+                raise ValueError(f"is not a category. Use {self.accepted}{nearest(text, self.categories)}")
             return float(self.categories.index(text))
         if self.type == "boolean":
             if (text := text_of(cell).lower()) not in TRUTH:
-                raise ValueError(f"neither true nor false; {self.accepted}")
+                raise ValueError(f"is neither true nor false. Use {self.accepted}.")
             return TRUTH[text]
         try:
             number = _float(cell)
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"not a finite number; {self.accepted}; or name it in 'missing' if it stands for no value")
+            raise ValueError(
+                f"is not a finite number. Use {self.accepted}, or list it in 'missing' if it stands for no value."
+            )
         if isinstance(cell, (int, str)) and abs(number) >= 2**53 and _digits(cell) not in (None, int(number)):
-            raise ValueError(f"more digits than a feature keeps (2^53); {self.accepted}; or read it as a 'category'")
+            raise ValueError(
+                f"has more digits than a feature keeps (2^53). Use {self.accepted} below 2^53, or type = 'category'."
+            )
         if self.range is not None and not self.range[0] <= number <= self.range[1]:
-            raise ValueError(f"out of range; {self.accepted}{another_unit(number, self.range)}")
+            raise ValueError(f"is out of range. Use {self.accepted}.{another_unit(number, self.range)}")
         return number
 
 
@@ -278,8 +282,8 @@ class Schema(Setting):
             constant = [] if column.value is None else [column.value]
             filled["categories"] = tuple(sorted({text_of(cell) for cell in [*cells, *constant] if cell is not None}))
             if (count := len(filled["categories"])) > MOST_CATEGORIES:
-                advice = f"merge rare ones, or leave the column out: ignore = {[name]} in [data.schema]"
-                problem = f"column {name!r} has {count} categories, and each becomes a feature: {advice}"
+                advice = f"Merge rare ones, or leave the column out with ignore = {[name]} in [data.schema]."
+                problem = f"column {name!r} has {count} categories, each of which becomes a feature. {advice}"
                 warnings.warn(problem, stacklevel=2)
         return under(key, lambda: build(Column, filled))
 
@@ -310,8 +314,10 @@ class Schema(Setting):
                     "is required for real sites, because their rows cannot be read in advance. List the categories.",
                 )
             if column.type == "number" and column.counted and column.step is None:
-                problem = f"needed for impute = {column.impute!r} where sites keep their rows: they tell how often "
-                raise SpecError(f"{key}.step", f"{problem}they have each multiple of it; impute = 'mean' needs none")
+                problem = (
+                    f"is required for impute = {column.impute!r} at real sites, which send how often each multiple "
+                )
+                raise SpecError(f"{key}.step", f"{problem}of it occurs. Set it, or use impute = 'mean'.")
             columns[name] = column
         return self.model_copy(update={"features": tuple(columns), "columns": columns})
 
@@ -407,16 +413,16 @@ def parsed(table: Table, schema: Schema) -> Floats:
         for row, cell in enumerate(cells):
             if cell is None:
                 if column.impute is None:
-                    rules = f"accepted: a value, or a rule in [data.schema.columns]: {_rules(name, column)}"
+                    rules = f"Add a value, or a rule in [data.schema.columns]: {_rules(name, column)}"
                     others = [repr(each) for each in _without_rule(table, schema) if each != name]
-                    rest = f"; other columns with missing values: {_listed(others)}" if others else ""
-                    raise table.wrong(row, name, f"is missing; {rules}{rest}", f"a value is missing; {rules}")
+                    rest = f". Other columns with missing values: {_listed(others)}" if others else ""
+                    raise table.wrong(row, name, f"is missing. {rules}{rest}", f"a value is missing. {rules}")
                 values[row] = math.nan
                 continue
             try:
                 values[row] = column.number(cell)
             except ValueError as error:
-                public = f"not all cells are what they may be; {column.accepted}"
+                public = f"some cells are not allowed. Use {column.accepted}."
                 raise table.wrong(row, name, str(error), public) from None
         columns.append(values)
     return np.stack(columns, axis=1)
@@ -465,15 +471,13 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
     """
     texts = [text_of(cell) for cell in _known(table, column, schema)]
     if (row := next((row for row, text in enumerate(texts) if text.endswith("\0")), None)) is not None:
-        accepted = "accepted: text without a NUL character at its end"
-        raise table.wrong(
-            row, column, f"ends with NUL, which NumPy cuts off; {accepted}", f"a text ends with NUL; {accepted}"
-        )
+        problem = "ends with a NUL character, which NumPy cuts off. Remove it."
+        raise table.wrong(row, column, problem, f"a text {problem}")
     if column == schema.label and schema.classes is not None:
         wrong = next((row for row, text in enumerate(texts) if text not in schema.classes), None)
         if wrong is not None:
-            accepted = f"accepted: {_listed(map(repr, schema.classes))}"
-            raise table.wrong(wrong, column, f"no such class; {accepted}", f"not all labels are classes; {accepted}")
+            accepted = f"Use one of {_listed(map(repr, schema.classes))}."
+            raise table.wrong(wrong, column, f"is not a class. {accepted}", f"some labels are not classes. {accepted}")
         return np.array(texts)
     if all(text.removeprefix("-").isdecimal() and len(text) < 19 for text in texts):
         return np.array([int(text) for text in texts], dtype=np.int64)
@@ -501,7 +505,7 @@ def numbers_of(table: Table, column: str, schema: Schema, *, strict: bool) -> Fl
         if not math.isfinite(numbers[row]):
             if not strict:
                 return None
-            problem = "is not a number. The task needs numbers as labels"
+            problem = "is not a number. This task requires numbers as labels."
             raise table.wrong(row, column, problem, f"a label {problem}")
     return numbers
 
@@ -509,17 +513,16 @@ def numbers_of(table: Table, column: str, schema: Schema, *, strict: bool) -> Fl
 def _known(table: Table, column: str, schema: Schema) -> list[Any]:
     cells = table.cells(column, schema.missing)
     if (row := next((row for row, cell in enumerate(cells) if cell is None), None)) is not None:
-        accepted = "accepted: a value in every row"
-        role = schema.roles[column]
-        raise table.wrong(row, column, f"the {role} is missing; {accepted}", f"a {role} is missing; {accepted}")
+        problem = f"{schema.roles[column]} is missing. Give a value in every row."
+        raise table.wrong(row, column, f"the {problem}", f"a {problem}")
     return cells
 
 
 def another_unit(number: float, span: tuple[float, float]) -> str:
     """Return a hint for a number that is out of range, if a thousand times or a thousandth of it would be in range."""
-    for factor, what in ((1e-3, "a thousandth of it is in range"), (1e3, "a thousand times it is in range")):
+    for factor, what in ((1e-3, "a thousandth of it"), (1e3, "a thousand times it")):
         if number and span[0] <= number * factor <= span[1]:
-            return f"; {what}: is it in another unit?"
+            return f" Check the unit, because {what} is in range."
     return ""
 
 
@@ -572,21 +575,25 @@ def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "
         return "number"
     dates = [row for row, cell in enumerate(cells) if _is_date(cell)]
     if 2 * len(dates) > len(known):
-        advice = f"derive a number from it, such as days since admission, or leave the column out: ignore = {[name]} "
-        advice += f"in [data.schema]. If it has few values: {_key(name)} = 'category' in [data.schema.columns]"
-        problem = f"is a date or a time, which a model cannot use directly: {advice}"
+        advice = (
+            f"Derive a number from it, such as days since admission, or leave the column out with ignore = {[name]} "
+        )
+        advice += f"in [data.schema]. For few values, use {_key(name)} = 'category' in [data.schema.columns]."
+        problem = f"is a date or a time, which a model cannot use directly. {advice}"
         raise table.wrong(dates[0], name, problem, problem)
     values = {text_of(cell) for cell in known}
     if 2 * len(texts) < len(known):
         odd = sorted(set(texts))
-        message = f"some cells are not numbers: {_listed(map(repr, odd))}. If they stand for no value: missing = "
-        message += str(odd[:SHOWN])
+        message = f"because some cells are not numbers: {_listed(map(repr, odd))}. If they stand for no value, set "
+        message += f"missing = {odd[:SHOWN]}"
     elif len(known) > MANY and 2 * len(values) > len(known) and len(values) <= MOST_CATEGORIES:
-        message = f"it has {len(values)} values in {len(known)} rows. To leave it out: ignore = {[name]}"
+        message = (
+            f"although it has {len(values)} values in {len(known)} rows, each of which becomes a feature. To leave "
+        )
+        message += f"it out, set ignore = {[name]}"
     else:
         return "category"
-    read = f"column {name!r} is read as a category, of which each value becomes a feature"
-    warnings.warn(f"{read}: {message}, in [data.schema]", stacklevel=2)
+    warnings.warn(f"column {name!r} is read as a category, {message} in [data.schema].", stacklevel=2)
     return "category"
 
 

@@ -198,20 +198,20 @@ with warnings.catch_warnings():
                 if not len(y):
                     continue
                 if data.shape != self.shape:
-                    accepted = f"data.shape is {list(self.shape)}"
-                    error = DataError(f"a sample has the shape {list(data.shape)}; {accepted}")
-                    raise error.publicly(f"samples have another shape; {accepted}")
+                    accepted = f"but data.shape is {list(self.shape)}. Correct one of them."
+                    error = DataError(f"a sample has the shape {list(data.shape)}, {accepted}")
+                    raise error.publicly(f"samples have another shape, {accepted}")
                 if not 0 <= int(y.min()) <= int(y.max()) < self.classes:
                     wrong = int(y.max()) if int(y.min()) >= 0 else int(y.min())
-                    accepted = f"accepted: 0…{self.classes - 1}, by data.classes"
-                    error = DataError(f"y_{part} holds {wrong}; {accepted}")
-                    raise error.publicly(f"y_{part}: not all labels are classes; {accepted}")
+                    accepted = f"Use 0…{self.classes - 1} (data.classes)."
+                    error = DataError(f"y_{part}: {wrong} is not a class. {accepted}")
+                    raise error.publicly(f"y_{part}: some labels are not classes. {accepted}")
                 span = self.range or (-math.inf, math.inf)
                 for end in (float(x.min()), float(x.max())):
                     if not span[0] <= end <= span[1]:
-                        accepted = f"accepted: {span[0]:g} to {span[1]:g}, by data.range"
-                        error = DataError(f"x_{part} holds {end:g}; {accepted}{another_unit(end, span)}")
-                        raise error.publicly(f"x_{part}: not all values are in range; {accepted}")
+                        accepted = f"Use {span[0]:g} to {span[1]:g} (data.range)."
+                        error = DataError(f"x_{part}: {end:g} is out of range. {accepted}{another_unit(end, span)}")
+                        raise error.publicly(f"x_{part}: some values are out of range. {accepted}")
             raw = Unfitted(self.normalize, data.x_train, data.x_test, given=self.given(self.shape))
             return replace(data, unfitted=raw)
 
@@ -330,7 +330,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     try:
         path = path.expanduser()
         if path.exists() and not path.is_file():
-            raise DataError(f"{path} is not a file")  # reading from a pipe could block for ever
+            raise DataError(f"{path} is not a file. Give a .npz file.")  # reading from a pipe could block for ever
         with _reading, path.open("rb") as file:  # NumPy would not close a damaged file
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, NpzFile) or archive.zip is None:
@@ -339,7 +339,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
             there = {*archive, *(name.partition(".")[0] for name in several)}
             if missing := [key for key in needed if key not in there]:
                 error = DataError(f"{path} lacks the arrays {', '.join(missing)}. It has: {', '.join(archive)}.")
-                raise error.publicly(f"there is no {', '.join(missing)}")
+                raise error.publicly(f"there is no {', '.join(missing)}. Add it.")
             if (size := sum(int(info.file_size) for info in archive.zip.infolist())) > MOST:
                 raise DataError(f"{path} contains {size / 2**30:,.1f} GiB of arrays. Use at most {MOST >> 30} GiB.")
             if damaged := archive.zip.testzip():  # NumPy skips the checksum if a header declares too few bytes
@@ -354,7 +354,9 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     except FileNotFoundError:
         raise DataError(f"there is no file {path.absolute()}. Check the path.") from None
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds of errors for damaged files
-        raise DataError(f"{path} is not a .npz file, or is damaged: {str(error) or type(error).__name__}") from None
+        raise DataError(
+            f"{path} is not a .npz file, or is damaged: {str(error) or type(error).__name__}. Check the file."
+        ) from None
 
 
 def _read(name: str) -> Arrays:

@@ -45,12 +45,12 @@ def read_table(path: Path, schema: Schema) -> Table:
     try:
         path = path.expanduser()
         if path.exists() and not path.is_file():
-            raise DataError(f"{path} is not a file")
+            raise DataError(f"{path} is not a file. Give a .csv or .parquet file.")
         return read_parquet(path) if path.suffix == ".parquet" else read_csv(path, schema.delimiter)
     except FileNotFoundError:
         raise DataError(f"there is no file {path.absolute()}. Check the path.") from None
     except (OSError, RuntimeError, csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+        raise DataError(f"{path} cannot be read: {error}. Check the file.") from None
 
 
 def from_dataframe(
@@ -176,9 +176,8 @@ def read_csv(path: Path, delimiter: str = ",") -> Table:
         names = [name.strip() for name in next(reader, [])]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             problem = f"the column {twice[0]!r} occurs twice. Give each column its own name."
-            raise DataError(f"{path}, line 1: {problem}").publicly(
-                "two columns have the same name; accepted: each once"
-            )
+            public = "two columns have the same name. Give each column its own name."
+            raise DataError(f"{path}, line 1: {problem}").publicly(public)
         rows, lines, before = [], [], reader.line_num
         for row in reader:
             if row:  # empty lines are skipped
@@ -208,9 +207,9 @@ def read_parquet(path: Path) -> Table:
     try:
         columns = pyarrow.parquet.read_table(path).to_pydict()
     except (pyarrow.ArrowException, ValueError) as error:
-        raise DataError(f"{path} is not a Parquet file, or is damaged: {error}") from None
+        raise DataError(f"{path} is not a Parquet file, or is damaged: {error}. Check the file.") from None
     if not any(columns.values()):
-        raise DataError(f"{path} has no rows")
+        raise DataError(f"{path} has no rows. Add rows.")
     return Table(str(path), columns)
 
 
@@ -229,10 +228,10 @@ def table_of(rows: Any, name: str) -> Table:
         columns = {str(column): _cells(rows[column]) for column in names}
     except (AttributeError, TypeError, KeyError) as error:
         raise DataError(
-            f"{name}: is neither a data frame of pandas or polars nor a mapping from names to lists: {error}"
+            f"{name}: cannot be read as a table: {error}. Give a data frame, or a mapping from names to lists."
         ) from None
     if not any(columns.values()):
-        raise DataError(f"{name} has no rows")
+        raise DataError(f"{name} has no rows. Add rows.")
     sizes = {column: len(cells) for column, cells in columns.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(f"{name}: the columns have different lengths: {sizes}. Give one cell per row in each column.")

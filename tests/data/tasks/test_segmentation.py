@@ -87,6 +87,6 @@ ONE = fs.Experiment(partition=fs.IID(clients=1), training=fs.Training(rounds=1, 
 
 def test_a_model_whose_outputs_have_another_shape_is_refused():
     """Two classes for three."""
-    with pytest.raises(SpecError, match=r"outputs of shape \(B, 3, 2, 3\); this one gave \(2, 2, 2, 3\)") as refusal:
+    with pytest.raises(SpecError, match=r"outputs of shape \(B, 3, 2, 3\), but returned \(2, 2, 2, 3\)") as refusal:
         fs.run(ONE, data=pictures(), model=lambda: nn.Conv2d(1, 2, 1))
     assert "\n" not in str(refusal.value)

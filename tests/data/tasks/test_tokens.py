@@ -100,7 +100,7 @@ class Flat(nn.Module):
 
 
 def test_a_model_whose_outputs_have_another_shape_is_refused():
-    with pytest.raises(SpecError, match=r"model: .*gives outputs of shape \(B, 3, 5\); this one gave \(2, 5\)") as bad:
+    with pytest.raises(SpecError, match=r"model: .*return outputs of shape \(B, 3, 5\), but returned \(2, 5\)") as bad:
         fs.run(ONE, data=tokens(), model=Flat)
     assert "\n" not in str(bad.value)
 

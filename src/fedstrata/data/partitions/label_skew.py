@@ -185,7 +185,7 @@ def _held(
     quota = None
     if size is None:
         wanted = np.bincount(held) * min(partition.min_size, 1)
-        problem, size_key, value = "holders; take fewer clients, or min_size = 0", "clients", partition.clients
+        problem, size_key, value = "holders. Use fewer clients, or min_size = 0.", "clients", partition.clients
     else:
         if size < most:
             raise SpecError(
@@ -196,10 +196,10 @@ def _held(
         rank = np.arange(holdings) - (np.cumsum(each) - each)[owner]
         quota = size // each[owner] + (rank < size % each[owner])
         wanted = np.bincount(held, weights=quota).astype(np.int64)
-        problem, size_key, value = "wanted; take a smaller size", "size", size
+        problem, size_key, value = "are wanted. Use a smaller size.", "size", size
     short = np.flatnonzero(wanted > amounts)
     if len(short):
         first = short[0]
-        counts = f"{kind} {values[first]} has {amounts[first]} samples for {wanted[first]}"
+        counts = f"{kind} {values[first]} has {amounts[first]} samples, but {wanted[first]}"
         raise SpecError(f"partition.{size_key}", f"{counts} {problem}", value)
     return deal_to_holders(codes, owner, held, rng, quota)

@@ -54,8 +54,9 @@ class Natural(Partition):
         every, kept = np.flatnonzero(sizes), np.flatnonzero(sizes >= max(self.min_size, 1))
         if len(kept) < (self.clients or 1):
             key, value = ("clients", self.clients) if self.clients else ("min_size", self.min_size)
-            problem = f"{len(kept)} of {len(every)} clients have at least {max(self.min_size, 1)} training samples"
-            raise SpecError(f"partition.{key}", f"{problem}; the largest has {int(sizes.max(initial=0))}", value)
+            problem = f"only {len(kept)} of {len(every)} clients have at least {max(self.min_size, 1)} training samples"
+            problem += f", and the largest has {int(sizes.max(initial=0))}. Use a smaller value."
+            raise SpecError(f"partition.{key}", problem, value)
         if small := len(every) - len(kept):
             samples = int(sizes.sum() - sizes[kept].sum())
             problem = f"{small} of {len(every)} clients have fewer than partition.min_size = {self.min_size} samples"
