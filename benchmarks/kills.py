@@ -75,7 +75,7 @@ HURRY = "KILLS_HURRY"
 """The environment variable with the path of a file; once the file exists, clients no longer wait before they train."""
 PAUSE = 60.0
 """The seconds for which a site or the server is stopped."""
-SIGNS = ("nothing was heard of it", "sites answer: waiting for", "the job comes again", "waiting for the server")
+SIGNS = ("nothing was heard of it", "sites answer. The run waits for", "the job comes again", "waiting for the server")
 """Texts that show that a party is missed. The server writes them to the run's events or to its log; ``submit`` prints
 them if the job is interrupted or the server is away."""
 

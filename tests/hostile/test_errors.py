@@ -150,7 +150,7 @@ def test_no_cell_leaves_in_an_error_and_all_probes_are_in_the_ledger(tmp_path: P
     told = [answer.reason for answer in answers if "policy." not in answer.reason]
     assert len(told) == min(most, probed), "each that was read counts, also after a restart"
     if most > 1:
-        accepted = "column 'name': not all cells are what they may be; accepted: '?', 'guess0'"
+        accepted = "column 'name': some cells are not allowed. Use one of '?', 'guess0'"
         assert accepted in told[0], "column and rule are told"
     entries = site.entries
     assert [entry["kind"] for entry in entries] == ["Survey"] * probed
@@ -162,7 +162,7 @@ def test_no_cell_leaves_in_an_error_and_all_probes_are_in_the_ledger(tmp_path: P
 
 def test_the_site_itself_is_told_all_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     attack(tmp_path / "one", 1, POLICIES["approved"][0])
-    assert f"own.csv, line 2, column 'name' = {names(1)[0]!r}: no such category" in caplog.text
+    assert f"own.csv, line 2, column 'name' = {names(1)[0]!r}: is not a category" in caplog.text
 
 
 def test_nobody_finds_an_extreme_by_ranges_that_become_narrower(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_arrays_tell_no_extreme(tmp_path: Path, approved: bool) -> None:
     for spec in specs:
         reason = site.survey(spec).reason
         assert not re.search(r"5\.1|6\.6|holds|30|\[3\]|thousand", reason), reason
-        assert "accepted: " in reason or "data.shape is" in reason
+        assert "Use " in reason or "data.shape is" in reason
     assert len([entry for entry in site.entries if "failed" in entry]) == len(specs)
 
 
@@ -249,7 +249,7 @@ def test_what_a_server_says_of_all_samples_finds_no_missing_values(tmp_path: Pat
         count[place] = 0
         lie = type(true)(true.samples, count, true.mean, true.squares, true.low, true.high, true.counts)
         reasons.append(site.call(Begin("run", spec.to_toml(), lie, [0], 2, 0)).reason)
-    assert "column 'age': no training row has a value that may be told" in reasons[0]
+    assert "column 'age': no training row has a value that may be used" in reasons[0]
     assert "policy.surveys" in reasons[1]
 
 
@@ -281,7 +281,7 @@ def test_no_error_leaves_that_the_ledger_does_not_have(tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "_write", full)
-        assert site.survey(spec).reason == "OSError; the log of site a says more"
+        assert site.survey(spec).reason == "OSError. Read the log of site a."
     assert "column 'name'" in site.survey(spec).reason
     assert [entry["failed"] for entry in site.entries] == ["UnusableDataError"] * 2
 

@@ -257,7 +257,7 @@ def test_a_spec_names_nothing_that_lies_at_the_server(tmp_path: Path, what: str)
     def run(**settings: Any) -> None:
         Server([])._run(plan, text, tmp_path / "run", near, SiteSettings(**settings))  # type: ignore[arg-type]
 
-    with pytest.raises(RuleError, match=r"accepted here: digits, by 'catalog'"):
+    with pytest.raises(RuleError, match=r"Use one of: digits, or add it to 'catalog'"):
         run()
     with pytest.raises(FedstrataError) as listed:
         run(catalog=[str(secret), f"{secret}.npz"])

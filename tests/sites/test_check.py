@@ -70,7 +70,7 @@ def test_code_that_a_kits_spec_names_is_imported_from_what_the_kit_allows(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.syspath_prepend(tmp_path)
     spec.write_text(spec.read_text().replace('"mlp"', '"brought:net"'))
-    assert "accepts a model of your own from no package" in problems(kit, server=False)
+    assert "its list 'allow' is empty" in problems(kit, server=False)
     assert not Path("ran").exists()
     (kit / "local" / "fedstrata.toml").write_text('data = "own.csv"\nallow = ["brought"]\n')
     assert "brought" in problems(kit, server=False)
@@ -91,7 +91,7 @@ def test_what_is_wrong_with_settings_is_said(fed: Path) -> None:
     [
         ('min_samples = "many"', "min_samples = 'many': .*whole number.*policy.toml, line 1"),
         ("samples = 5", "samples = 5: is not a known key.*min_samples.*"),
-        ("min_samples =", "policy = .*policy.toml.*cannot be read as TOML"),
+        ("min_samples =", "policy = .*policy.toml.*is not valid TOML"),
     ],
 )
 def test_a_slip_in_the_policy_is_found_before_a_job_begins(
@@ -110,7 +110,10 @@ def test_a_policy_that_refuses_the_kits_job_is_a_problem_and_the_site_may_start(
     fed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (fed / "a" / "local" / "policy.toml").write_text('jobs = "within-policy"\nmethods = ["scaffold"]\n')
-    said = "job of local/spec.toml: refused by the rule 'policy.methods': method 'fedavg'; accepted: scaffold"
+    said = (
+        "job of local/spec.toml: refused by the rule 'policy.methods': this site does not accept the method 'fedavg'. "
+    )
+    said += "Use one of: scaffold"
     assert said in problems(fed / "a", server=False)
     assert start(fed / "a", verbose=False) == 0
     assert f"warning  {said}" in capsys.readouterr().out
@@ -126,9 +129,9 @@ def at(days: float) -> datetime:
     ("when", "ends", "text"),
     [
         (0, None, ""),
-        (345, False, "client.crt ends on .*, in (19|20) days: ask for a new one"),
+        (345, False, r"client.crt ends on .*, in (19|20) days\. Ask for a new one"),
         (366, True, "client.crt has been invalid since"),
-        (-1, True, "look at this machine's clock"),
+        (-1, True, "Check this machine's clock"),
     ],
 )
 def test_a_certificate_that_ends_soon_is_warned_of(fed: Path, when: float, ends: bool | None, text: str) -> None:
@@ -141,7 +144,7 @@ def test_a_foreign_certificate_is_told_from_ours(fed: Path, made: Path) -> None:
     other = made / "other" / "a" / "startup"
     shutil.copy(other / "client.crt", fed / "a" / "startup")
     found = problems(fed / "a", server=False, data=False)
-    assert "was not made by this federation" in found
+    assert "is not of this federation" in found
     assert "client.key is not the key" in found
     shutil.copy(other / "client.key", fed / "a" / "startup")
     assert "is not the key" not in problems(fed / "a", server=False, data=False)
@@ -152,7 +155,7 @@ def test_a_kit_with_the_certificate_of_another_site_does_not_start(fed: Path) ->
     for name in ("client.crt", "client.key"):
         shutil.copy(fed / "b" / "startup" / name, fed / "a" / "startup")
     found = problems(fed / "a", server=False, data=False)
-    assert "client.crt is the certificate of 'b', and this folder is that of 'a'" in found
+    assert "client.crt is the certificate of 'b', but the folder is of 'a'" in found
     assert start(fed / "a", verbose=False) == 1
 
 
@@ -173,7 +176,7 @@ def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys:
     assert key.read_bytes() == key_before
     with pytest.raises(FedstrataError, match="It belongs to another federation"):
         renew(made / "other" / "authority", path, 30)
-    with pytest.raises(FedstrataError, match="the folder has no private key of a root certificate"):
+    with pytest.raises(FedstrataError, match="has no private key of a root certificate"):
         renew(fed / "a", path, 30)
 
 
@@ -351,7 +354,7 @@ def test_who_is_struck_off_the_list_may_not_connect(
     assert main(["revoke", str(fed / "server"), "a", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"members": ["b"]}
     assert [refused(), refused()] == [["a", "c"]] * 2
-    assert caplog.text.count("a is not on the list of who may connect") == 1
+    assert caplog.text.count("a is not on the list of sites that may connect") == 1
     with pytest.raises(SpecError, match=r"is not on the list\. The list contains: b"):
         revoke(fed / "server", "a")
     assert revoke(fed / "server", "a", undo=True) == ["a", "b"]

@@ -246,7 +246,7 @@ class Talkative(fs.Objective):
 def test_what_is_changed_below_its_declaration_is_not_declared(method: fs.Method) -> None:
     asked = declaration_of(fs.Experiment(method=method))
     assert asked.allowed is None
-    assert "does not declare what it asks" in "\n".join(asked.lines())
+    assert "does not declare its requests" in "\n".join(asked.lines())
 
 
 def test_everything_that_comes_with_fedstrata_is_declared() -> None:

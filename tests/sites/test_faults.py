@@ -186,7 +186,7 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     said = (deployment.out / "unlisted" / "console.txt").read_text(errors="replace")
     assert "registration rejected" in said  # NVFlare's words
     server = (deployment.out / SERVER / "log.txt").read_text(errors="replace")
-    assert "unlisted is not on the list of who may connect" in server
+    assert "unlisted is not on the list of sites that may connect" in server
     assert "intruder" not in server
     for name, known in (("a", True), ("stranger", False), ("unlisted", False), ("intruder", False)):
         found = list((deployment.out / name).rglob("run.toml"))

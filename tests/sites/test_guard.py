@@ -660,7 +660,7 @@ def test_what_a_job_spends_in_two_processes_adds_up(tmp_path: Path) -> None:
     with pytest.raises(RuleError, match="began 2 times"):
         Quota(tmp_path, "job").start(Policy(starts=2))
     one.settle([0], 3, "bounds")
-    with pytest.raises(RuleError, match="accepted, as before"):
+    with pytest.raises(RuleError, match="but before as"):
         other.settle([1], 3, "bounds")
 
 
@@ -783,6 +783,6 @@ def test_a_site_with_another_base_is_refused_before_the_first_round(site: Make) 
     made = site(begin=False)
     frozen = {"base.weight": "0123456789abcdef"}
     refused = made.call(BeginOnBase("run", made.spec.to_toml(), None, [0, 1], CLIENTS, 0, frozen))
-    assert "the frozen tensor base.weight is missing here, and 0123456789ab… in the server's model" in refused.reason
+    assert "the frozen tensor base.weight is missing here, but 0123456789ab… in the server's model" in refused.reason
     begun = made.call(BeginOnBase("run", made.spec.to_toml(), None, [0, 1], CLIENTS, 0, {}))
     assert isinstance(begun, Begun)

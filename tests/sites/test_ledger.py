@@ -103,7 +103,7 @@ def test_two_processes_take_turns(tmp_path: Path) -> None:
 def changed(ledger: Path) -> str:
     text = (ledger / FILE).read_bytes()
     (ledger / FILE).write_bytes(text.replace(b'"samples": 14', b'"samples": 41'))
-    return "line 5 of 10 is not what was written there"
+    return "line 5 of 10 was changed"
 
 
 def changed_with_its_checksum(ledger: Path) -> str:
@@ -113,14 +113,14 @@ def changed_with_its_checksum(ledger: Path) -> str:
     kept[4] = lines(ledger)[4]
     (ledger / FILE).write_bytes(b"".join(kept))
     (ledger / HEAD).write_text(head)
-    return "line 6 of 10 is not what was written there"
+    return "line 6 of 10 was changed"
 
 
 def cut_out(ledger: Path) -> str:
     kept = lines(ledger)
     del kept[3]
     (ledger / FILE).write_bytes(b"".join(kept))
-    return "line 4 of 9 is not what was written there"
+    return "line 4 of 9 was changed"
 
 
 def moved(ledger: Path) -> str:
@@ -132,12 +132,12 @@ def moved(ledger: Path) -> str:
 
 def tail_cut_off(ledger: Path) -> str:
     (ledger / FILE).write_bytes(b"".join(lines(ledger)[:7]))
-    return "entries 8 to 10 are missing: its head says 10, and there are 7"
+    return "entries 8 to 10 are missing: its head says 10, but there are 7"
 
 
 def all_gone(ledger: Path) -> str:
     (ledger / FILE).unlink()
-    return "entries 1 to 10 are missing: its head says 10, and there are 0"
+    return "entries 1 to 10 are missing: its head says 10, but there are 0"
 
 
 def head_gone(ledger: Path) -> str:
@@ -155,7 +155,7 @@ def written_anew(ledger: Path) -> str:
     head = (ledger / HEAD).read_text()
     Ledger(ledger).append(entries(12, "b"))
     (ledger / HEAD).write_text(head)
-    return "entry 10 is another one than its head says: it was written anew"
+    return "entry 10 is another one than its head says, because it was written again"
 
 
 def binary(ledger: Path) -> str:
@@ -207,12 +207,14 @@ def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(ledger: 
     digest = json.loads(kept[-1])["checksum"]
     (ledger / HEAD).write_text(f"6:{digest}\n")
     assert check(ledger).problems == []
-    assert check(ledger, reported).problems == ["entries 7 to 11 are missing: the server was told 11, and there are 6"]
+    assert check(ledger, reported).problems == ["entries 7 to 11 are missing: the server was told 11, but there are 6"]
     # So is one that was written anew in the same length.
     (ledger / FILE).unlink()
     (ledger / HEAD).unlink()
     Ledger(ledger).append(entries(11, "b"))
-    assert check(ledger, reported).problems == ["entry 11 is another one than the server was told: it was written anew"]
+    assert check(ledger, reported).problems == [
+        "entry 11 is another one than the server was told, because it was written again"
+    ]
     with pytest.raises(DataError, match=r"contains nothing about the site c\. Check --site\."):
         heads_of(tmp_path, "c")
 
@@ -224,12 +226,12 @@ def test_a_line_that_a_crash_tore_is_cut_off_and_said(ledger: Path, left: int) -
     (ledger / HEAD).write_text(f"9:{json.loads(whole[8])['checksum']}\n")
     found = check(ledger)
     assert found.problems == []
-    assert "a crash tore the line after entry 9" in found.notes[0]
+    assert "a crash cut off the line after entry 9" in found.notes[0]
     Ledger(ledger).append(entries(1))
     again = check(ledger)
     assert again.problems == []
     assert [entry["kind"] for entry in again.entries[-2:]] == ["recovered", "Fit"]
-    assert again.notes == ["entry 10: a crash tore the line after entry 9, which never left"]
+    assert again.notes == ["entry 10: a crash cut off the line after entry 9, whose answer was not sent"]
 
 
 def test_a_crash_before_the_head_was_written_is_no_tampering(ledger: Path) -> None:
@@ -237,7 +239,7 @@ def test_a_crash_before_the_head_was_written_is_no_tampering(ledger: Path) -> No
     (ledger / HEAD).write_text(f"8:{digest}\n")
     found = check(ledger)
     assert found.problems == []
-    assert found.notes == ["its head says 8 entries, and there are 10: a crash came between"]
+    assert found.notes == ["its head says 8 entries, but there are 10, because of a crash"]
 
 
 def killed(folder: Path, rounds: int, seed: int) -> None:

@@ -150,7 +150,9 @@ def test_a_site_that_never_answers_costs_its_own_answers(tmp_path: Path, hurry: 
     result = made.kits / "result"
     assert [record["clients_returned"] for record in fs.History.load(result)] == [2, 2, 2]
     late = [
-        event for event in read_jsonl(result / "events.jsonl") if "no answer within 10 s" in str(event.get("reason"))
+        event
+        for event in read_jsonl(result / "events.jsonl")
+        if "it did not answer within 10 s" in str(event.get("reason"))
     ]
     assert {event["round"] for event in late if event["clients"] == [2]} == {1, 2, 3}
 

@@ -97,7 +97,7 @@ def test_a_site_is_revoked_while_it_works_another_one_dies_and_the_run_ends(
             assert any(STRUCK in str(event.get("reason")) for event in records("events.jsonl"))
             assert status("b") == "revoked"
             until("the server to write it down", lambda: status("b", SERVER) == "revoked", 30)
-            turned = "b is not on the list of who may connect, and is turned away"
+            turned = "b is not on the list of sites that may connect, and was refused"
             until("its connection to be refused", lambda: turned in (out / SERVER / "log.txt").read_text(), 120)
 
             # Put on the list again it takes part again, in the same run.

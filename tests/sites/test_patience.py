@@ -45,7 +45,7 @@ class Transport:
         try:
             return work.result(timeout=patience)
         except TimeoutError:
-            raise SiteLostError(f"no answer within {patience:g} s") from None
+            raise SiteLostError(f"it did not answer within {patience:g} s") from None
 
     def _call(self, site: str, data: bytes, what: str) -> bytes:
         if what == "hang":

@@ -40,20 +40,20 @@ SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "train
 @pytest.mark.parametrize(
     ("policy", "job", "rule", "says"),
     [
-        ({"jobs": "approved"}, {}, "policy.approved", "is not approved; 'fedstrata approve"),
-        ({"methods": ["scaffold", "sfl"]}, {}, "policy.methods", "method 'fedavg'; accepted: scaffold, sfl"),
-        ({"methods": []}, {}, "policy.methods", "accepted: none"),
-        ({"rounds": 2}, {}, "policy.rounds", "3 rounds; accepted: 2 at most"),
-        ({"min_samples": 2}, TRAVELLING, "policy.min_samples", "Steps trains a model on one sample at a time; acc"),
+        ({"jobs": "approved"}, {}, "policy.approved", "is not approved. To approve it, run 'fedst"),
+        ({"methods": ["scaffold", "sfl"]}, {}, "policy.methods", "not accept the method 'fedavg'. Use one of: scaf"),
+        ({"methods": []}, {}, "policy.methods", "Use one of: none"),
+        ({"rounds": 2}, {}, "policy.rounds", "the job has 3 rounds, but this site accepts at most 2"),
+        ({"min_samples": 2}, TRAVELLING, "policy.min_samples", "Steps trains a model on one sample at a time, but"),
         ({"min_samples": 65}, {}, "policy.min_samples", "training.local_steps × training.batch_size = 2 × 32 = 64"),
         ({"min_samples": 129}, TWICE, "policy.min_samples", "batch_size × training.accumulate = 2 × 32 × 2 = 128 sa"),
-        ({"min_samples": 9}, SMALL, "policy.min_samples", "FitTogether tells sums over a first batch, which has train"),
+        ({"min_samples": 9}, SMALL, "policy.min_samples", "FitTogether sends sums over a batch, which has at most tra"),
         ({"min_samples": 33, "below": "refuse"}, {"method": "stratify"}, "policy.min_samples", "Gradient is over a pa"),
         ({"min_samples": 2}, UNIT, "policy.min_samples", "data.normalize = 'unit' discloses the smallest and the"),
-        ({"masking": True}, {"method": "stratify"}, "policy.masking", "LabelReport tells labels in the clear; accept"),
-        ({"masking": True}, {"method": "rebafl"}, "policy.masking", "Fit tells labels in the clear"),
-        ({"ldp": True}, {}, "policy.ldp", "Fit tells sizes in the clear; accepted: numbers of samples under loc"),
-        ({"ldp": True}, {"method": "weighted-of"}, "policy.ldp", "SizeReport tells sizes in the clear"),
+        ({"masking": True}, {"method": "stratify"}, "policy.masking", "LabelReport discloses labels, which this site"),
+        ({"masking": True}, {"method": "rebafl"}, "policy.masking", "Fit discloses labels"),
+        ({"ldp": True}, {}, "policy.ldp", "Fit discloses sizes, which this site does not allow. Send numbers of"),
+        ({"ldp": True}, {"method": "weighted-of"}, "policy.ldp", "SizeReport discloses sizes"),
     ],
     ids=str,
 )  # fmt: skip
@@ -127,7 +127,7 @@ def test_so_many_bytes_and_no_more(tmp_path: Path) -> None:
     assert isinstance(*site.ask(_fit(site, 1)), FitReply)
     (refused,) = site.ask(_fit(site, 2))
     assert "policy.megabytes" in refused.reason
-    assert "accepted: 0.005 MB at most" in refused.reason
+    assert "sends at most 0.005 MB" in refused.reason
 
 
 def test_so_many_starts_and_no_more_whatever_the_run_is_called(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_approving_what_is_no_job_or_no_kit(tmp_path: Path, capsys: pytest.Captu
     assert main(["approve", "job.toml", "--kit", str(tmp_path)]) == 2
     assert "is neither a spec nor a hash. Give the spec file, or the 16 digits that" in capsys.readouterr().err
     assert main(["approve", "0" * 16, "--kit", str(tmp_path / "none")]) == 2
-    assert "is not the folder of a site: it has no local. Give a folder that" in capsys.readouterr().err
+    assert "is not the folder of a site, because it has no local. Give a folder from" in capsys.readouterr().err
 
 
 # --- every method ----------------------------------------------------------------------------------------------------

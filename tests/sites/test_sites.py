@@ -319,7 +319,7 @@ def test_an_exchange_that_nobody_waits_for_any_more_is_refused(sites: Callable[.
 @pytest.mark.parametrize(
     ("ask", "problem"),
     [
-        (Ask(1, [1], [SizeReport(1, 0, 1.0)], [0], "", []), "client 1 does not live at site a"),
+        (Ask(1, [1], [SizeReport(1, 0, 1.0)], [0], "", []), "client 1 is not at site a"),
         (Ask(1, [0], [Done()], [0], "", []), "a Done is not a request"),
         (Ask(1, [0], [], [0], "", []), "do not match"),
     ],
@@ -352,7 +352,7 @@ def test_a_part_that_comes_again_is_added_once() -> None:
             sent = [(site, records.encode(Part("g", at, [torch.full((1,), x * step)], step))) for site, at, x in parts]
             answers = list(pool.map(lambda each: read(sums.add_up(*each), Total).tensor.item(), sent))
         assert answers == [3.0 * step] * 4
-    with pytest.raises(SiteRefusedError, match="question 1 comes after 2"):
+    with pytest.raises(SiteRefusedError, match="question 1 came after question 2"):
         read(sums.add_up("a", records.encode(Part("g", [0], [torch.ones(1)], 1))), Total)
     sums.close("g")
 
@@ -584,10 +584,8 @@ def test_a_site_loads_only_what_its_own_list_allows(
             "model": text.replace('"mlp"', f'"{module}:Own"'),
         }
         assert kinds[named] != text
-        for allow, accepted in ([], "from no package"), ([f"own_{named}"], f"only from own_{named}"):
-            with pytest.raises(
-                SiteRefusedError, match=rf"{named}.name = '{module}:Own': the list 'allow' .* {accepted}"
-            ):
+        for allow, accepted in ([], "is empty"), ([f"own_{named}"], f"has only own_{named}"):
+            with pytest.raises(SiteRefusedError, match=rf"{named}.name = '{module}:Own': is not .* 'allow' {accepted}"):
                 _begin(kinds[named], allow=allow)
     assert "" not in sys.path
     # What is listed is not looked for in the working directory either.
@@ -698,16 +696,16 @@ X, Y = np.zeros((4, 8, 8)), np.zeros(4, int)
     ("arrays", "private", "told"),
     [
         ({"x_train": X}, "b.npz lacks the arrays y_train. It has: x_train", "there is no y_train"),
-        ({"x_train": np.zeros((4, 8, 9)), "y_train": Y}, "has the shape [1, 8, 9]; ", "shape; data.shape is [1, 8, 8]"),
-        ({"x_train": X, "y_train": np.full(4, 10)}, "y_train holds 10; ", "y_train: not all labels are classes; acc"),
-        ({"x_train": X, "y_train": np.full(4, -1)}, "y_train holds -1; ", "accepted: 0…9, by data.classes"),
+        ({"x_train": np.zeros((4, 8, 9)), "y_train": Y}, "has the shape [1, 8, 9], ", "but data.shape is [1, 8, 8]"),
+        ({"x_train": X, "y_train": np.full(4, 10)}, "y_train: 10 is not a class. ", "y_train: some labels are not"),
+        ({"x_train": X, "y_train": np.full(4, -1)}, "y_train: -1 is not a class. ", "Use 0…9 (data.classes)"),
         ({"x_train": X, "y_train": Y[:3]}, "one whole number for each of 4", "one whole number for each sample"),
-        ({"x_train": X, "y_train": np.full(4, "a")}, "y_train is <U1", "y_train: expected one whole number"),
+        ({"x_train": X, "y_train": np.full(4, "a")}, "y_train: is of type <U1", "y_train: must have one whole number"),
         ({"x_train": np.full((4, 8, 8), np.nan), "y_train": Y}, "256 values are", "x_train: not all values are finite"),
         ({"x_train": np.array([{}], dtype=object), "y_train": Y}, "Object arrays cannot be", "they cannot be used"),
-        ({"x_train": X + 16e3, "y_train": Y}, "x_train holds 16000; ", "accepted: 0 to 255, by data.range; run 'fedst"),
-        ({"x_train": X[:1], "y_train": Y[:1]}, "1 training samples", "too few training samples; accepted: 2 or"),
-        ({"x_train": X, "y_train": Y, "x_test": X}, "has x_test and no y_test", "x_test without y_test"),
+        ({"x_train": X + 16e3, "y_train": Y}, "x_train: 16000 is out of", "Use 0 to 255 (data.range). Run 'fedst"),
+        ({"x_train": X[:1], "y_train": Y[:1]}, "only 1 training samples", "few training samples. Provide at least 2"),
+        ({"x_train": X, "y_train": Y, "x_test": X}, "there is x_test, but no y_test", "there is x_test, but no y_test"),
     ],
 )  # fmt: skip
 def test_arrays_that_are_not_what_the_spec_says_are_refused_in_words(
@@ -882,11 +880,11 @@ def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -
     [
         ({"age": None}, "data.schema.columns.age = 'age': .*south.csv has no such column. Use one of: dose, kind,"),
         ({"sick": None}, "data.schema.label = 'sick': .*south.csv has no such column"),
-        ({"kind": "w"}, "south.csv, line 2, column 'kind' = 'w': no such category; accepted: 'x', 'y', 'z'"),
-        ({"sick": "maybe"}, "column 'sick' = 'maybe': no such class; accepted: 'no', 'yes'"),
-        ({"age": "130"}, "column 'age' = '130': out of range; accepted: numbers from 18 to 110 years"),
-        ({"dose": "500"}, "column 'dose' = '500': out of range; accepted: numbers from 0 to 2 g; a thousandth of it"),
-        ({"dose": "0.5 g"}, "column 'dose' = '0.5 g': not a finite number; accepted: numbers from 0 to 2 g"),
+        ({"kind": "w"}, "south.csv, line 2, column 'kind' = 'w': is not a category. Use one of 'x', 'y', 'z'"),
+        ({"sick": "maybe"}, "column 'sick' = 'maybe': is not a class. Use one of 'no', 'yes'"),
+        ({"age": "130"}, "column 'age' = '130': is out of range. Use numbers from 18 to 110 years"),
+        ({"dose": "500"}, "column 'dose' = '500': is out of range. Use numbers from 0 to 2 g. Check the unit"),
+        ({"dose": "0.5 g"}, "column 'dose' = '0.5 g': is not a finite number. Use numbers from 0 to 2 g"),
         ({"sick": "?"}, r"column 'sick' = '\?': the label is missing"),
     ],
 )  # fmt: skip
@@ -910,16 +908,18 @@ def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables
     build, files, cells = tables
     spec = build(partition={"name": "natural", "min_size": 20})
     _write(files["south"], cells, range(20), sorted(set(cells) - {"site"}))
-    assert "too few training samples; accepted: 20 or more, as by min_size" in _refusal(spec, files, None, tmp_path)
+    assert "too few training samples. Provide at least 20 (partition.min_size)" in _refusal(spec, files, None, tmp_path)
     _write(files["south"], cells, range(40), list(cells))
     other, few = tmp_path / "other", tmp_path / "few"
     other.mkdir()
     few.mkdir()
-    assert "column 'site': rows of more clients than one; accepted: one" in _refusal(build(), files, None, other)
+    assert "column 'site': the rows are of several clients. Use the rows of one client." in _refusal(
+        build(), files, None, other
+    )
     # The mean of one sample is that sample.
     _write(files["south"], cells, range(4), sorted(set(cells) - {"site"}))
     held = build(evaluation={"client_test": 0.75}, partition={"name": "natural", "min_size": 1})
-    assert "accepted: 2 " in _refusal(held, files, None, few)
+    assert "Provide at least 2" in _refusal(held, files, None, few)
 
 
 @pytest.mark.parametrize(
@@ -938,7 +938,7 @@ def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables
         ),
         (
             {"schema": {**SCHEMA, "columns": {"age": {"impute": "median"}}}},
-            "data.schema.columns.age.step: needed for impute = 'median' where sites keep their rows",
+            "data.schema.columns.age.step: is required for impute = 'median' at real sites",
         ),
         ({"schema": SCHEMA, "limit": 9}, "data.limit = 9: has no effect on the sites' own data. Remove it."),
         ({"name": "digits"}, "data: the sites' own data must be described. Set [data.schema] for tables, or"),
@@ -1024,7 +1024,7 @@ def test_a_personal_model_is_measured_at_its_site(own: Any, tmp_path: Path) -> N
         ),
         (
             {"client_test": 0.2, "test_clients": 0.5},
-            r"evaluation.test_clients = 0.5: has no effect, because every client is a real site\. Remove it; to hold",
+            r"evaluation.test_clients = 0.5: has no effect, because every client is a real site\. Remove it, and",
         ),
     ],
 )
@@ -1057,9 +1057,7 @@ def test_what_a_method_keeps_private_no_evaluation_tells(own: Any, method: Any, 
     ):
         prepare_server(spec, None, 3)
     if what == "sizes":
-        with pytest.raises(
-            SpecError, match=r"data.normalize = 'standard': the statistics of the sites' samples disclose"
-        ):
+        with pytest.raises(SpecError, match=r"data.normalize = 'standard': the statistics of the sites' samples would"):
             prepare_server(spec, test, 3)
         spec = spec.model_copy(update={"data": plain.data.model_copy(update={"normalize": "none"})})
     prepare_server(spec, test, 3)
@@ -1077,7 +1075,7 @@ def test_a_site_with_a_file_does_not_take_part_in_a_run_about_other_data(
 def test_a_run_must_have_a_plain_name(tmp_path: Path) -> None:
     site_server = SiteServer("a", tmp_path, lambda target, data: b"", SiteSettings())
     begin = Begin("../../elsewhere", _spec().to_toml(), None, [0], 3, 0)
-    with pytest.raises(SiteRefusedError, match="names no run"):
+    with pytest.raises(SiteRefusedError, match="is not the name of a run"):
         read(site_server.call(SERVER, records.encode(Envelope([], begin))), Done)
 
 

@@ -287,4 +287,6 @@ def test_an_interrupted_submit_says_how_it_goes_on(
 
     monkeypatch.setattr("fedstrata.sites.submit.submit", interrupt)
     assert main(["submit", "k", "--out", "o"]) == 130
-    assert capsys.readouterr().err == "fedstrata: interrupted; the job goes on; the same command stays with it again\n"
+    assert (
+        capsys.readouterr().err == "fedstrata: interrupted. The job continues. To watch it again, repeat the command.\n"
+    )

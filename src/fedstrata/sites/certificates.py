@@ -62,23 +62,26 @@ def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]
     try:
         certificate.verify_directly_issued_by(root)
     except Exception:
-        yield True, f"{path.name} was not made by this federation: {ROOT} did not sign it; ask for a new folder"
+        yield True, f"{path.name} is not of this federation, because {ROOT} did not sign it. Ask for a new folder."
     if (settings := path.with_name("fed_client.json")).exists():
         name = json.loads(settings.read_text(encoding="utf-8"))["client"]["fqsn"]
         if (other := _common_name(certificate)) != name:
-            yield True, f"{path.name} is the certificate of {other!r}, and this folder is that of {name!r}"
+            yield (
+                True,
+                f"{path.name} is the certificate of {other!r}, but the folder is of {name!r}. Ask for a new folder.",
+            )
     if not _fits(certificate, key):
-        yield True, f"{key.name} is not the key of {path.name}; ask for a new folder"
+        yield True, f"{key.name} is not the key of {path.name}. Ask for a new folder."
     for one, name in ((certificate, path.name), (root, ROOT)):
         begin, end = one.not_valid_before_utc, one.not_valid_after_utc
         if now < begin:
-            text = f"valid from {begin:%d %B %Y %H:%M} UTC only, and it is {now:%d %B %Y %H:%M} here"
-            yield True, f"{name} is {text}: look at this machine's clock"
+            text = f"valid only from {begin:%d %B %Y %H:%M} UTC, but it is {now:%d %B %Y %H:%M} here"
+            yield True, f"{name} is {text}. Check this machine's clock."
         elif now > end:
-            yield True, f"{name} has been invalid since {end:%d %B %Y}: ask for a new one (fedstrata renew)"
+            yield True, f"{name} has been invalid since {end:%d %B %Y}. Ask for a new one (fedstrata renew)."
         elif now > end - WARNED:
             days = f"{end:%d %B %Y}, in {(end - now).days} days"
-            yield False, f"{name} ends on {days}: ask for a new one (fedstrata renew)"
+            yield False, f"{name} ends on {days}. Ask for a new one (fedstrata renew)."
 
 
 def read(path: Path) -> Certificate:
@@ -92,7 +95,7 @@ def read(path: Path) -> Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: the file is not a certificate that can be read: {error}") from None
+        raise DataError(f"{path}: cannot be read as a certificate: {error}. Ask for a new folder.") from None
 
 
 def renew(authority: Path, path: Path, days: int) -> datetime:
@@ -119,7 +122,9 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
         root = x509.load_pem_x509_certificate(state["root_cert"].encode())
         key: Any = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{authority}: the folder has no private key of a root certificate: {error}") from None
+        raise DataError(
+            f"{authority}: has no private key of a root certificate: {error}. Give the folder of the authority."
+        ) from None
     try:
         old.verify_directly_issued_by(root)
     except Exception:

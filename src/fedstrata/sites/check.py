@@ -114,7 +114,7 @@ def _job(kit: Path) -> str:
             asked = declared(text, settings, clients=clients, own_data=True)
             Policy.read(kit).check(asked)
     except RuleError as error:
-        raise FedstrataError(f"job of {SPEC}: {error}. The policy of this site is {POLICY}.") from None
+        raise FedstrataError(f"job of {SPEC}: {str(error).rstrip('.')}. The policy of this site is {POLICY}.") from None
     except (SpecError, ValueError) as error:
         raise FedstrataError(f"{SPEC}: {error}") from None
     return f"job: {asked.job} of {SPEC} is accepted"

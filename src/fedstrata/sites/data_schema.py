@@ -51,7 +51,7 @@ FEWEST = 2
 MOST_CLIENTS = 1_000_000
 """Most clients of a job, because the memory that a site needs grows with their count."""
 
-MORE = "run 'fedstrata check' at the site, or see its log"
+MORE = "Run 'fedstrata check' at the site, or read its log."
 """The end of an error about a site's data that is sent to the server. It says where the full error can be read."""
 
 _PREPARING = Lock()
@@ -98,7 +98,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
             data_set, whole, brought = _own_data(spec, path, begin.clients[0], begin.total)
             prepared = assemble(spec, data_set, whole, sizes_known=False, brought=brought, fitting=begin.statistics)
     if len(prepared.assignment) != begin.total:
-        raise SpecError("partition.clients", f"there are {begin.total} clients", len(prepared.assignment))
+        raise SpecError("partition.clients", f"does not fit the job. Use {begin.total}.", len(prepared.assignment))
     # Data that the spec names are not secret, so metrics on them may be sent.
     return dataclasses.replace(make_context(prepared, keys), tells_values=tells or begin.statistics is None)
 
@@ -114,12 +114,12 @@ def require_home(clients: list[int], total: int) -> None:
         RuleError: An id or a count is out of bounds.
     """
     if type(total) is not int or not 1 <= total <= MOST_CLIENTS:
-        raise RuleError("bounds", f"{total!r:.40} clients; accepted: 1 to {MOST_CLIENTS}")
+        raise RuleError("bounds", f"the job has {total!r:.40} clients, but must have 1 to {MOST_CLIENTS}")
     if not isinstance(clients, list) or len(clients) > total:
-        raise RuleError("bounds", f"more clients at this site than there are; accepted: {total} at most")
+        raise RuleError("bounds", f"this site has more clients than the job, which has {total}")
     for client in clients:
         if type(client) is not int or not 0 <= client < total:
-            raise RuleError("bounds", f"client {client!r:.40}; accepted: 0 to {total - 1}")
+            raise RuleError("bounds", f"client {client!r:.40} is not in 0 to {total - 1}")
 
 
 def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Statistics:
@@ -141,15 +141,14 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     with _public_errors():
         data_set, whole, brought = _own_data(spec, path, survey.clients[0], survey.total)
         if survey.tests and brought is None and spec.evaluation.client_test is None:
-            accepted = "accepted: x_test and y_test, or a test part by evaluation.client_test"
-            raise _unfit(path, f"there are no test samples, and the server has none; {accepted}")
+            accepted = "Add x_test and y_test, or set evaluation.client_test."
+            raise _unfit(path, f"there are no test samples, and the server has none. {accepted}")
         _, held = hold_out(spec.evaluation, data_set, whole, spec.seed, brought=brought, everybody=False)
         assert data_set.unfitted is not None
         rows = list(trained_on(data_set, whole, held))
         if data_set.unfitted.needed and (count := sum(map(len, rows))) < least:
-            problem = "training samples are left beside what is held out"
-            accepted = f"accepted: {least} or more, for the mean of one is its value"
-            raise _unfit(path, f"too few {problem}; {accepted}", f"{count} {problem}; {accepted}")
+            problem = f"training samples are left after holding out. Provide at least {least}."
+            raise _unfit(path, f"too few {problem}", f"only {count} {problem}")
         return data_set.unfitted.statistics(rows, least)
 
 
@@ -191,8 +190,9 @@ def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Da
     data_set = read_own(spec.data, path, client=client, seed=spec.seed)
     least = max(spec.partition.min_size, FEWEST)
     if data_set.train_size < least:
-        problem = f"training samples; accepted: {least} or more, as by min_size"
-        raise _unfit(path, f"too few {problem}", f"{data_set.train_size} {problem}")
+        advice = f"Provide at least {least} (partition.min_size)."
+        private = f"there are only {data_set.train_size} training samples. {advice}"
+        raise _unfit(path, f"there are too few training samples. {advice}", private)
     whole, brought = _assigned_to(client, data_set.train_size, total), None
     if spec.evaluation.client_test is None and len(data_set.y_test):
         brought = _assigned_to(client, len(data_set.y_test), total)
@@ -215,9 +215,9 @@ def _public_errors() -> Iterator[None]:
         known = isinstance(error, (DataError, SpecError))
         LOG.error("%s", error, exc_info=None if known else error)
         key = error.key if isinstance(error, SpecError) else ""
-        general = f"{key}: the setting does not suit them" if key else "they cannot be used"
+        general = f"{key}: the setting does not fit them" if key else "they cannot be used"
         public = getattr(error, "public", "") or general
-        raise UnusableDataError(f"the site's data do not fit the spec: {public}; {MORE}") from error
+        raise UnusableDataError(f"the site's data do not fit the spec: {public.rstrip('.')}. {MORE}") from error
 
 
 def _assigned_to(client: int, size: int, clients: int) -> Assignment:
@@ -246,9 +246,7 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
     at_sites = test is None or evaluation.client_test is not None or evaluation.validation is not None
     if at_sites and (unsummed := [metric.label for metric in evaluation.metrics if not metric.adds_up]):
         added = ", ".join(name for name in METRICS if METRICS.find(name).of_sums is not Metric.of_sums)
-        problem = (
-            f"cannot be computed from sums, and sites send only sums. Use one of: {added}, or a metric with of_sums"
-        )
+        problem = f"cannot be computed from sums, and sites send only sums. Use one of: {added}, or one with of_sums."
         raise SpecError("evaluation.metrics", problem, unsummed[0])
     unassigned = Assignment(np.empty(0, dtype=np.int64), np.zeros(clients + 1, dtype=np.int64))
     data = empty if test is None else read_own(spec.data, test, client=None, seed=spec.seed)
@@ -306,11 +304,11 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
                 f"the answers of sites would disclose their {what}, which the method keeps private. Remove it, and "
                 "give "
             )
-            raise SpecError(f"evaluation.{key}", problem + "the server test samples", getattr(evaluation, key))
+            raise SpecError(f"evaluation.{key}", problem + "the server test samples.", getattr(evaluation, key))
     if sizes and empty.unfitted is not None and empty.unfitted.needed:
-        problem = f"the statistics of the sites' samples disclose their {what}, which the method keeps private"
-        accepted = "'none', or data.shift and data.scale; and impute = 'constant' where values are missing"
-        raise SpecError("data.normalize", f"{problem}; accepted: {accepted}", spec.data.normalize)
+        problem = f"the statistics of the sites' samples would disclose their {what}, which the method keeps private"
+        accepted = "Use 'none', or data.shift and data.scale, and impute = 'constant' for missing values."
+        raise SpecError("data.normalize", f"{problem}. {accepted}", spec.data.normalize)
 
 
 def _require_classes(spec: Experiment) -> None:
@@ -359,16 +357,17 @@ def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Datase
     """
     schema = data.schema
     if (path.suffix in SUFFIXES) != (schema is not None):
-        wanted = ".csv or .parquet, by data.schema" if schema is not None else ".npz, by data.shape and data.classes"
-        raise _unfit(path, f"the file is of another kind; accepted: {wanted}")
+        wanted = "a .csv or .parquet file (data.schema)" if schema is not None else "an .npz file (data.shape)"
+        raise _unfit(path, f"the file is of another kind. Use {wanted}.")
     if schema is not None:
         table = read_table(path, schema)
         if schema.client is not None and client is not None and schema.client in table.columns:
             clients = np.unique(ids(table, schema.client, schema))
             if len(clients) > 1:
-                column, named = f"column {schema.client!r}", f"{clients[0]!s} and {clients[1]!s} among them"
-                public = f"{column}: rows of more clients than one; accepted: one"
-                raise _unfit(path, public, f"{column}: rows of {len(clients)} clients, {named}; accepted: one")
+                column, named = f"column {schema.client!r}", f"such as {clients[0]!s} and {clients[1]!s}"
+                public = f"{column}: the rows are of several clients. Use the rows of one client."
+                private = f"{column}: the rows are of {len(clients)} clients, {named}. Use the rows of one client."
+                raise _unfit(path, public, private)
         server = {"test": 0.5} if client is None else {}
         schema = schema.closed().model_copy(update={"client": None, **server}).completed(table)
         held = np.ones(len(table), dtype=bool) if client is None else held_out(table, schema, seed, first=client)
@@ -379,10 +378,12 @@ def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Datase
     rest = samples[0][:0], _NO_LABELS
     if f"x_{other}" in arrays:
         if f"y_{other}" not in arrays:
-            raise _unfit(path, f"x_{other} without y_{other}", f"has x_{other} and no y_{other}")
+            raise _unfit(path, f"there is x_{other}, but no y_{other}. Add y_{other}.")
         rest = _samples(path, arrays, other)
         if rest[0].shape[1:] != samples[0].shape[1:]:
-            raise _unfit(path, f"samples of x_{other} have another shape than those of x_{needed}")
+            raise _unfit(
+                path, f"samples of x_{other} have another shape than samples of x_{needed}. Use the same shape."
+            )
     try:
         return _arrays(data, *((samples, rest) if needed == "train" else (rest, samples)))
     except DataError as error:
@@ -408,9 +409,10 @@ def _samples(path: Path, arrays: Mapping[str, Any], split: str) -> tuple[Tensor,
     """Return the checked inputs and labels of one split (``train`` or ``test``) of an ``.npz`` file."""
     x, y = checked_inputs(arrays[f"x_{split}"], f"x_{split}"), arrays[f"y_{split}"]
     if y.dtype.kind not in "iu" or y.shape != (len(x),):
-        expected = "expected one whole number for each"
-        private = f"y_{split} is {y.dtype} {y.shape}; {expected} of {len(x)}"
-        raise _unfit(path, f"y_{split}: {expected} sample", private)
+        private = (
+            f"y_{split}: is of type {y.dtype} and shape {y.shape}. Give one whole number for each of {len(x)} samples."
+        )
+        raise _unfit(path, f"y_{split}: must have one whole number for each sample", private)
     return x, torch.from_numpy(y.astype(np.int64))
 
 

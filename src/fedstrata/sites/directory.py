@@ -87,7 +87,7 @@ class SiteDirectory:
         if site in self.excluded:
             return "refused", self.excluded[site]
         if not self.is_reachable(site):
-            return "gone", "nothing is heard of it, or it has not joined"
+            return "gone", "it has not joined, or cannot be reached"
         if site in self._refusing:
             return "refused", self._refusing[site]
         return ("late", "its last answer did not come in time") if site in self._lost else ("in", "")
@@ -105,8 +105,8 @@ class SiteDirectory:
         if not count:
             reasons = "; ".join(self.excluded.values())
             if self._lost >= set(self.sites):
-                raise SiteLostError(f"none of the sites can be reached; {reasons}")
-            raise FedstrataError(f"none of the sites takes part; {reasons}")
+                raise SiteLostError(f"none of the sites can be reached: {reasons}")
+            raise FedstrataError(f"none of the sites takes part: {reasons}")
         self._refuse_fewer(count)
 
     def gather(self) -> None:
@@ -138,7 +138,7 @@ class SiteDirectory:
         if self.fewer == "wait" and len(self.present()) < self.least:
             return  # ``gather`` will wait for sites before the next exchange
         if out >= set(self.sites):
-            raise SiteLostError(f"none of the sites can be reached; {'; '.join(map(str, outcomes))}")
+            raise SiteLostError(f"none of the sites can be reached: {'; '.join(map(str, outcomes))}")
         self._refuse_fewer(len(self.sites) - len(out))
 
     def require_willing(self, excluded: Collection[str]) -> None:
@@ -153,14 +153,14 @@ class SiteDirectory:
         willing = len(self.sites) - len(self._refusing.keys() | set(excluded))
         if self._refusing and willing < self.least and self.fewer != "go-on":
             reasons = "; ".join(self._refusing.values())
-            raise FedstrataError(f"only {willing} sites answer, but least = {self.least}; {reasons}")
+            raise FedstrataError(f"only {willing} sites answer, but least = {self.least}: {reasons}")
 
     def _refuse_fewer(self, count: int) -> None:
         if self.fewer == "abort" and count < self.least:
             present = self.present()
             away = [site for site in self.sites if site not in present]
             reasons = "; ".join(self.excluded.get(site, f"site {site} cannot be reached") for site in away)
-            raise FedstrataError(f"only {count} sites answer, but least = {self.least}; {reasons}")
+            raise FedstrataError(f"only {count} sites answer, but least = {self.least}: {reasons}")
 
     def wait_for_any(self, sites: Sequence[str]) -> None:
         """Wait until at least one of these sites can be reached."""
@@ -173,6 +173,6 @@ class SiteDirectory:
             if not warned:
                 present = self.present()
                 away = ", ".join(site for site in self.sites if site not in present)
-                LOG.warning("fewer than %d sites answer: waiting for %s", self.least, away)
+                LOG.warning("fewer than %d sites answer. The run waits for %s", self.least, away)
             warned = True
             time.sleep(WAIT)

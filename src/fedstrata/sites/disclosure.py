@@ -14,7 +14,9 @@ from fedstrata.federation.messages import PHASES, Fact, Phase
 from fedstrata.federation.settings import Privacy
 from fedstrata.spec.experiment import Experiment
 
-UNDECLARED = "does not declare what it asks (Method.allowed), so that no site answers it; simulations run it"
+UNDECLARED = (
+    "does not declare its requests, so that no site answers them. Declare them in Method.allowed, or simulate it"
+)
 
 _HEADINGS: dict[Phase, str] = {
     "enrolment": "Before the first round",

@@ -168,8 +168,7 @@ class NVFlareEngine(Engine):
         def check(site: str, answer: Begun) -> None:
             if answer.fingerprint != self.fingerprints.get(site, answer.fingerprint):
                 problem = "its data have changed since the run began, or the fingerprint key in its folder was lost"
-                accepted = "the original file, or a new run, for example with another seed"
-                raise FedstrataError(f"{problem}; accepted: {accepted}")
+                raise FedstrataError(f"{problem}. Restore the file, or start a new run, for example with another seed.")
 
         common, total = (self._run, self._spec, self.statistics), self.config.clients
         sites = self.directory.participants()
@@ -182,7 +181,7 @@ class NVFlareEngine(Engine):
                 reason = f"site {site} has its clients' states of round {answer.round}, not {round}"
                 self._note("state lost", site, reason)
             elif lost := [client for client in answer.lost if client in clients]:
-                reason = f"site {site} has no states of clients that lived elsewhere up to round {round}"
+                reason = f"site {site} has no states of clients that were elsewhere up to round {round}"
                 self._note("state lost", site, reason, lost)
 
     def save(self, round: int) -> None:
@@ -250,7 +249,7 @@ class NVFlareEngine(Engine):
             if isinstance(answer, FedstrataError):
                 replies |= {client: Failure(str(answer)) for client in clients}
             elif len(answer.outcomes) != len(clients):
-                reason = f"site {site}: {len(answer.outcomes)} answers to {len(clients)} questions"
+                reason = f"site {site} sent {len(answer.outcomes)} answers to {len(clients)} questions"
                 replies |= {client: Failure(reason) for client in clients}
             else:
                 outcomes = zip(clients, answer.outcomes, strict=True)

@@ -106,7 +106,7 @@ class Sites(Setting):
                 )
         host = self.server.host
         if ":" in host:
-            problem = "is an IPv6 address or has a port. NVFlare needs a name or an IPv4 address; 'port' is separate."
+            problem = "is an IPv6 address or has a port. Use a name or an IPv4 address, and set 'port' for the port."
             raise SpecError("server.host", problem, host)
         if len(host) > LONGEST_NAME:
             raise SpecError("server.host", f"has {len(host)} characters. Use at most {LONGEST_NAME}.", host)

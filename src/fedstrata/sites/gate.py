@@ -55,6 +55,6 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             self._said_of.discard(name)
             return False
         if name not in self._said_of:
-            LOG.warning("%s is not on the list of who may connect, and is turned away", name)
+            LOG.warning("%s is not on the list of sites that may connect, and was refused", name)
         self._said_of.add(name)
         return True

@@ -62,11 +62,11 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
         RuleError: The spec names data or a file that is not in the catalog.
     """
     accepted = ", ".join((*BUNDLED, *catalog))
-    where = f"accepted here: {accepted}, by 'catalog' in its own settings (local/fedstrata.toml)"
+    where = f"is not in this party's catalog. Use one of: {accepted}, or add it to 'catalog' in local/fedstrata.toml."
     section = table.get("data", {})
     name = section.get("name", BUNDLED[0]) if isinstance(section, dict) else section
     if data and name not in (*BUNDLED, *catalog):
-        raise RuleError("data", f"data.name = {name!r} names what lies here or is fetched; {where}")
+        raise RuleError("data", f"data.name = {name!r} {where}")
     # [data] is left out: a column of a table may be called 'file'.
     level: list[tuple[str, Any]] = [("", {key: value for key, value in table.items() if key != "data"})]
     while level:
@@ -74,7 +74,7 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
         if isinstance(entry, dict):
             for key, value in entry.items():
                 if key == "file" and value not in catalog:
-                    raise RuleError("data", f"{place}file = {value!r} names a file that lies here; {where}")
+                    raise RuleError("data", f"{place}file = {value!r} {where}")
                 level.append((f"{place}{key}.", value))
         elif isinstance(entry, list):
             level += [(place, each) for each in entry if isinstance(each, (dict, list))]
@@ -158,7 +158,9 @@ class Quota:
         """
         with self._changing():
             if policy is not None and self.starts >= policy.starts:
-                problem = f"the job began {self.starts} times; accepted: {policy.starts} at most"
+                problem = (
+                    f"the job began {self.starts} times, but may begin at most {policy.starts} times. Use another job."
+                )
                 raise RuleError("policy.starts", problem)
             self.starts += 1
 
@@ -209,7 +211,10 @@ class Quota:
         with self._changing():
             if self.home and home != self.home:
                 known = f"client(s) {self.home[1:]} of {self.home[0]}"
-                raise RuleError(rule, f"asked as client(s) {clients} of {total}; accepted, as before: {known}")
+                raise RuleError(
+                    rule,
+                    f"the job asked as client(s) {clients} of {total}, but before as {known}. Keep the sites' clients.",
+                )
             self.home = home
 
     @property
@@ -363,7 +368,10 @@ class Guard:
         with self.quota.lock:
             if self.policy is not None and self.quota.exchanges >= self.policy.exchanges:
                 most = self.policy.exchanges
-                raise RuleError("policy.exchanges", f"{self.quota.exchanges} exchanges; accepted: {most} at most")
+                raise RuleError(
+                    "policy.exchanges",
+                    f"the job sent {self.quota.exchanges} messages, which is this site's limit ({most})",
+                )
             self.quota.exchanges += 1
 
     def leave(self, size: int) -> None:
@@ -375,8 +383,8 @@ class Guard:
         with self.quota.lock:
             total = self.quota.bytes + size
             if self.policy is not None and total > self.policy.megabytes * 1e6:
-                accepted = f"accepted: {self.policy.megabytes:g} MB at most"
-                raise RuleError("policy.megabytes", f"all answers would be {total / 1e6:g} MB; {accepted}")
+                limit = f"but this site sends at most {self.policy.megabytes:g} MB"
+                raise RuleError("policy.megabytes", f"all answers would be {total / 1e6:g} MB, {limit}")
             self.quota.bytes = total
 
     def save(self, round: int) -> None:
@@ -386,7 +394,7 @@ class Guard:
             RuleError: The round is larger than the job's number of rounds.
         """
         if not 0 <= round <= self.declaration.rounds:
-            raise RuleError("rounds", f"round {round}; accepted: 0 to {self.declaration.rounds}")
+            raise RuleError("rounds", f"round {round} is not in 0 to {self.declaration.rounds}")
         self.quota.save()
 
     def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
@@ -403,9 +411,9 @@ class Guard:
             RuleError: The hop would show the model to the server, or the relay is over.
         """
         if relay_id == self._relay_over:
-            raise RuleError("relay", f"relay {relay_id} is over: the server has its model")
+            raise RuleError("relay", f"relay {relay_id} is over, because the server has its model")
         if self.policy is not None and self.policy.relay == "direct" and (back or brought):
-            problem = "a travelling model goes through the server; accepted: from site to site"
+            problem = "the travelling model goes through the server, but this site accepts it only from site to site"
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:
@@ -441,23 +449,23 @@ class Guard:
         label, rule, rounds = allowed.label, allowed.rule, self.declaration.rounds
         if relay != rule.relay:
             way = "as a task of a relay" if rule.relay else "without a travelling model"
-            raise RuleError("kind", f"{label} is declared {way} only")
+            raise RuleError("kind", f"{label} is declared only {way}")
         if together and not rule.together:
             raise RuleError("kind", f"{label} is not declared for groups")
         round = _round_of(request, rule.phase, self.round)
         inside = getattr(request, "request", None)
         if allowed.inside is not None and _round_of(inside, rule.phase, round) != round:
-            raise RuleError("rounds", f"{label}: the request inside is of another round")
+            raise RuleError("rounds", f"{label} contains a request of another round")
         position = round, PHASES.index(rule.phase)
         if rule.phase == "enrolment":
             if position != (0, 0) or self.position != (0, 0):
                 now = max(round, self.round)
-                raise RuleError("phase", f"{label} is asked before the first round; this is round {now}")
+                raise RuleError("phase", f"{label} must come before the first round, but this is round {now}")
         elif not 1 <= round <= rounds:
-            raise RuleError("rounds", f"{label} of round {round}; accepted: 1 to {rounds}")
+            raise RuleError("rounds", f"{label} came in round {round}, which is not in 1 to {rounds}")
         elif position < self.position:
             phase = PHASES[self.position[1]]
-            raise RuleError("rounds", f"{label} of round {round} comes after the {phase} phase of round {self.round}")
+            raise RuleError("rounds", f"{label} of round {round} came after the {phase} phase of round {self.round}")
         elif not allowed.comes_in(round):
             raise RuleError("phase", f"{label} is not declared for round {round}")
         if problem := allowed.wrong(request, round):
@@ -473,14 +481,14 @@ class Guard:
         first = match.allowed.rule.after
         numbers = [n for n, allowed in enumerate(self.declaration.allowed or ()) if allowed.request is first]
         if first is not None and numbers and not any(_name(match.client, n) in self.times_in_run for n in numbers):
-            problem = f"{match.allowed.label} before {first.__name__} was answered: labels would go by their numbers"
+            problem = f"{match.allowed.label} came before {first.__name__}, so that labels would not be masked"
             raise RuleError("order", problem)
 
     def _refuse_often(self, match: Match) -> None:
         allowed, key = match.allowed, (match.client, match.number)
         if match.again:
             if self._repeats.get(key, 0) >= REPEATS:
-                problem = f"{allowed.label} of a group that broke, once more; accepted: {REPEATS} times again"
+                problem = f"{allowed.label} of a broken group was repeated more than {REPEATS} times"
                 raise RuleError("repeat", problem)
             return
         if allowed.times is None:
@@ -490,7 +498,9 @@ class Guard:
         else:
             count, when = self._times.get(key, 0) if match.position == self.position else 0, _WHEN[allowed.rule.phase]
         if count >= allowed.times:
-            raise RuleError("repeat", f"{allowed.label} once more; accepted: {allowed.times} time(s) {when}")
+            raise RuleError(
+                "repeat", f"{allowed.label} may come at most {allowed.times} time(s) {when}, but came again"
+            )
 
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:
         """Return pairs of an ``Order`` and a request: for the request, and for another one that it may contain.

@@ -44,7 +44,7 @@ class RequestCache:
         with self._lock:
             first = number == 0 or number > self._newest
             if not first and number < self._newest:
-                raise LateError(f"question {number} comes after {self._newest}: nobody waits for it any more")
+                raise LateError(f"question {number} came after question {self._newest}, and is no longer needed")
             if first:
                 self._newest, self._answer = max(number, self._newest), Future()
             answer = self._answer

@@ -205,7 +205,7 @@ class Site:
             # If the exception left this method, NVFlare would end the job at all sites.
             LOG.exception("this site takes no part")
             self._progress.answer(0, f"{error}")
-            self._problem = f"its settings cannot be used ({type(error).__name__}); the log of the site says more"
+            self._problem = f"its settings cannot be used ({type(error).__name__}). Read the log of the site."
         server = collab.server
         heartbeat(cache, lambda number, size: server(expect_result=False).heartbeat(number, size), RunAborted)
         # The progress is written in a second thread, so that a slow disk does not delay heartbeats.

@@ -135,7 +135,7 @@ class Ledger:
         self._log.last, self._log.size = digest, len(whole)
         if torn := len(data) - len(whole):
             os.truncate(self.path, len(whole))
-            LOG.warning("%s: its last line was torn by a crash; the %d bytes of it are cut off", self.path, torn)
+            LOG.warning("%s: the last line is incomplete after a crash. Its %d bytes were removed.", self.path, torn)
             self._write([{"kind": RECOVERED, "torn_bytes": torn}])
 
     def _write(self, tables: Sequence[Mapping[str, Any]]) -> None:
@@ -192,29 +192,33 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
     for number, line in enumerate(lines, start=1):
         entry = json.loads(line) if checksum_of(line, digests[-1]) else {}
         if entry.get("n") != number:
-            problem = "is not what was written there: it was changed, or lines before it were cut out or moved"
-            checked.problems.append(f"line {number} of {len(lines)} {problem}; what stands before is whole")
+            problem = "was changed, or lines before it were removed or moved. The lines before it are intact."
+            checked.problems.append(f"line {number} of {len(lines)} {problem}")
             break
         digests.append(entry.pop(CHECKSUM))
         checked.entries.append(entry)
         if entry.get("kind") == RECOVERED:
-            checked.notes.append(f"entry {number}: a crash tore the line after entry {number - 1}, which never left")
+            checked.notes.append(
+                f"entry {number}: a crash cut off the line after entry {number - 1}, whose answer was not sent"
+            )
     if torn:
-        problem = "its answer never left, and the next entry will say so"
-        checked.notes.append(f"a crash tore the line after entry {len(lines)} ({len(torn)} bytes); {problem}")
+        problem = f"a crash cut off the line after entry {len(lines)} ({len(torn)} bytes), whose answer was not sent"
+        checked.notes.append(f"{problem}. The next entry will say so.")
     whole = not checked.problems
     heads = [("its head says", _read_head(folder, checked))] + [("the server was told", head) for head in reported]
     for source, head in ((source, head) for source, head in heads if head is not None):
         if head.entries < len(digests):
             if digests[head.entries] != head.digest:
-                checked.problems.append(f"entry {head.entries} is another one than {source}: it was written anew")
+                checked.problems.append(
+                    f"entry {head.entries} is another one than {source}, because it was written again"
+                )
             elif source.startswith("its") and whole and head.entries < len(lines):
-                numbers = f"{source} {head.entries} entries, and there are {len(lines)}"
-                checked.notes.append(f"{numbers}: a crash came between")
+                numbers = f"{source} {head.entries} entries, but there are {len(lines)}"
+                checked.notes.append(f"{numbers}, because of a crash")
         elif whole:
             several = head.entries > len(lines) + 1
             missing = f"entries {len(lines) + 1} to {head.entries} are" if several else f"entry {head.entries} is"
-            checked.problems.append(f"{missing} missing: {source} {head.entries}, and there are {len(lines)}")
+            checked.problems.append(f"{missing} missing: {source} {head.entries}, but there are {len(lines)}")
     return checked
 
 

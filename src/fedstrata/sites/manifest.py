@@ -95,7 +95,9 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
         data = (run / MANIFEST).read_bytes()
         key.verify((run / SIGNATURE).read_bytes(), data, padding.PKCS1v15(), hashes.SHA256())
     except Exception as error:
-        raise DataError(f"{run / MANIFEST} is not signed by this federation: {type(error).__name__}") from None
+        raise DataError(
+            f"{run / MANIFEST} has no valid signature of this federation ({type(error).__name__})"
+        ) from None
     names = [str(each.value) for each in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     if names != [USER]:
         signer = ", ".join(names) or "nobody"
@@ -111,7 +113,9 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
         if name not in files or _sha256(run / name) != wanted
     ]
     if wrong:
-        raise DataError(f"{run} was changed after the administrator signed it: {', '.join(wrong)}")
+        raise DataError(
+            f"{run} was changed after the administrator signed it: {', '.join(wrong)}. Restore these files."
+        )
     for name in files:
         if name not in signed:
             LOG.warning("%s: is not signed", run / name)

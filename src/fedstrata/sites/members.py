@@ -39,14 +39,14 @@ def _read(kit: Path) -> _Lists:
     if not path.exists():
         raise SpecError(
             "SERVER",
-            f"is not the folder of a server: it has no {MEMBERS}. Give the server's folder, from 'fedstrata deploy'.",
+            f"is not the folder of a server, because it has no {MEMBERS}. Give its folder from 'fedstrata deploy'.",
             str(kit),
         )
     try:
         return _Lists.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
-        expected = 'expected {"sites": [NAME, …], "federation": [NAME, …]}'
-        raise DataError(f"{path}: is not a list of sites that may connect: {expected}") from None
+        expected = 'Use {"sites": [NAME, …], "federation": [NAME, …]}.'
+        raise DataError(f"{path}: is not a list of sites that may connect. {expected}") from None
 
 
 class Members:
@@ -70,7 +70,7 @@ class Members:
             except FedstrataError as error:
                 self._last = self._last or []
                 if not self._warned:
-                    LOG.warning("%s; these sites of the last valid list may connect: %s", error, ", ".join(self._last))
+                    LOG.warning("%s The sites of the last valid list may connect: %s", error, ", ".join(self._last))
                 self._warned = True
         return self._last
 

@@ -146,7 +146,7 @@ class Messenger:
                 # After a SiteLostError, the question would be sent again, but the site can only repeat its last answer.
                 return WireError(f"site {site} went away between two parts of its answer: {rest}")
             if not rest.outcomes or rest.left != outcome.left - len(rest.outcomes):
-                return WireError(f"site {site} promised {outcome.left} more answers, and goes on otherwise")
+                return WireError(f"site {site} promised {outcome.left} more answers, but sent something else")
             outcome = wire.Answers(outcome.outcomes + rest.outcomes, rest.left)
         return outcome
 

@@ -95,31 +95,40 @@ class Policy(Setting):
             RuleError: The job is refused. The message gives the limit, the job's value and the accepted values.
         """
         if self.jobs == "approved" and asked.job not in self.approved:
-            raise RuleError("policy.approved", f"job {asked.job} is not approved; {_remedy(asked.job)}")
+            raise RuleError("policy.approved", f"job {asked.job} is not approved. To approve it, {_remedy(asked.job)}.")
         if self.methods is not None and asked.method not in self.methods:
             accepted = ", ".join(self.methods) or "none"
-            raise RuleError("policy.methods", f"method {asked.method!r}; accepted: {accepted}")
+            raise RuleError(
+                "policy.methods", f"this site does not accept the method {asked.method!r}. Use one of: {accepted}"
+            )
         if asked.allowed is None:
-            raise RuleError("declared", f"the method {asked.method!r} {UNDECLARED}")
+            raise RuleError("declared", f"the method {asked.method!r} {UNDECLARED}.")
         if asked.rounds > self.rounds:
-            raise RuleError("policy.rounds", f"{asked.rounds} rounds; accepted: {self.rounds} at most")
+            raise RuleError(
+                "policy.rounds",
+                f"the job has {asked.rounds} rounds, but this site accepts at most {self.rounds}. Use fewer rounds.",
+            )
         least = self.least(asked.privacy)
         for allowed in asked.allowed:
             if limit := allowed.limit_below(least):
-                problem = f"{allowed.label} {limit.reason}; accepted: {least.min_samples} or more"
+                problem = (
+                    f"{allowed.label} {limit.reason}, but this site requires {least.min_samples} or more. Use more."
+                )
                 raise RuleError("policy.min_samples", problem)
         if asked.extremes and self.min_samples > 1:
             problem = "data.normalize = 'unit' discloses the smallest and the largest value, each of a single sample"
-            accepted = "accepted: 'standard' or 'none', or data.shift and data.scale"
-            raise RuleError("policy.min_samples", f"{problem}; {accepted}")
+            accepted = "Use 'standard' or 'none', or set data.shift and data.scale."
+            raise RuleError("policy.min_samples", f"{problem}. {accepted}")
         for rule, fact, accepted in (
-            ("masking", "labels", "labels that are masked, and no evaluation at the sites"),
-            ("ldp", "sizes", "numbers of samples under local differential privacy (an epsilon), and no others"),
+            ("masking", "labels", "Mask labels, and do not evaluate at the sites."),
+            ("ldp", "sizes", "Send numbers of samples only under local differential privacy (an epsilon)."),
         ):
             if getattr(self, rule) and fact in asked.discloses:
                 by = [each.label for each in asked.allowed if fact in each.rule.discloses]
                 by.append("the survey of the sites' data")
-                raise RuleError(f"policy.{rule}", f"{by[0]} tells {fact} in the clear; accepted: {accepted}")
+                raise RuleError(
+                    f"policy.{rule}", f"{by[0]} discloses {fact}, which this site does not allow. {accepted}"
+                )
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
         """Refuse another answer about the site's data if other jobs got as many answers as ``surveys`` allows.
@@ -134,8 +143,8 @@ class Policy(Setting):
             RuleError: The limit is reached, and the job is not approved.
         """
         if answer not in before and len(before) >= self.surveys and job not in self.approved:
-            accepted = f"accepted: {self.surveys} such answer(s); {_remedy(job)}"
-            raise RuleError("policy.surveys", f"other jobs were told {topic}; {accepted}")
+            problem = f"other jobs were told {topic}, and this site gives at most {self.surveys} such answer(s)"
+            raise RuleError("policy.surveys", f"{problem}. To approve this job too, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
         """Refuse to send counts of categories or values if one of them is not 0 and below ``least``.
@@ -150,10 +159,10 @@ class Policy(Setting):
         """
         if job not in self.approved and any(((each > 0) & (each < least)).any() for each in counts):
             problem = (
-                f"too few samples have a category, or a value that 'median' or 'most-frequent' counts: below {least}"
+                f"too few samples (below {least}) have a category, or a value that 'median' or 'most-frequent' counts"
             )
-            accepted = f"accepted: fewer categories, a larger step, impute = 'mean' or 'constant'; {_remedy(job)}"
-            raise RuleError("policy.min_samples", f"{problem}; {accepted}")
+            accepted = f"Use fewer categories, a larger step, impute = 'mean' or 'constant', or {_remedy(job)}."
+            raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
         """Return the spec's privacy settings, with this policy's minimum of samples if it is larger.
@@ -188,7 +197,7 @@ class Policy(Setting):
 
 
 def _remedy(job: str) -> str:
-    return f"'fedstrata approve {job} --kit DIR' at the site accepts it"
+    return f"run 'fedstrata approve {job} --kit DIR' at the site"
 
 
 def approve(kit: Path, job: str) -> bool:
@@ -205,7 +214,9 @@ def approve(kit: Path, job: str) -> bool:
         SpecError: The folder is not a site's folder, or its policy cannot be read.
     """
     if not (kit / FILE.parent).is_dir():
-        problem = f"is not the folder of a site: it has no {FILE.parent}. Give a folder that 'fedstrata deploy' wrote"
+        problem = (
+            f"is not the folder of a site, because it has no {FILE.parent}. Give a folder from 'fedstrata deploy'."
+        )
         raise SpecError("--kit", problem, str(kit))
     policy = Policy.read(kit)
     if job in policy.approved:

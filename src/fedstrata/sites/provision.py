@@ -83,7 +83,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         try:
             policy.check(declared(spec.to_toml(), own, clients=len(site_of_client), own_data=sites.own_data))
         except RuleError as error:
-            problem = f"would take no part: {error}; [policy] in the file of sites is what goes into the kits"
+            problem = f"would take no part: {str(error).rstrip('.')}. Change the job, or [policy] in the file of sites."
             raise SpecError(f"site.{name}", problem) from None
     try:
         refuse_files(spec.to_spec(), sites.server.catalog, data=not sites.own_data)
@@ -198,7 +198,7 @@ def _described(spec: Experiment) -> str:
         shape, last = list(data.shape or ()), (data.classes or 1) - 1
         return f"a .npz file: `x_train` (samples of shape {shape}) and `y_train` (labels 0 … {last})"
     columns = [f"`{name}` ({column.accepted})" for name, column in (schema.columns or {}).items()]
-    label = f"`{schema.label}` (accepted: {', '.join(schema.classes or ())})"
+    label = f"`{schema.label}` (one of {', '.join(map(repr, schema.classes or ()))})"
     return (
         f"a CSV or Parquet file with one row per sample and these columns, in any order: {'; '.join([*columns, label])}"
     )

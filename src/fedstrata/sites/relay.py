@@ -27,7 +27,7 @@ def reply_of(outcome: object, request: Request) -> Reply | Failure:
     if isinstance(outcome, wanted):
         return outcome
     kind, question = type(outcome).__name__, type(request).__name__
-    return Failure(f"a {kind} is not an answer to {question}, which wants {wanted.__name__}")
+    return Failure(f"the reply is a {kind}, which is not an answer to {question}, which wants {wanted.__name__}")
 
 
 @dataclass

@@ -219,7 +219,7 @@ class SiteServer:
         if self.policy is not None:
             self.policy.check(asked)
         elif asked.allowed is None and not self.settings.simulated:
-            raise RuleError("declared", f"the method {asked.method!r} {UNDECLARED}")
+            raise RuleError("declared", f"the method {asked.method!r} {UNDECLARED}.")
         return asked
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
@@ -236,7 +236,7 @@ class SiteServer:
         if self.settings.simulated:
             return reason
         LOG.error("site %s: %s", self.name, reason, exc_info=error)
-        return f"{type(error).__name__}; the log of site {self.name} says more"
+        return f"{type(error).__name__}. Read the log of site {self.name}."
 
     def _answer(self, envelope: wire.Envelope) -> Message:
         body = envelope.body
@@ -260,7 +260,7 @@ class SiteServer:
             wire.Save: run.save,
         }
         if type(body) not in answers:
-            raise WireError(f"a {type(body).__name__} is nothing that a site is asked")
+            raise WireError(f"a {type(body).__name__} is not a message to a site")
         return answers[type(body)](body)
 
     def _surveyed(self, survey: wire.Survey) -> wire.Surveyed:
@@ -290,7 +290,7 @@ class SiteServer:
             surveyed = read(known, wire.Surveyed)
             if surveyed.fingerprint != self._fingerprint():
                 problem = "the site's data have changed since this job asked for their statistics"
-                raise RuleError("repeat", f"{problem}; accepted: another job, which the site approves")
+                raise RuleError("repeat", f"{problem}. Submit another job, and approve it at the site.")
         size = records.size(surveyed)
         if guard is not None and self.policy is not None:
             with guard.quota.alone():  # because jobs run in separate processes, and may ask at the same time
@@ -316,7 +316,7 @@ class SiteServer:
         if result is None:
             raise FedstrataError(f"site {self.name} does not have the model after hop {fetch.hop}")
         if not result.ticket or not hmac.compare_digest(result.ticket.encode(), fetch.ticket.encode()):
-            raise RuleError("relay", f"the model after hop {fetch.hop} is for whoever has its ticket")
+            raise RuleError("relay", f"the model after hop {fetch.hop} is sent only to the site that has its ticket")
         if caller == SERVER:
             run.guard.fetched_by_server(fetch.relay_id)
         about = {"client": result.client, "round": run.guard.round, "samples": result.samples}
@@ -379,7 +379,7 @@ class SiteRun:
             The run; the round of the states; and the clients whose states are missing, as they were at other sites.
         """
         if not begin.run.isalnum():
-            raise WireError(f"{begin.run!r} names no run")
+            raise WireError(f"{begin.run!r} is not the name of a run")
         require_home(begin.clients, begin.total)
         own_data = begin.statistics is not None
         asked = site_server.admit(begin.spec, begin.total, own_data=own_data)
@@ -514,7 +514,7 @@ class SiteRun:
     def more(self, more: wire.More) -> wire.Answers:
         """Return answers of the last exchange that did not fit into earlier messages."""
         if more.exchange != self._exchange:
-            raise WireError(f"the answers of exchange {more.exchange} are gone")
+            raise WireError(f"the answers of exchange {more.exchange} are no longer stored")
         return self._next_answers()
 
     def _next_answers(self) -> wire.Answers:
@@ -533,7 +533,7 @@ class SiteRun:
         self._next(hop.exchange)
         task = self._request(hop.client, hop.task)
         if hop.back and hop.weights is None:
-            raise WireError("a hop without a model")
+            raise WireError("the hop has no model")
         self.guard.begin_exchange()
         try:
             self.guard.hop(hop.relay_id, back=hop.back, brought=hop.weights is not None and hop.base >= 0)
@@ -566,7 +566,7 @@ class SiteRun:
         if hop.weights is None and hop.holder == self.site_server.name:
             result = self.leg.result_of(hop.relay_id, hop.base)
             if result is None:
-                raise FedstrataError(f"the model after hop {hop.base} is not here")
+                raise FedstrataError(f"the model after hop {hop.base} is not at this site")
             return result.weights
         weights = hop.weights
         if weights is None:
@@ -574,7 +574,7 @@ class SiteRun:
             weights = read(self.site_server.send(hop.holder, fetch), Weights)
         model = self.context.config.model
         if defect := defect_of(weights, lambda brought: brought.require_like(Weights(model.params(), model.buffers()))):
-            raise ReplyRefusedError(f"the model after hop {hop.base} came damaged: {defect}")
+            raise ReplyRefusedError(f"the model after hop {hop.base} arrived damaged: {defect}")
         return weights
 
     def _as_message(self, outcome: Any) -> Any:
@@ -590,12 +590,12 @@ class SiteRun:
 
     def _next(self, exchange: int) -> None:
         if exchange <= self._exchange:
-            raise WireError(f"exchange {exchange} comes after {self._exchange}: nobody waits for it any more")
+            raise WireError(f"exchange {exchange} came after exchange {self._exchange}, and is no longer needed")
         self._exchange = exchange
 
     def _request(self, client: ClientId, request: object) -> Request:
         if client not in self.clients:
-            raise WireError(f"client {client} does not live at site {self.site_server.name}")
+            raise WireError(f"client {client} is not at site {self.site_server.name}")
         if not isinstance(request, Request):
             raise WireError(f"a {type(request).__name__} is not a request")
         return request

@@ -135,9 +135,11 @@ def _rounds(path: Path) -> int:
     try:
         rounds = tomllib.loads(path.read_text(encoding="utf-8"))["training"]["rounds"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: training.rounds cannot be read ({type(error).__name__}: {error}).") from None
+        raise DataError(
+            f"{path}: training.rounds cannot be read ({type(error).__name__}: {error}). Restore the file."
+        ) from None
     if type(rounds) is not int:
-        raise DataError(f"{path}: training.rounds = {rounds!r}: is not a whole number.")
+        raise DataError(f"{path}: training.rounds = {rounds!r}: is not a whole number. Restore the file.")
     return rounds
 
 
@@ -165,7 +167,7 @@ def _of_kit(kit: Path) -> dict[str, Any] | None:
     except ValueError:
         table = {}
     if not isinstance(table, dict) or "at" not in table:
-        raise DataError(f"{path}: the file is damaged. Wait until the job writes it again")
+        raise DataError(f"{path}: the file is damaged. Wait until the job writes it again.")
     return table | {"disk_free": shutil.disk_usage(path.parent).free}
 
 

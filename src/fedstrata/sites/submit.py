@@ -71,7 +71,7 @@ def submit(
     if not (admin / JOB / "meta.json").is_file():
         raise SpecError(
             "ADMIN",
-            "is not the folder of an administrator: it has no job. Give the folder admin/ from 'fedstrata deploy'.",
+            "is not the folder of an administrator, because it has no job. Give admin/ from 'fedstrata deploy'.",
             str(admin),
         )
     if out.exists():
@@ -248,7 +248,7 @@ class Watch:
         for job in session.list_jobs():
             number, status = str(job["job_id"]), str(job["status"])
             if job["job_name"] == self._name and number not in self._given_up and not status.startswith("FINISHED"):
-                return number, f"{number} is at work already"
+                return number, f"{number} runs already"
         number = str(session.submit_job(str((self.admin / JOB).absolute())))
         return number, f"submitted as {number}"
 
@@ -312,7 +312,7 @@ class Watch:
                 return False
             runs = [path for path in Path(fetched[0] or place).rglob(RESULT) if path.is_dir()]
             if not runs:
-                raise FedstrataError("the result of the job contains no run folder.")
+                raise FedstrataError("the result of the job contains no run folder. See log.txt of the server.")
             if (runs[0] / ERROR).exists():
                 raise raised(runs[0] / ERROR)
             shutil.move(runs[0], out)
@@ -346,11 +346,13 @@ class Watch:
             with suppress(Exception):
                 quiet_call(session.close)
             if not is_temporary(error, known):
-                raise FedstrataError(f"the server refused: {type(error).__name__}: {error}") from error
+                raise FedstrataError(f"the server refused the request: {type(error).__name__}: {error}") from error
             self.away = " ".join(f"{type(error).__name__}: {error}".split())
             self._away_since = self._away_since or time.monotonic()
             if time.monotonic() - self._away_since > self.lost:
-                raise FedstrataError(f"the server cannot be reached: {self.away}") from error
+                raise FedstrataError(
+                    f"the server cannot be reached: {self.away}. Start it, and open its port."
+                ) from error
             self._tell("away", f"waiting for the server ({self.away})")
             time.sleep(POLL)
             return None

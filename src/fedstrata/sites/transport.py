@@ -88,7 +88,7 @@ def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> obje
                 return done.pop().result()  # raises the error of the call
             time.sleep(LOOK)
             again = -math.inf
-    raise SiteLostError(f"no answer within {patience:g} s")
+    raise SiteLostError(f"it did not answer within {patience:g} s")
 
 
 class _Heart:
@@ -190,7 +190,7 @@ class CollabTransport:
                     LOG.info("site %s: %s", site, error)
             now = self._clock()
             if now - start > patience:
-                raise SiteLostError(f"no answer within {patience:g} s")
+                raise SiteLostError(f"it did not answer within {patience:g} s")
             with self._lock:
                 size = heart.on_its_way(number, len(data))
                 since = max(sent, heart.changed) if heart.number == number else sent
@@ -200,7 +200,7 @@ class CollabTransport:
                 time.sleep(LOOK)
             if not calls or stalled:
                 if stalled:
-                    LOG.warning("site %s: the call %d stalls, and is made again", site, number)
+                    LOG.warning("site %s: call %d got no answer, and is repeated", site, number)
                     times *= 2
                 sent = now
                 calls.add(begun(self.sites[site], data, patience))

@@ -370,5 +370,5 @@ def read(data: object, *kinds: type[Message]) -> Any:
     if isinstance(message, Refused):
         raise SiteRefusedError(message.reason, message.for_good)
     if not isinstance(message, kinds):
-        raise WireError(f"a {type(message).__name__} arrived; expected {', '.join(kind.__name__ for kind in kinds)}")
+        raise WireError(f"a {type(message).__name__} arrived, expected {', '.join(kind.__name__ for kind in kinds)}")
     return message

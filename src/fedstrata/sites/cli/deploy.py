@@ -66,7 +66,7 @@ def add_submit(commands: common.Commands) -> None:
         fedstrata submit kits/admin --out result --wait 600
     """
     help = "send a deployment's job to its server, and fetch the result"
-    after = "the job goes on; the same command stays with it again"
+    after = "The job continues. To watch it again, repeat the command."
     parser = common.add_command(commands, "submit", help, examples, work=_submit, after_interrupt=after)
     parser.add_argument(
         "admin", type=Path, metavar="ADMIN", help="folder of the administrator, from 'fedstrata deploy'"
