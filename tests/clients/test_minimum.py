@@ -230,7 +230,7 @@ def test_the_sums_over_a_first_batch_are_over_enough_samples(tiny):
     assert federation.ask(range(2), FitTogether(1, federation.weights)) == {}
     assert len(federation.reasons("refused")) == 2
     accepted = r"training\.batch_size = 5 samples, .* Use at most 5\."
-    with pytest.raises(SpecError, match=rf"privacy\.min_samples = 6: FitTogether .*{accepted}"):
+    with pytest.raises(SpecError, match=rf"privacy\.min_samples = 6: the reply to FitTogether .*{accepted}"):
         fs.prepare(together(6, 5))
     assert fs.prepare(together(5, 5)).spec.privacy.min_samples == 5
 
@@ -249,7 +249,7 @@ def test_parts_of_batches_that_are_never_enough_are_refused_unless_they_are_merg
             fs.prepare(spec)
             continue
         with pytest.raises(
-            SpecError, match=r"privacy\.min_samples = 7: Gradient is over a part of a batch of 6 samples"
+            SpecError, match=r"privacy\.min_samples = 7: the reply to Gradient uses a part of a batch of 6 samples"
         ):
             fs.prepare(spec)
 

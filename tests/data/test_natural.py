@@ -67,7 +67,7 @@ def test_some_of_them_at_random():
             {"clients": 5},
             "partition.clients = 5: only 4 of 4 clients have at least 1 training samples, and the largest has 4",
         ),
-        ({"clients": 3, "min_size": 2}, "partition.clients = 3: 2 of 4 clients have at least 2 training samples"),
+        ({"clients": 3, "min_size": 2}, "partition.clients = 3: only 2 of 4 clients have at least 2 training samples"),
         (
             {"min_size": 5},
             "partition.min_size = 5: only 0 of 4 clients have at least 5 training samples, and the largest has 4",

@@ -213,7 +213,8 @@ def test_a_function_that_is_no_metric(module, function, problem):
 def test_a_name_that_is_none(module):
     module.number = 3
     with pytest.raises(
-        SpecError, match=r"name = 'f1': is not a known metric. Use one of: accuracy, .*, or 'module:Class'"
+        SpecError,
+        match=r"name = 'f1': is not a known metric. Use one of: accuracy, .*, or your own class as 'module:Class'",
     ):
         METRICS.parse("f1")
     with pytest.raises(SpecError, match="my_metrics:number is not a metric"):

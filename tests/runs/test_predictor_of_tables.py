@@ -208,10 +208,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "line 3, column 'kind' = 'yy': is not a category. Use one of 'x', 'y', 'z'; did you m",
     ),
     "text": ({"age": "old"}, "line 3, column 'age' = 'old': is not a finite number. Use numbers from 18 to 100 y"),
-    "range": ({"age": "40000"}, "column 'age' = '40000': is out of range. Use numbers from 18 to 100 years; a thou"),
+    "range": (
+        {"age": "40000"},
+        "column 'age' = '40000': is out of range. Use numbers from 18 to 100 years. Check the unit, because a thou",
+    ),
     "unit": ({"dose": "901"}, "line 3, column 'dose' = '901': is out of range. Use numbers from 0 to 900 mg"),
     "missing": ({"age": "?"}, "line 3, column 'age' = '?': is missing. Add a value, or a rule"),
-    "boolean": ({"smoker": "maybe"}, "line 3, column 'smoker' = 'maybe': is neither true nor false. Use true, yes"),
+    "boolean": (
+        {"smoker": "maybe"},
+        "line 3, column 'smoker' = 'maybe': is neither true nor false. Use one of true, yes",
+    ),
     "column": (
         {"age": ...},
         "data.schema.columns.age = 'age': {path} has no such column. Use one of: kind, dose, smok",

@@ -18,7 +18,7 @@ from fedstrata.base.errors import SpecError
     [
         (
             {"data": ([[1.0]], [0])},
-            "data = '2 of them': must be a Dataset, a mapping, or four arrays: x_train, y_train, x_test,",
+            "data = '2 items': must be a Dataset, a mapping, or four arrays: x_train, y_train, x_test,",
         ),
         ({"data": {"x_train": [[1.0]], "labels": [0]}}, r"data = \['labels', 'x_test', 'y_test', 'y_train'\]"),
         ({"data": 3}, "data = 'int': must be a Dataset, a mapping, or four arrays: x_train, y_train, x_test,"),

@@ -695,7 +695,7 @@ X, Y = np.zeros((4, 8, 8)), np.zeros(4, int)
 @pytest.mark.parametrize(
     ("arrays", "private", "told"),
     [
-        ({"x_train": X}, "b.npz lacks the arrays y_train. It has: x_train", "there is no y_train"),
+        ({"x_train": X}, "b.npz lacks the arrays y_train, and has only x_train", "there is no y_train"),
         ({"x_train": np.zeros((4, 8, 9)), "y_train": Y}, "has the shape [1, 8, 9], ", "but data.shape is [1, 8, 8]"),
         ({"x_train": X, "y_train": np.full(4, 10)}, "y_train: 10 is not a class. ", "y_train: some labels are not"),
         ({"x_train": X, "y_train": np.full(4, -1)}, "y_train: -1 is not a class. ", "Use 0…9 (data.classes)"),

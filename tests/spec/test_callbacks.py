@@ -270,7 +270,7 @@ def test_a_function_that_raises_is_named_too():
         (
             ["fedstrata.evaluation.history:History"],
             {},
-            r"fedstrata\.evaluation\.history:History is not a subclass of Callback\. Derive",
+            r"history:History': is not a subclass of Callback\. Derive",
         ),
     ],
 )

@@ -166,7 +166,7 @@ class Registry(Generic[T]):
         known: A mapping from each name to the path ``"module:Class"`` of its class.
     """
 
-    path_form = "'module:Class'"
+    path_form = "class as 'module:Class'"
     """How a spec names code of the user's own, for error messages."""
 
     def __init__(self, kind: str, base: type[T], known: Mapping[str, str]) -> None:
@@ -185,7 +185,7 @@ class Registry(Generic[T]):
         """
         if name not in self._paths and ":" not in name:
             accepted = ", ".join(self._paths)
-            problem = f"is not a known {self.kind}. Use one of: {accepted}, or {self.path_form} of your own"
+            problem = f"is not a known {self.kind}. Use one of: {accepted}, or your own {self.path_form}"
             raise SpecError("name", problem + nearest(name, self._paths), name)
         cls = import_object(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
         if not (inspect.isclass(cls) and issubclass(cls, self.base)):

@@ -163,7 +163,7 @@ def _equal(x: Any, y: Any) -> bool:
 class _Augmentations(Registry[Augmentation]):
     """The registry of augmentations, which also accepts functions named ``"module:function"``."""
 
-    path_form = "'module:function'"
+    path_form = "function as 'module:function'"
 
     def make(self, name: str, table: Mapping[str, Any]) -> Augmentation:
         """Make the augmentation with a name; see ``Registry.make``."""

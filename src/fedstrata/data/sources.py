@@ -338,7 +338,9 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
             several = [name for name in archive if name.partition(".")[0] in needed and name.startswith("x_")]
             there = {*archive, *(name.partition(".")[0] for name in several)}
             if missing := [key for key in needed if key not in there]:
-                error = DataError(f"{path} lacks the arrays {', '.join(missing)}. It has: {', '.join(archive)}.")
+                error = DataError(
+                    f"{path} lacks the arrays {', '.join(missing)}, and has only {', '.join(archive)}. Add them."
+                )
                 raise error.publicly(f"there is no {', '.join(missing)}. Add it.")
             if (size := sum(int(info.file_size) for info in archive.zip.infolist())) > MOST:
                 raise DataError(f"{path} contains {size / 2**30:,.1f} GiB of arrays. Use at most {MOST >> 30} GiB.")
@@ -354,9 +356,8 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     except FileNotFoundError:
         raise DataError(f"there is no file {path.absolute()}. Check the path.") from None
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds of errors for damaged files
-        raise DataError(
-            f"{path} is not a .npz file, or is damaged: {str(error) or type(error).__name__}. Check the file."
-        ) from None
+        problem = str(error).partition(". ")[0].rstrip(".") or type(error).__name__  # without NumPy's advice
+        raise DataError(f"{path} is not a .npz file, or is damaged: {problem}. Check the file.") from None
 
 
 def _read(name: str) -> Arrays:

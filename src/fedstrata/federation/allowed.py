@@ -69,7 +69,7 @@ class SampleLimit:
 
     Args:
         samples: The largest number of samples.
-        reason: The reason for the limit: a verb phrase that follows the name of the request in a message.
+        reason: The reason for the limit: a verb phrase whose subject is the reply.
     """
 
     samples: int
@@ -178,7 +178,7 @@ def step_limit(agreed: Agreed) -> SampleLimit | None:
     product = f"training.local_steps × training.batch_size = {training.local_steps} × {training.batch_size}"
     if training.accumulate > 1:
         product = product.replace(" = ", " × training.accumulate = ") + f" × {training.accumulate}"
-    return SampleLimit(samples, f"sees {product} = {samples} sample{'s' * (samples > 1)} at most")
+    return SampleLimit(samples, f"uses at most {product} = {samples} sample{'s' * (samples > 1)}")
 
 
 def _short(value: object) -> str:

@@ -52,7 +52,7 @@ class FedTAN(Recipe):
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests of the sampler, and the request for local training of all clients at the same time."""
         size = agreed.training.batch_size
-        reason = f"sends sums over a batch, which has at most training.batch_size = {size} samples"
+        reason = f"uses a batch, which has at most training.batch_size = {size} samples"
         return self.with_samplers(agreed, Allowed(FitTogether, limit=SampleLimit(size, reason)))
 
     @override

@@ -197,8 +197,8 @@ def assemble(
     spec.method.check(config)
     for allowed in spec.method.declared(config) or ():
         if limit := allowed.limit_below(spec.privacy):
-            problem = f"{allowed.label} {limit.reason}, so that no client could answer. Use at most {limit.samples}."
-            raise SpecError("privacy.min_samples", problem, spec.privacy.min_samples)
+            problem = f"the reply to {allowed.label} {limit.reason}, so that no client could answer. "
+            raise SpecError("privacy.min_samples", f"{problem}Use at most {limit.samples}.", spec.privacy.min_samples)
     if not spec.communication.plain and not spec.method.asks_for_changes():
         problem = "has no effect, because with this method clients do not send changes of a model. Remove it."
         raise SpecError("communication", problem, spec.method.name)

@@ -31,7 +31,7 @@ def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, ro
         rounds: The rounds that train in batches; None for all rounds.
     """
     reserve = Allowed(Reserve, where={"window": window}, times=None, rounds=rounds)
-    limit = SampleLimit(size, f"is over a part of a batch of {size} sample{'s' * (size > 1)}")
+    limit = SampleLimit(size, f"uses a part of a batch of {size} sample{'s' * (size > 1)}")
     if local_steps == 1:
         return [reserve, Allowed(Gradient, times=None, rounds=rounds, limit=limit)]
     rule = replace(Gradient.rule, description=f"{Gradient.rule.description}; along {local_steps} steps on them")
@@ -48,7 +48,7 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
         rounds: The rounds that train sample by sample; None for all rounds.
     """
     where = {"window": window, "labels": Bound(f"at most {longest} of them", lambda value, _: len(value) <= longest)}
-    limit = SampleLimit(1, "trains a model on one sample at a time")
+    limit = SampleLimit(1, "uses one sample at a time")
     return [Allowed(Steps, where=where, times=None, rounds=rounds, limit=limit)]
 
 
