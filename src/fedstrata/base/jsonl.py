@@ -17,6 +17,9 @@ from fedstrata.base.errors import DataError
 CHECKSUM = "checksum"
 """The last key of each line. Its value is a hash of the rest of the line and of the previous line's checksum."""
 
+REPAIR = "Restore the file, or remove this line and the lines after it."
+"""The advice about a damaged file, of which the lines before the damage are intact."""
+
 _SEAL = re.compile(rb'(?:, )?"checksum": "([0-9a-f]{64})"\}$')
 
 
@@ -124,7 +127,7 @@ class MetricsLog(Log):
         except DataError as error:
             replace_file(self.path.with_name(self.path.name + ".damaged"), self.path.read_bytes())
             replace_file(self.path, b"".join(readable))
-            return str(error)
+            return str(error).removesuffix(f" {REPAIR}")
         return ""
 
 
@@ -152,21 +155,19 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
             # cut may leave zero bytes, which are reported as damage.
             if number == len(lines) and b"\0" not in line:
                 return
-            raise DataError(f"{path}, line {number}: is not a JSON object. The lines before it are intact.") from None
+            raise DataError(f"{path}, line {number}: is not a JSON object. {REPAIR}") from None
         if not isinstance(record, dict) or type(record.get("round")) is not int:
-            problem = (
-                "is not a record of a round, because it has no whole number 'round'. The lines before it are intact."
-            )
-            raise DataError(f"{path}, line {number}: {problem}")
+            problem = "is not a record of a round, because it has no whole number 'round'"
+            raise DataError(f"{path}, line {number}: {problem}. {REPAIR}")
         checksum = record.pop(CHECKSUM, None)
         if checksum is not None:
             if checksum_of(line, last) != checksum:
                 problem = "the checksum is wrong, because the line was changed or a line before it was removed"
-                raise DataError(f"{path}, line {number}: {problem}. The lines before it are intact.")
+                raise DataError(f"{path}, line {number}: {problem}. {REPAIR}")
             last = checksum
         elif last:
-            problem = "the line has no checksum, although the lines before it have one. The lines before it are intact."
-            raise DataError(f"{path}, line {number}: {problem}")
+            problem = "the line has no checksum, although the lines before it have one"
+            raise DataError(f"{path}, line {number}: {problem}. {REPAIR}")
         yield line, record, last
 
 

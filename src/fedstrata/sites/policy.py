@@ -106,7 +106,7 @@ class Policy(Setting):
         if asked.rounds > self.rounds:
             raise RuleError(
                 "policy.rounds",
-                f"the job has {asked.rounds} rounds, but this site accepts at most {self.rounds}. Use fewer rounds.",
+                f"the job has {asked.rounds} rounds, but this site accepts at most {self.rounds}",
             )
         least = self.least(asked.privacy)
         for allowed in asked.allowed:
@@ -215,7 +215,7 @@ def approve(kit: Path, job: str) -> bool:
     """
     if not (kit / FILE.parent).is_dir():
         problem = (
-            f"is not the folder of a site, because it has no {FILE.parent}. Give a folder from 'fedstrata deploy'."
+            f"is not the folder of a site, because it has no folder {FILE.parent}. Give one from 'fedstrata deploy'."
         )
         raise SpecError("--kit", problem, str(kit))
     policy = Policy.read(kit)
