@@ -206,7 +206,7 @@ def test_variants_lay_their_sections_over_the_spec():
             {},
             "--methods = 'fedavgg': is not a known method or label. Use some of: .*; did you mean 'fedavg'",
         ),
-        ([], {}, "--methods: is not set"),
+        ([], {}, "--methods: is required"),
         (["a"], {"a": {"method": "fedavg", "training": {"lr": -1}}}, r"compare\.a\.training\.lr = -1"),
         (["a"], {"a": {"method": "fedavg", "trainin": {}}}, r"compare\.a\.trainin = \{\}: is not a known key"),
     ],
