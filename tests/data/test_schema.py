@@ -326,7 +326,7 @@ def test_real_sites_read_what_is_described_and_guess_nothing():
     rows = Table("t", {"note": ["free text", "more"], "a": [3, 4], "b": ["x", "x"], "y": [0, 1]})
     assert described.completed(rows).names() == ["a", "b=x"]
     rows = Table("t", {**rows.columns, "a": ["3", "old"]})
-    with pytest.raises(DataError, match="row 1, column 'a' = 'old': not a finite number"):
+    with pytest.raises(DataError, match="row 1, column 'a' = 'old': is not a finite number"):
         parsed(rows, described.completed(rows))
 
 

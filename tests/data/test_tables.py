@@ -65,7 +65,7 @@ def test_another_delimiter_a_mark_of_utf_8_and_lines_within_cells(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('﻿a;y\n"1\n";0\n2;1\n\n3;0\n4;1\n5;x\n', encoding="utf-8")
     schema = {"label": "y", "delimiter": ";", "classes": ["0", "1"]}
-    with pytest.raises(DataError, match=r"a.csv, line 8, column 'y' = 'x': no such class"):
+    with pytest.raises(DataError, match=r"a.csv, line 8, column 'y' = 'x': is not a class"):
         Data(str(path), schema=schema).load()
     path.write_text(path.read_text(encoding="utf-8").replace("x", "1"), encoding="utf-8")
     data = Data(str(path), schema=schema, normalize="none").load()
@@ -211,7 +211,7 @@ def test_a_limit_keeps_whose_the_samples_are(tmp_path):
 @pytest.mark.parametrize("cell", ["1_0", "\u0663", "1\u0660"])
 def test_only_what_is_written_as_a_number_is_one(cell):
     rows = {"x": ["1", cell, "3", "4"], "y": ["a", "b", "a", "b"]}
-    with pytest.raises(DataError, match=r"column 'x' = .*: not a finite number"):
+    with pytest.raises(DataError, match=r"column 'x' = .*: is not a finite number"):
         fs.from_dataframe(rows, label="y", test=0.5, columns={"x": "number"})
 
 
@@ -261,7 +261,7 @@ def test_dates_of_numpy_are_refused_as_dates(unit):
 
 
 def test_labels_that_numpy_would_merge_are_refused():
-    with pytest.raises(DataError, match="ends with NUL, which NumPy cuts off"):
+    with pytest.raises(DataError, match="ends with a NUL character, which NumPy cuts off"):
         fs.from_dataframe({"x": [1, 2, 3, 4], "y": ["a", "a\0", "a", "b"]}, label="y", test=0.5)
-    with pytest.raises(DataError, match="y_train: a text ends with NUL, which NumPy cuts off"):
+    with pytest.raises(DataError, match="y_train: a text ends with a NUL character, which NumPy cuts off"):
         fs.from_arrays([[1.0], [2.0]], ["a", "a\0"], [[1.0], [2.0]], ["a", "a"])
