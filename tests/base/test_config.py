@@ -112,7 +112,10 @@ def test_a_field_takes_a_name_a_table_and_an_object():
         ({"shape": {"size": 2}}, r"^shape\.name: is required, but not set"),
         ({"shape": 3}, r"^shape = 3: is not a shape. Use a name, or a table"),
         ({"frame": {"siz": 2}}, r"^frame\.siz = 2: is not a known key. .*; did you mean 'size'\?$"),
-        ({"frame": {"points": 2}}, r"^frame\.points = 2: is not a known key. .*\. Without a name, 'circle' is used\.$"),
+        (
+            {"frame": {"points": 2}},
+            r"^frame\.points = 2: is not a known key. .*\. Set name, because its default is 'circle'\.$",
+        ),
         ({"ink": {"width": 0}}, r"^ink\.width = 0: must be greater than 0"),
     ],
 )

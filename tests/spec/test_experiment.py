@@ -261,7 +261,7 @@ def test_an_override_of_another_kind_is_not_for_a_label_that_changed_it():
         ({"rounds": 3}, r"rounds = 3: is not a known key. Use one of: .*; did you mean 'training\.rounds'\?"),
         (
             {"availability": {"p": 0.5}},
-            r"availability\.p = 0\.5: is not a known key. .*\. Without a name, 'always' is used\.",
+            r"availability\.p = 0\.5: is not a known key. .*\. Set name, because its default is 'always'\.",
         ),
         ({"model": {"name": "mlp", "hidden": 50}}, r"model\.hidden = 50: must be a list. Use, for example, \[1, 2\]"),
         ({"method": {"name": "fedsampling", "strata": 3}}, r"method\.strata = 3: is not a known key"),

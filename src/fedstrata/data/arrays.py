@@ -30,11 +30,11 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise DataError(f"{key}: cannot be converted to an array: {error}") from None
+        raise DataError(f"{key}: cannot be converted to an array: {error}. Give numbers or strings.") from None
     if array.dtype.kind == "O" or (array.dtype.kind == "U" and not isinstance(values, np.ndarray)):
         texts = np.asarray(values, dtype=object).flat
         if any(isinstance(text, str) and text.endswith("\0") for text in texts):
-            problem = f"{key}: a text ends with NUL, which NumPy cuts off; accepted: text without it"
+            problem = f"{key}: a text ends with a NUL character, which NumPy cuts off. Remove it."
             raise DataError(problem).publicly(problem)
     if array.dtype == object and all(isinstance(item, str) for item in array.flat):
         return array.astype(str)  # pandas stores text in arrays of objects
@@ -116,12 +116,12 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     array = _numpy(values, key)
     if array.dtype.kind not in "fiub":
         raise DataError(f"{key}: is of type {array.dtype}. Inputs must be numbers.").publicly(
-            f"{key}: inputs are numbers"
+            f"{key}: has another type. Inputs must be numbers."
         )
     if array.ndim not in (2, 3, 4) or array.size == 0:
         forms = "(N, F), (N, H, W), (N, H, W, C) or (N, C, H, W), none of them 0"
         error = DataError(f"{key}: has shape {array.shape}. Use one of: {forms}")
-        raise error.publicly(f"{key}: has another shape; accepted: {forms}")
+        raise error.publicly(f"{key}: has another shape. Use one of: {forms}")
     if array.ndim == 4 and array.shape[3] not in CHANNELS and array.shape[1] in CHANNELS:
         array = array.transpose(0, 2, 3, 1)
     if array.ndim == 3:
@@ -150,13 +150,14 @@ def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[n
                 f"{key}: {int(bad.sum())} values are NaN or infinite, the first at index {first}. Replace or remove "
                 "them."
             )
-            raise error.publicly(f"{key}: not all values are finite numbers")
+            raise error.publicly(f"{key}: some values are NaN or infinite. Replace or remove them.")
     elif array.dtype.kind == "b":
         array = array.astype(np.int8)
     elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
         if (largest := int(array.max())) >= 2**63:
-            accepted = "accepted: whole numbers below 2**63, or floats"
-            raise DataError(f"{key}: holds {largest}; {accepted}").publicly(f"{key}: too large numbers; {accepted}")
+            accepted = "Use whole numbers below 2**63, or floats."
+            error = DataError(f"{key}: {largest} is too large. {accepted}")
+            raise error.publicly(f"{key}: some numbers are too large. {accepted}")
         # PyTorch supports few operations on uint16, uint32 and uint64.
         array = array.astype(np.int32 if array.dtype.itemsize == 2 else np.int64)
     return array
@@ -192,8 +193,10 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
             if not (np.isfinite(array) & (array == np.floor(array))).all():
                 raise DataError(f"{key}: holds fractions, NaN or infinity. Use whole numbers or strings.")
             if (largest := float(np.abs(array).max(initial=0))) > 2**53:
-                problem = "floats tell whole numbers apart up to 2**53 only; give integers or strings"
-                raise DataError(f"{key}: holds {largest:g}; {problem}")
+                problem = (
+                    f"{largest:g} is too large, because floats are exact only up to 2**53. Use integers or strings."
+                )
+                raise DataError(f"{key}: {problem}")
             array = array.astype(np.int64)
         if array.dtype.kind not in "iubUS":
             raise DataError(f"{key}: is of type {array.dtype}. Use whole numbers or strings.")

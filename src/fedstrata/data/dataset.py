@@ -365,7 +365,7 @@ def task_of(task: Task | str | None, y_train: Array) -> Task:
     if task is not None:
         return task
     if arrays.has_fractions(y_train):
-        LOG.warning("the targets have fractions, so the task is a regression; set the task to say so yourself")
+        LOG.warning("the task is regression, because the targets have fractions. Set task to choose it yourself.")
         return TASKS.make("regression", {})
     if (many := arrays.too_many_values(y_train)) is not None:
         problem = f"is not set, and y_train has {many} different whole numbers. Set it to 'regression' if they are "

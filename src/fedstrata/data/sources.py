@@ -332,6 +332,9 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
         if path.exists() and not path.is_file():
             raise DataError(f"{path} is not a file. Give a .npz file.")  # reading from a pipe could block for ever
         with _reading, path.open("rb") as file:  # NumPy would not close a damaged file
+            if not file.read(6).startswith((b"PK", b"\x93NUMPY")):  # NumPy would take it for a pickle
+                raise ValueError("its first bytes are wrong")
+            file.seek(0)
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, NpzFile) or archive.zip is None:
                 raise DataError(f"{path} holds a single array. Save all arrays with np.savez(file, {needed[0]}=…, …).")
@@ -356,7 +359,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     except FileNotFoundError:
         raise DataError(f"there is no file {path.absolute()}. Check the path.") from None
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds of errors for damaged files
-        problem = str(error).partition(". ")[0].rstrip(".") or type(error).__name__  # without NumPy's advice
+        problem = str(error).rstrip(".") or type(error).__name__
         raise DataError(f"{path} is not a .npz file, or is damaged: {problem}. Check the file.") from None
 
 

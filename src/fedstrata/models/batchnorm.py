@@ -116,7 +116,7 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
     m = int(total[-1])
     if m <= 1:
         raise ValueError(
-            f"the clients together hold {m} value(s) per channel, and BatchNorm needs more than 1 to train"
+            f"the clients together hold {m} value(s) per channel, but BatchNorm requires more than 1 to train"
         )
     mean, squares = (total[:-1] / m).view(2, channels)
     return mean, (squares - mean.square()).clamp_(min=0.0), m
@@ -209,7 +209,7 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
     layers = {name: part for name, part in layers.items() if not isinstance(part, _FederatedBatchNorm)}
     for name, layer in layers.items():
         if type(layer) not in _FEDERATED:
-            problem = f"is a {type(layer).__name__}; only nn.BatchNorm1d and nn.BatchNorm2d can be federated"
+            problem = f"is a {type(layer).__name__}, which cannot be federated. Use nn.BatchNorm1d or nn.BatchNorm2d."
             raise SpecError("model", f"{name or 'the module'} {problem}")
     for layer in layers.values():
         # Only the class of the object changes, so that references to the layer and its parameters stay valid.
@@ -236,9 +236,9 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
     """
     layers = [part for part in module.modules() if isinstance(part, _FederatedBatchNorm)]
     if len(layers) < sum(isinstance(part, _BatchNorm) for part in module.modules()):
-        raise SpecError("model", "has BatchNorm of one client only; call federate_batchnorm(module) first")
+        raise SpecError("model", "has BatchNorm of a single client. Call federate_batchnorm(module) first.")
     if any(layer._group is not None for layer in layers):
-        raise RuntimeError("this module has a group already; another client needs a copy of the module")
+        raise RuntimeError("this module has a group already. Use a copy of the module for another client.")
     for layer in layers:
         layer._group = group
     try:

@@ -174,7 +174,9 @@ class Model:
         finally:
             handle.remove()
         if not features:
-            raise RuntimeError(f"forward never called the head {self.head_name!r}; name another: Model(module, head=…)")
+            raise RuntimeError(
+                f"forward never called the head {self.head_name!r}. Name another one with Model(module, head=…)."
+            )
         return features[-1], logits
 
     def head(self, params: Params, features: Tensor) -> Tensor:
@@ -214,10 +216,10 @@ class Model:
             ValueError: A name is missing or unknown, or a shape differs.
         """
         if self._installed is not None:
-            raise RuntimeError("this model is loaded already; a model serves one user at a time: take a clone()")
+            raise RuntimeError("this model is loaded already. Use a clone().")
         buffers = {} if buffers is None else buffers
         if missing := self._leaves.keys() - params.keys():
-            raise ValueError(f"parameters missing: {', '.join(sorted(missing))}")
+            raise ValueError(f"these parameters are missing: {', '.join(sorted(missing))}")
         _check(params, self._leaves, "parameter")
         _check(buffers, self.untrained.sent, "buffer")
         training = self.module.training
@@ -366,9 +368,9 @@ def _copies(tensors: Mapping[str, Tensor]) -> Params:
 def _check(given: Mapping[str, Tensor], expected: Params, kind: str) -> None:
     for name, tensor in given.items():
         if name not in expected:
-            raise ValueError(f"no {kind} {name!r} in this model; there are: {', '.join(expected) or 'none'}")
+            raise ValueError(f"{name!r} is not a {kind} of this model. Use one of: {', '.join(expected) or 'none'}")
         if tensor.shape != expected[name].shape:  # ``copy_`` would broadcast some wrong shapes without an error
-            shapes = f"{tuple(tensor.shape)}, and {tuple(expected[name].shape)} is needed"
+            shapes = f"{tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
             raise ValueError(f"{kind} {name!r} has shape {shapes}")
 
 

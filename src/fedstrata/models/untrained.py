@@ -49,9 +49,10 @@ class Untrained:
                 if name not in self.frozen:
                     if current is None or current.shape != buffer.shape:
                         shape = None if current is None else tuple(current.shape)
-                        raise SpecError(
-                            "model", f"training made buffer {local!r} {shape}, it was {tuple(buffer.shape)}"
+                        problem = (
+                            f"training changed the shape of buffer {local!r} from {tuple(buffer.shape)} to {shape}."
                         )
+                        raise SpecError("model", f"{problem} Keep its shape.")
                     with torch.no_grad():
                         buffer.copy_(current)
                 part._buffers[local] = buffer
