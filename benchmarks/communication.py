@@ -5,8 +5,8 @@
     python benchmarks/communication.py speed
 
 A cell is a method with a codec. ``run`` skips the cells that are already in ``benchmarks/results``, so it can be
-stopped at any time. ``table`` draws all finished cells, and writes tables between the marks of the page. ``speed``
-measures the time of the codecs.
+stopped at any time. ``table`` draws all finished cells, and writes tables between the marks of the page and the file
+``compression-targets.csv`` beside the page. ``speed`` measures the time of the codecs.
 
 MNIST: 100 clients, Dirichlet(0.01) of each class among the clients, an MLP of 784-200-10; baselines invite 10 clients
 a round. Stratify has batches of 400 samples. ``stratify, dense`` has short rounds of 4,000 samples, so that the curve
@@ -16,6 +16,7 @@ also has points at few bytes. Fashion-MNIST: 20 clients of two classes each, hal
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import statistics
@@ -185,9 +186,9 @@ def table_of(study: str) -> list[str]:
     return lines
 
 
-def aims() -> list[str]:
-    """Return a table that says when Stratify reaches the aims on MNIST, for each seed, with and without PowerSGD."""
-    lines = ["| study | run | seed | accuracy, % | GB up | GB down | aim |", "|---|---|---:|---:|---:|---:|:---:|"]
+def aims() -> list[list[Any]]:
+    """Return rows that say when Stratify reaches the aims on MNIST, for each seed, with and without PowerSGD."""
+    lines: list[list[Any]] = [["study", "run", "seed", "accuracy, %", "GB up", "GB down", "target"]]
     for study in ("mnist", "mnist-half"):
         for label, of in by_label(study).items():
             if not (label.startswith("stratify") and "powersgd" in label) and "dense" not in label:
@@ -201,12 +202,12 @@ def aims() -> list[str]:
                     kept = there is not None and up <= most_up and down <= most_down
                     aim = f"{100 * accuracy:.1f} % at {most_up} up, {most_down} down: {'yes' if kept else 'no'}"
                     name = label.replace(" | ", ", ")
-                    lines.append(f"| {study} | {name} | {seed} | {100 * a:.2f} | {up:.3f} | {down:.3f} | {aim} |")
+                    lines.append([study, name, seed, f"{100 * a:.2f}", f"{up:.3f}", f"{down:.3f}", aim])
                     if "dense" in label:
                         within = [row for row in rows if row[1] <= most_up and row[2] <= most_down]
                         a, up, down = within[-1] if within else rows[0]
                         aim = f"the last round within {most_up} up, {most_down} down" if within else "its first round"
-                        lines.append(f"| {study} | {name} | {seed} | {100 * a:.2f} | {up:.3f} | {down:.3f} | {aim} |")
+                        lines.append([study, name, seed, f"{100 * a:.2f}", f"{up:.3f}", f"{down:.3f}", aim])
     return lines
 
 
@@ -290,7 +291,8 @@ def main() -> None:
     else:
         for study in STUDIES:
             write(options.page, study, table_of(study))
-        write(options.page, "aims", aims())
+        with options.page.with_name("compression-targets.csv").open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(aims())
         draw(options.page.with_suffix(".png"))
 
 

@@ -39,13 +39,12 @@ METHODS = {
 CONFORMANCE = """\
 # Conformance of engines
 
-An engine decides where clients live. Each engine must answer the same requests in the same way and take any model;
-two test suites check that.
-`python tests/tables.py` runs them and writes this page.
+This page shows that all engines answer the same requests in the same way, and train any model. An *engine* decides
+where clients live. `python tests/tables.py` runs the two test suites and writes this page.
 
 ## The same cases on each engine
 
-| column | clients live in |
+| engine | clients live in |
 | --- | --- |
 | local | this process |
 | workers | worker processes of this machine |
@@ -54,8 +53,8 @@ two test suites check that.
 | sites, real | sites of NVFlare, each in its own process |
 | …, through the server | the same, with messages between clients passing through the server |
 
-✓ passed, ✗ failed, – cannot happen there. Only real sites can hang or die without ending the test, and only their
-messages can be garbled on the way.
+A case cannot happen on engines that its row does not name. Only real sites can hang or die without ending the test, and
+only their messages can be garbled on the way.
 
 :::{dropdown} All cases
 """
@@ -76,9 +75,8 @@ is a test that passed:
 | R | Ray gives the bytes of the local engine |
 | N | real processes of NVFlare give the bytes of the local engine |
 
-A letter in brackets: refused before the first round, with the reason below the table. No letter: not run, because one
-method of each kind is enough for R
-and N, and F and A do not apply to models with random numbers or buffers.
+Letters in brackets mean that the method refuses the model before the first round, for the reason below the table.
+R and N are tested with one method of each kind. F and A do not apply to models with random numbers or buffers.
 
 :::{dropdown} All models and methods
 """
@@ -101,7 +99,7 @@ class Seen:
 
 
 def conformance(seen: Seen) -> str:
-    """Return a table of outcomes with a row per case and a column per engine."""
+    """Return a table with a row per case, which names the engines on which the case passed or failed."""
     cells: dict[str, dict[str, bool]] = defaultdict(dict)
     for test, parameters, outcome, _ in seen.found:
         parameters = dict(parameters)
@@ -119,15 +117,16 @@ def conformance(seen: Seen) -> str:
     rows = [
         [
             case.removeprefix("test_").replace("_", " ").replace("[", ": ").rstrip("]"),
-            *({True: "✓", False: "✗", None: "–"}[row.get(e)] for e in engines),
+            "all" if all(row.get(engine) for engine in engines) else "; ".join(e for e in engines if row.get(e)),
+            "; ".join(engine for engine in engines if row.get(engine) is False),
         ]
         for case, row in cells.items()
     ]
-    return table(["case", *engines], rows)
+    return table(["case", "passed on", "failed on"], rows)
 
 
 def zoo(seen: Seen) -> str:
-    """Return a table with a row per model and a column per method; a cell names the engines."""
+    """Return a table with a row per method, which has the letters of most models, and those of other models."""
     cells: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     reasons: dict[str, None] = {}
     for test, parameters, outcome, reason in seen.found:
@@ -140,18 +139,22 @@ def zoo(seen: Seen) -> str:
         )
         reasons |= {reason: None} if reason else {}
     models = list(dict.fromkeys(model for row in cells.values() for model in row))
-    rows = [
-        [
-            method,
-            *(" ".join(sorted(row[model], key=lambda cell: "LWFARN".index(cell.strip("()✗")))) for model in models),
-        ]
-        for method, row in cells.items()
-    ]
-    return table(["", *models], rows) + "".join(f"\nRefused: {reason}.\n" for reason in reasons)
+    rows = []
+    for method, row in cells.items():
+        groups: dict[str, list[str]] = defaultdict(list)
+        for model in models:
+            letters = sorted(row[model], key=lambda cell: "LWFARN".index(cell.strip("()✗")))
+            groups[" ".join(letters)].append(model)
+        most, *others = sorted(groups, key=lambda letters: -len(groups[letters]))
+        rows.append([method, most, "; ".join(f"{letters}: {', '.join(groups[letters])}" for letters in others)])
+    reasons_text = "".join(f"\nRefused: {reason}.\n" for reason in reasons)
+    return table(["method", "most models", "other models"], rows) + reasons_text
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table in Markdown."""
+    """Return a table in Markdown, without empty columns."""
+    filled = [(name, *column) for name, *column in zip(head, *rows, strict=True) if any(column)]
+    head, *rows = (list(row) for row in zip(*filled, strict=True))
     return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
 
 
