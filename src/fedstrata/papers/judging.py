@@ -314,7 +314,7 @@ def _near(case: _Case) -> Judgement:
     return case.judged(f"{row} − the same with {reference}", places, case.table.metric)
 
 
-COUNTED = {"bytes_up": "bytes of the clients' answers", "bytes_down": "bytes to the clients"}
+COUNTED = {"bytes_up": "bytes from the clients", "bytes_down": "bytes to the clients"}
 """Metrics that are counts, with a description of each. They are compared directly, without a test over seeds."""
 
 
@@ -347,7 +347,7 @@ def _sooner(case: _Case) -> Judgement:
         best = max(other)
         return 1 + next((i for i, value in enumerate(curve) if value >= best), len(curve)), 1 + other.index(best)
 
-    measure = f"rounds to the best of {case.other}, {case.row} − {case.other}"
+    measure = f"rounds until the best accuracy of {case.other}, {case.row} − {case.other}"
     return case.judged(measure, case.places(), "curve", rounds, "below", "rounds")
 
 

@@ -36,13 +36,12 @@ QUICK = "\n**At small scale, to test the software: these figures say nothing abo
 ABOUT_FOREST = f"""\
 ![Differences of accuracy with their intervals, one panel per paper]({FOREST})
 
-Accuracy differences. Blue: as claimed; orange: the opposite; grey: not significant. Thick lines: 95 % interval of one
-comparison; thin lines: of all comparisons of a claim together. *#C=1*: one class per client."""
+Accuracy differences. Blue: as claimed; orange: the opposite; grey: not significant. A thick line is the 95 % interval of
+one comparison. The thin lines of a claim hold together with 95 % confidence. *#C=1*: one class per client."""
 DOWNLOADS = f"All [claims, and how we judge]({CLAIMS}). CSV: [claims]({CLAIMS_CSV}), [figures]({TABLES_CSV})."
 ABOUT_TABLES = f"""\
-Each table shows the paper's figure, ours with its 95 % interval over seeds, and the paired difference from a baseline.
-The intervals of these differences are not corrected and have no verdict. Rows with fewer than {MIN_SEEDS} seeds are
-not shown.
+Each table shows the paper's figure, ours with its 95 % interval over seeds, and the paired difference from a baseline,
+without correction or verdict. Rows with fewer than {MIN_SEEDS} seeds are not shown.
 """
 
 
@@ -139,7 +138,7 @@ def _counts(verdicts: Iterable[str]) -> str:
 
 def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> str:
     """Return the page with all claims, which a reader unfolds, and with an explanation of how they are judged."""
-    about = f"Every quantitative claim of the four papers, with its verdict ([CSV]({CLAIMS_CSV}))."
+    about = f"This page has every quantitative claim of the four papers, with its verdict ([CSV]({CLAIMS_CSV}))."
     how = files(__package__).joinpath("how.md").read_text(encoding="utf-8")
     how = how.format(MIN_SEEDS=MIN_SEEDS, FEW_MORE=FEW_MORE)
     lines = ["# All claims", QUICK if quick else "", about, "", how, "## Claims"]
@@ -276,7 +275,7 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
     differences = files(__package__).joinpath(paper, "differs.md").read_text(encoding="utf-8")
     lines += ["", differences.strip()]
     if waiting:
-        where = f"Unfinished tables, with their missing runs, are only in [{TABLES_CSV}]({TABLES_CSV})"
+        where = f"Unfinished tables (missing runs in brackets) are only in [{TABLES_CSV}]({TABLES_CSV})"
         lines += ["", f"{where}: {', '.join(waiting)}."]
     return "\n".join(lines) + "\n"
 
@@ -289,8 +288,8 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
     values = partial(over_seeds, cells, metric=table.metric)
     compared = {(c, a, b): judging.compared(values(a, c), values(b, c)) for c, a, b in table.comparisons()}
     differences = {place: difference_text(each) for place, each in compared.items() if each.n >= least}
-    heads = ["setting", "method", "paper", f"its − {table.baseline}", "here", "seeds"]
-    rows, outside = [[*heads, *(SHOWN[key] for key in also), f"− {table.baseline}"]], []
+    heads = ["setting", "method", "paper", f"paper: − {table.baseline}", "ours", "seeds"]
+    rows, outside = [[*heads, *(SHOWN[key] for key in also), f"ours: − {table.baseline}"]], []
     for column in table.columns:
         for row in table.rows_of(column):
             estimate = Estimate.over(values(row, column).values())
@@ -370,7 +369,7 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     return ["", line]
 
 
-SHOWN = {"expected_samples": "samples kept", "hops": "hops a round", "strata": "strata, round 1"}
+SHOWN = {"expected_samples": "samples kept", "hops": "hops per round", "strata": "strata, round 1"}
 """A mapping from the name of each additional column to its heading. A table shows the columns that its results have."""
 
 
