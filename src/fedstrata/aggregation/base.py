@@ -114,7 +114,7 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
 
 
 class MeanBySize(Aggregator):
-    """Weights a_k = n_k / Σ n (FedAvg), where n_k is the number of samples that client k used in the round.
+    """Weights a_k = n_k / Σ n (FedAvg), where client k used n_k samples in the round.
 
     The sum is over the clients that replied. If clients were drawn in proportion to their size, every draw has the same
     weight instead, because size would otherwise count twice.
@@ -137,7 +137,7 @@ class MeanBySize(Aggregator):
 
 
 class Mean(Aggregator):
-    """Equal weights a_k = 1 / r for r replies. The reply of a client that was drawn twice counts twice."""
+    """Equal weights a_k = 1 / r for r replies; a client that was drawn twice counts twice."""
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return weights in proportion to the number of draws of each client."""

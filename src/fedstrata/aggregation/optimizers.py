@@ -28,10 +28,10 @@ class ServerOptimizer(Setting):
     Args:
         optimizer: ``sgd`` (with ``momentum``: FedAvgM), ``adam`` (FedAdam: v ← β₂ v + (1 − β₂) g²), ``yogi`` (FedYogi:
             v ← v − (1 − β₂) g² sign(v − g²)) or ``adagrad`` (FedAdagrad: v ← v + g², with β₁ = 0).
-        lr: Learning rate η of the server. Default: 1 for ``sgd``, which then adds the update unchanged; 0.01 for the
-            other optimisers.
-        schedule: How the learning rate changes over the rounds: ``inverse`` or ``cosine``, as in ``training.schedule``.
-            Default: it is constant.
+        lr: Learning rate η of the server. Default: 1 for ``sgd``, which leaves the update unchanged; 0.01 for the
+            others.
+        schedule: Learning rate over the rounds: ``inverse`` or ``cosine``, as in ``training.schedule``. Default:
+            constant.
         momentum: Momentum of ``sgd``.
         betas: Coefficients β₁ and β₂ of ``adam`` and ``yogi``.
         eps: Constant τ that ``adam``, ``adagrad`` and ``yogi`` add to the square root of v.

@@ -51,9 +51,8 @@ class CropFlip(Augmentation):
     The padding continues an image by its reflection, so that it has the image's colours with every ``normalize``.
 
     Args:
-        padding: Number of pixels p that are added on each side. The crop is moved by −p … p pixels in each direction.
-        flip: Whether images are mirrored. Set it to false for images that mean something else in a mirror, such as
-            digits.
+        padding: Pixels that are added on each side, and the largest shift of the crop in each direction.
+        flip: Whether images are mirrored. Set it to false if a mirror changes the meaning, as of digits.
     """
 
     padding: NonNegativeInt = 4

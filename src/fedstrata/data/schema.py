@@ -41,23 +41,23 @@ SHOWN = 12
 
 
 class Column(Setting):
-    """A column that is used as a feature.
+    """A feature column.
 
     Args:
-        type: ``number``; ``category``, where each value becomes a feature that is 0 or 1; or ``boolean``. Default: the
+        type: ``number``, ``boolean``, or ``category``, where each value becomes a feature that is 0 or 1. Default: the
             type that other keys imply, such as ``categories``; otherwise guessed from the cells; at real sites,
             ``number``.
-        unit: Unit of a number, which only messages use.
-        range: Smallest and largest number that the column may contain.
-        categories: Categories that the column may contain. Default: those in the table.
-        missing: Cells that stand for a missing value in this column, in addition to those of the schema.
-        impute: Replacement of missing values: the ``mean``, the ``median`` (the lower of two middle values) or the
-            ``most-frequent`` value (if tied, the smallest, or the first category) of the training rows; the
-            ``constant`` in ``value``; or a ``separate-category``. Default: missing values are refused.
-        step: Numbers are rounded to multiples of ``step`` before ``median`` or ``most-frequent`` is computed. Required
-            at real sites, which disclose how often each rounded number occurs: a larger step discloses less.
-        value: Replacement of missing values if ``impute = "constant"``.
-        indicator: Whether to add a feature that is 1 where the value is missing, and 0 elsewhere.
+        unit: Unit of a number, for messages.
+        range: Smallest and largest allowed number.
+        categories: Allowed categories. Default: those in the table.
+        missing: Cells that mean a missing value, in addition to those of the schema.
+        impute: Replacement of missing values: the training rows' ``mean``, ``median`` (the lower of two middle values)
+            or ``most-frequent`` value (if tied, the smallest, or the first category); the ``constant`` in ``value``; or
+            a ``separate-category``. Default: they are refused.
+        step: Unit of rounding for ``median`` and ``most-frequent``. Required at real sites, which disclose how often
+            each rounded number occurs.
+        value: Replacement of missing values with ``impute = "constant"``.
+        indicator: Whether to add a feature that is 1 where the value is missing.
     """
 
     type: Literal["number", "category", "boolean"] | None = None
@@ -194,17 +194,16 @@ class Schema(Setting):
 
     Args:
         label: Column with the label.
-        client: Column that says to which client each row belongs, for the partition ``natural``.
-        features: Columns that are features. Default: all columns without another role; at real sites, those in
-            ``columns``.
-        columns: Table from each feature to its settings, or to its type as a text. Other types are guessed from the
-            cells. Real sites need an entry for every feature.
+        client: Column with the client of each row, for the partition ``natural``.
+        features: Feature columns. Default: all columns without another role; at real sites, those in ``columns``.
+        columns: Table from each feature to its settings or type. Other types are guessed from the cells; real sites
+            need all features.
         classes: Possible labels, in order. Default: the labels of the table, sorted.
-        missing: Cells that stand for a missing value, in addition to empty cells.
-        ignore: Columns that are not used. Set it instead of ``features``.
-        test: Share of each client's rows to hold out as test samples, with its labels in proportion (at least one row
-            of each client that has two). Or the name of a column that marks each row as ``test`` or ``train``, or as
-            ``true`` or ``false``.
+        missing: Cells that mean a missing value, in addition to empty cells.
+        ignore: Unused columns. Set it instead of ``features``.
+        test: Share of each client's rows to hold out for testing, with labels in proportion (at least one row of each
+            client that has two). Or the column that marks each row as ``test`` or ``train``, or as ``true`` or
+            ``false``.
         delimiter: Character between the cells of a CSV file.
     """
 

@@ -52,33 +52,28 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message='Field name "(name|schema)" in "Data" shadows', category=UserWarning)
 
     class Data(Setting):
-        """Which data set is used, and how it is prepared.
+        """The data set and its preparation.
 
         Args:
-            name: A known name (see ``fedstrata datasets``); NAME for a file NAME.npz in ``$FEDSTRATA_DATA`` or
-                ``~/.cache/fedstrata``; the path of a ``.npz``, ``.csv`` or ``.parquet`` file; a folder, with ``/`` at
-                the end, of ``.npy`` files, whose inputs may be larger than the memory; or ``"hub:owner/name"`` or
-                ``"hub:owner/name:configuration"`` for the Hugging Face hub.
-            normalize: How each channel or feature is scaled, by statistics of the training set. ``standard``: to mean 0
-                and standard deviation 1. ``unit``: to [0, 1]. ``none``: not at all.
-            limit: Number of training samples to use, for quick trials. They are drawn at random, with the classes in
-                proportion. Default: all.
-            client: Column of a Hugging Face data set that says to which client each sample belongs, for the partition
-                ``natural``.
-            schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file; or, as a text, the name of the
-                label column.
-            shape: Shape of one sample in an array file: (channels, height, width) or (features,). Other shapes are
-                refused, and normalisation then uses only samples that clients train on. Real sites with array files
-                need ``shape`` and ``classes``.
-            classes: Number C of classes in an array file. Labels must be 0 … C−1.
+            name: A known name (``fedstrata datasets``); NAME for NAME.npz in ``$FEDSTRATA_DATA`` or
+                ``~/.cache/fedstrata``; a path of a ``.npz``, ``.csv`` or ``.parquet`` file; a folder of ``.npy``
+                files, with ``/`` at the end, whose inputs may exceed the memory; or ``"hub:owner/name"`` or
+                ``"hub:owner/name:configuration"`` of the Hugging Face hub.
+            normalize: Scaling of each channel or feature, by statistics of the training set: to mean 0 and standard
+                deviation 1 (``standard``), to [0, 1] (``unit``), or not at all (``none``). ``keep``: inputs are ids, and stay as they
+                are.
+            limit: Training samples to use, drawn at random with classes in proportion. Default: all.
+            client: Column of a Hugging Face data set with the client of each sample, for the partition ``natural``.
+            schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file; or the name of the label column.
+            shape: Shape of one sample in an array file: (channels, height, width) or (features,). Normalisation then
+                uses only samples that clients train on. Real sites with arrays need ``shape`` and ``classes``.
+            classes: Number C of classes in an array file, with the labels 0 … C−1.
             range: Smallest and largest value that an array file may contain.
-            shift: Number to subtract from each channel or feature. Default: computed as ``normalize`` says.
-            scale: Number by which each channel or feature is multiplied after ``shift``. Set both or neither.
-            augment: Random change of the inputs of each batch on which clients train: ``crop-flip`` for images, or a
-                function of your own, ``"module:function"``. A table with a ``name`` also has further settings. Only
-                local training is augmented: evaluations, predictions, and what samplers and objectives measure use the
-                samples as they are. Default: none.
-            custom: Description of arrays that were passed from Python. fedstrata writes it; do not set it.
+            shift: Number to subtract from each channel or feature. Default: computed by ``normalize``.
+            scale: Factor of each channel or feature after ``shift``. Set both or neither.
+            augment: Random change of each batch in local training: ``crop-flip`` for images, or a function of your own,
+                ``"module:function"``. Evaluations, samplers and objectives use the samples as they are.
+            custom: Description of arrays that were passed from Python. fedstrata sets it.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

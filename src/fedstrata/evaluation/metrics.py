@@ -224,7 +224,7 @@ class _OfCounts(_ByClient):
 
 
 class Accuracy(_OfCounts):
-    """Share of samples that are classified correctly. For a single class, this is its recall."""
+    """Share of correctly classified samples; for a single class, its recall."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -252,7 +252,7 @@ class MicroF1(_OfCounts):
 
 
 class MeanIoU(_OfCounts):
-    """Mean over the classes of intersection over union: the overlap of true and predicted pixels.
+    """Mean over classes of intersection over union of true and predicted pixels.
 
     The mean leaves out classes that have no pixels and were not predicted.
     """
@@ -317,14 +317,14 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve: with two classes, that of the second class; with more, the mean of all classes.
+    """Area under the ROC curve, of the second of two classes, or the mean over more classes.
 
     The curve of a class separates its samples from all others. The mean leaves out classes to which no sample or every
     sample belongs. Real sites send histograms of scores. The value is then approximate, and the record also has an
     upper bound of its error.
 
     Args:
-        bins: Number of bins in each class's histogram of scores. Real sites send histograms instead of scores.
+        bins: Number of bins in each class's histogram of scores, which real sites send instead of scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400
@@ -401,7 +401,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Exponential of the mean cross-entropy in nats: the number of equally likely tokens that would be as uncertain."""
+    """Exponential of the mean cross-entropy in nats: as many equally likely tokens are as uncertain."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -423,7 +423,7 @@ class Perplexity(LogLoss):
 
 
 class ECE(_ByClient):
-    """Expected calibration error: how far the confidence of predictions is from their accuracy (Guo et al. 2017).
+    """Expected calibration error: difference of confidence and accuracy (Guo et al. 2017).
 
     Samples are sorted into bins by their confidence, the largest of a sample's probabilities. The error is the absolute
     difference between mean confidence and accuracy in a bin, averaged over bins with their sample counts as weights.

@@ -24,28 +24,27 @@ class Evaluation(Setting):
     (``validation``, ``client_test`` and ``test_clients``) must stay the same. All other settings may change.
 
     Args:
-        every: Number of rounds between evaluations; 0 evaluates only after the last round, which is always evaluated.
-        batch_size: Number of samples per batch in evaluations.
-        metrics: Metrics to compute. The loss is always computed.
-        primary: Metric that selects the best round and the best settings, and that tables and figures show first:
-            ``accuracy``, ``loss`` or one of ``metrics``.
-        targets: Accuracies in (0, 1]; the summary states the first round that reached each. For other metrics, give a
-            table from each metric to its list, such as ``{ macro-f1 = [0.5] }``.
-        validation: Share of each class of the training samples to hold out before the partition (of each client's
-            samples, if the data define the clients). The best round and early stopping then use these samples, not the
-            test set.
+        every: Rounds between evaluations; 0 evaluates only after the last round.
+        batch_size: Samples per batch in evaluations.
+        metrics: Metrics to compute, in addition to the loss.
+        primary: Metric that selects the best round and settings, and comes first in tables and figures: ``accuracy``,
+            ``loss`` or one of ``metrics``.
+        targets: Accuracies in (0, 1] of which the summary states the first round that reached them. For other metrics,
+            a table from each metric to its list, such as ``{ macro-f1 = [0.5] }``.
+        validation: Share of each class of the training samples to hold out before the partition (with natural clients:
+            of each client's samples), for the best round and early stopping.
         client_test: Share of each client's samples to hold out as its own test samples, spread over its labels (at
-            least one sample). Real sites hold them out only if they have no separate test samples.
-        test_clients: Share of the clients that never train. The model is evaluated on all their samples.
-        fine_tune: Number of epochs in which each client fine-tunes the global model on its training samples, before it
-            evaluates this personal model on its own test samples. With 0, it only uses its own state, such as
-            BatchNorm's statistics.
-        unheard: Number of evaluations after which a client counts as unheard if none of its replies was used. Their
-            results are also reported separately.
-        checkpoint_every: Number of rounds between checkpoints; 0 writes none.
-        per_class: Whether to record accuracy, and each other metric that a single class can have, for every class.
-        weight_diversity: Whether to record the mean squared distance of the clients' models from their mean (Λ in
-            ReBaFL, Eq. 24). SFL and Stratify cannot.
+            least one). Real sites with separate test samples ignore it.
+        test_clients: Share of the clients that never train, on whose samples the model is evaluated.
+        fine_tune: Epochs in which each client fine-tunes the global model on its training samples, before evaluating
+            this personal model on its own test samples. With 0, it only uses its own state, such as BatchNorm's
+            statistics.
+        unheard: Evaluations in a row without a used reply after which a client counts as unheard. Results of unheard
+            clients are also reported separately.
+        checkpoint_every: Rounds between checkpoints; 0 writes none.
+        per_class: Whether to record accuracy, and other metrics where possible, for every class.
+        weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean (ReBaFL,
+            Eq. 24). SFL and Stratify cannot.
     """
 
     every: Annotated[int, Field(ge=0), MayChange()] = 1

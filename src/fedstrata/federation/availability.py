@@ -60,16 +60,14 @@ class Availability(Setting):
     """A model of which clients are online, and of the time that they need to answer.
 
     Args:
-        announced: Whether the server knows which clients are online, and invites only these. If false, an invited
-            client that is offline does not reply.
-        deadline: Simulated seconds after which the server no longer waits for replies in a round. Default: no deadline.
+        announced: Whether the server invites only online clients. Otherwise, invited clients that are offline do not
+            reply.
+        deadline: Simulated seconds that the server waits for replies in a round. Default: no deadline.
         seconds_per_sample: Simulated seconds that a client of median speed needs for the gradient of one sample.
-        speed_spread: Standard deviation of the logarithm of the clients' speeds; with 0, all are equally fast. A
-            client's speed never changes.
-        bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: uploads take no time.
-        bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: downloads take no
-            time.
-        latency: Simulated seconds that each message takes in addition, in one direction.
+        speed_spread: Standard deviation of the logarithm of the clients' constant speeds; with 0, all are equally fast.
+        bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: unlimited.
+        bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: unlimited.
+        latency: Additional simulated seconds per message, in one direction.
     """
 
     always_online: ClassVar[bool] = False
@@ -200,11 +198,11 @@ class AvailabilityGroup(Setting):
 
 
 class Grouped(Availability):
-    """Groups of clients with consecutive ids; each group has its own probability of being online (ReBaFL).
+    """Groups of clients with consecutive ids, each with its own probability of being online (ReBaFL).
 
     Args:
         groups: The groups in the order of the client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p =
-            0.2}]``. Their sizes must add up to the number of clients.
+            0.2}]``. Their sizes add up to the number of clients.
     """
 
     groups: list[AvailabilityGroup] = Field(min_length=1)
@@ -226,11 +224,11 @@ class Grouped(Availability):
 
 
 class Trace(Availability):
-    """The rounds in which each client is online are read from a file.
+    """Each client is online in the rounds that a file lists.
 
     Args:
-        file: Path of a CSV file with the columns ``client,first,last``: the client is online from round ``first`` to
-            round ``last`` (counted from 1). A client may have several lines. A client without a line is never online.
+        file: Path of a CSV file with the columns ``client,first,last``: the client is online from round ``first``
+            (counted from 1) to ``last``. A client may have several lines, and is never online without one.
     """
 
     file: str

@@ -78,13 +78,13 @@ class SGD(LocalOptimizer):
 
 
 class AdamW(LocalOptimizer):
-    """AdamW (Loshchilov and Hutter 2019), whose weight decay ``training.weight_decay`` is not part of the gradient.
+    """AdamW (Loshchilov and Hutter 2019), whose weight decay is not part of the gradient.
 
     The steps are those of ``torch.optim.AdamW``. ``training.momentum`` is refused.
 
     Args:
         betas: Coefficients of the running means of the gradient and of its square.
-        eps: Term that is added to the square root of the second running mean.
+        eps: Term added to the square root of the second running mean.
     """
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)

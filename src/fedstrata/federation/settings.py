@@ -44,20 +44,17 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 
 
 class Privacy(Setting):
-    """The smallest number of samples behind anything that a client sends.
+    """The smallest number of samples behind each value that a client sends.
 
     A client does not answer a request for an update, a count, a loss or a measurement if it has fewer samples for it.
     Prototypes, labels and counts of classes with fewer samples are left out of answers. A site may require more samples
     than the spec.
 
     Args:
-        min_samples: Smallest number of samples behind a client's update, its gradient for a batch of Stratify, its
-            prototype or count of a class, or its mean of a column. A number with which no client could ever answer is
-            refused.
-        below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: it uses them
-            together with those of its next batch (at the end of an epoch: of the batch before), so that no sample is
-            lost.
-            ``refuse``: it does not answer for the rest of the epoch.
+        min_samples: Smallest number of samples behind a client's update, gradient for a batch of Stratify, prototype or
+            count of a class, or mean of a column. Numbers with which no client could answer are refused.
+        below: With too few samples in a batch of Stratify, a client uses them in its next batch (at the end of an
+            epoch: with the batch before) (``hold-back``), or does not answer for the rest of the epoch (``refuse``).
     """
 
     min_samples: PositiveInt = 1
@@ -73,42 +70,39 @@ class Training(Setting):
     """Rounds, local training and hardware.
 
     Args:
-        rounds: Number of rounds. It may be increased when a run is resumed.
-        clients_per_round: Number of clients invited per round. Default: 10, or all clients if there are fewer.
-        local_epochs: Number of epochs that a client trains per round. Default: 5.
-        local_steps: Number of mini-batch steps of a client per round. Set it instead of ``local_epochs``.
-        batch_size: Number of samples in a mini-batch. A client with fewer samples uses all of them in each.
-        accumulate: Number of mini-batches in one step of a client. A step uses the mean gradient over ``batch_size`` ×
-            ``accumulate`` samples, but computes it for ``batch_size`` samples at a time, which needs less memory.
-            BatchNorm's statistics are those of single mini-batches.
-        optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or the path ``"module:Class"`` of an optimiser of
-            PyTorch. A table with a ``name`` also has the optimiser's own settings. SCAFFOLD, FedDyn, FedTAN and
-            Stratify require ``sgd``.
-        optimizer_state: The state of the optimiser, such as its momentum. ``reset``: a client begins every round
-            without a state. ``keep``: a client continues with the state after its last round. Each client then stores
-            this state, which takes twice the memory of the model for ``adamw``. Fine-tuning for evaluation begins
-            without a state.
+        rounds: Number of rounds, which a resumed run may raise.
+        clients_per_round: Clients invited per round. Default: 10, or all if there are fewer.
+        local_epochs: Epochs of a client per round. Default: 5.
+        local_steps: Mini-batch steps of a client per round. Set it instead of ``local_epochs``.
+        batch_size: Samples in a mini-batch. A client with fewer samples uses all of them in each.
+        accumulate: Mini-batches per step of a client. A step uses the mean gradient over ``batch_size`` ×
+            ``accumulate`` samples with the memory of ``batch_size``. BatchNorm uses the statistics of single
+            mini-batches.
+        optimizer: Clients' optimiser: ``sgd``, ``adamw``, or ``"module:Class"`` of an optimiser of PyTorch; as a table,
+            with its settings. SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
+        optimizer_state: Optimiser's state (such as momentum) at the beginning of a round: none (``reset``), or that
+            after the client's last round (``keep``; for ``adamw``, twice the memory of the model per client).
+            Fine-tuning for evaluation begins without a state.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' SGD.
-        weight_decay: Factor of the weight decay. For ``sgd``, this factor times the parameters is added to the
-            gradient; for ``adamw``, it is not part of the gradient.
-        schedule: Learning rate in the rounds t = 0, 1, …: ``constant`` (η), ``inverse`` (η / (1 + t)), or ``cosine``
-            (from η to zero along half a cosine wave).
-        warmup: Number of rounds W at the beginning in which the learning rate rises linearly: in round t = 1, …, W, the
-            rate of ``schedule`` is multiplied by t / (W + 1).
-        clip: Largest norm of a gradient; longer gradients are scaled down. Default: no limit.
-        batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them like
-            parameters. ``local``: each client keeps its own, and the global model is evaluated with the statistics of
-            the test batches. Stratify, SFL and FedTAN require ``average``.
+        weight_decay: Factor of the weight decay, which ``sgd``, unlike ``adamw``, adds to the gradient.
+        schedule: Learning rate in round t = 0, 1, …: ``constant`` (η), ``inverse`` (η / (1 + t)), or ``cosine`` (from η
+            to zero along half a cosine wave).
+        warmup: Number W of first rounds in which the learning rate rises: in round t = 1, …, W, that of ``schedule`` is
+            multiplied by t / (W + 1).
+        clip: Largest norm of a gradient; longer ones are scaled down. Default: no limit.
+        batch_norm: BatchNorm's running statistics: averaged by the server (``average``), or kept by each client
+            (``local``), where evaluations of the global model use the statistics of the test batches. Stratify, SFL and
+            FedTAN require ``average``.
         execution: ``fused``: an engine may sum over clients in one pass, which is faster. ``per-client``: results are
-            equal bit by bit on every engine; only Stratify is then slower, several times.
-        threads: Number of threads that PyTorch uses for one operation; may change the last bits of results.
-        workers: Number of processes that train clients on this machine; does not change results. Default: one per core
-            if that is faster, otherwise one.
-        precision: Number format of local training: ``float32``, or ``bf16`` for the operations that PyTorch's autocast
-            considers safe. Parameters and updates stay float32. Stratify and FedTAN always use float32.
+            equal bit by bit on every engine, but Stratify is several times slower.
+        threads: Threads per operation of PyTorch; may change the last bits of results.
+        workers: Processes that train clients on this machine, without changing results. Default: one per core if
+            faster, otherwise one.
+        precision: Number format of local training: ``float32``, or ``bf16`` for operations that PyTorch's autocast
+            considers safe. Parameters and updates stay float32, as does all training of Stratify and FedTAN.
         device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if there is one).
-            Results of devices differ in the last bits.
+            Devices differ in the last bits of results.
     """
 
     rounds: Annotated[PositiveInt, MayChange(upwards=True)] = 20

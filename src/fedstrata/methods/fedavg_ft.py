@@ -13,7 +13,7 @@ from fedstrata.methods.head_tuning import HeadTuning
 
 
 class FedAvgFT(Recipe, HeadTuning):
-    """FedAvg whose server trains the averaged head on samples that no client holds: an upper bound for comparisons.
+    """FedAvg whose server trains the head on samples that no client holds: an upper bound for comparisons.
 
     A partition that gives all samples to clients is refused.
     """

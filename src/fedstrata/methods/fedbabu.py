@@ -20,8 +20,8 @@ class FedBABU(Recipe):
     set ``evaluation.fine_tune``.
 
     Args:
-        fine_tune: Table with the settings of the head's training at the server, such as ``{ per_class = 10 }``; keys
-            and defaults as for ``fedavg-ft``. Default: the head is not trained.
+        fine_tune: Settings of the head's training at the server, such as ``{ per_class = 10 }``, with the keys and
+            defaults of ``fedavg-ft``. Default: no training.
     """
 
     paper = "Oh, Kim and Yun 2022, FedBABU: Toward Enhanced Representation (ICLR)"

@@ -11,7 +11,7 @@ from fedstrata.objectives.feddyn import Dynamic
 
 
 class FedDyn(Recipe):
-    """FedAvg with a dynamically regularised loss; the new model is the plain mean of the models minus h/α.
+    """FedAvg with a dynamically regularised loss; the new model is the mean of the models minus h/α.
 
     h is −α/N times the sum of all updates that clients have sent so far, where N is the number of clients.
     """

@@ -10,7 +10,7 @@ from fedstrata.objectives.calibrated import LogitMargins, Missing
 
 
 class FedLC(Recipe):
-    """FedAvg with calibrated logits z_c − τ n_k(c)^(−1/4), where n_k(c) counts the client's samples of class c."""
+    """FedAvg with calibrated logits z_c − τ n_k(c)^(−1/4) for n_k(c) samples of class c at the client."""
 
     paper = "Zhang et al. 2022, Federated Learning with Label Distribution Skew via Logits Calibration"
 

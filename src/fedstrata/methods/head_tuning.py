@@ -21,8 +21,8 @@ class HeadTuning(Setting):
     time that the head is trained, in evaluation mode. ``training.optimizer``, the clients' optimiser, is not used.
 
     Args:
-        per_class: Number of samples of each class on which the server trains the head.
-        steps: Number of gradient steps of each training of the head.
+        per_class: Samples of each class for the head's training.
+        steps: Gradient steps per training of the head.
         lr: Learning rate of the head's training.
         momentum: Momentum of the head's training, reset before each training.
         weight_decay: Factor of the L2 penalty on the head.

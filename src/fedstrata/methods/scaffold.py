@@ -10,7 +10,7 @@ from fedstrata.objectives.scaffold import Scaffold
 
 
 class SCAFFOLD(Recipe):
-    """FedAvg whose clients correct each step with control variates; models are averaged with equal weights.
+    """FedAvg with control variates, which correct each step; models have equal weights.
 
     The control variate c_k estimates the gradient of client k, and c that of the federation. The client adds c − c_k to
     each gradient, so that its steps go in the direction of the federation's gradient.

@@ -71,7 +71,7 @@ class ResNet20(ModelSpec):
     With 3 input channels and 10 classes, it has 272,474 parameters.
 
     Args:
-        norm: ``"bn"`` for BatchNorm, ``"gn"`` for GroupNorm.
+        norm: Normalisation: BatchNorm (``bn``) or GroupNorm (``gn``).
     """
 
     norm: Norm = "bn"

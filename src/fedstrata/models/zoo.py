@@ -108,7 +108,7 @@ class CNN64(ModelSpec):
 
 
 class CustomModel(ModelSpec):
-    """A module that was passed from Python, in the spec that fedstrata writes for a run. Do not set it.
+    """A module that was passed from Python. fedstrata writes it into the spec of a run.
 
     Args:
         custom: Description of the module.

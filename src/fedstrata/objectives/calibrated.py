@@ -88,8 +88,8 @@ class Restricted(Calibrated):
     Local training then changes the head's weights of these classes less.
 
     Args:
-        alpha: Factor α of the logits of classes that the client lacks. 1 equals FedAvg; with 0, the weights of these
-            classes do not change.
+        alpha: Factor α of the logits of classes that the client lacks. 1 equals FedAvg; 0 leaves these classes' weights
+            unchanged.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)
@@ -107,8 +107,8 @@ class LogitMargins(Calibrated):
 
     Args:
         tau: Factor τ of all margins.
-        missing: Treatment of classes that the client lacks. ``excluded``: the softmax leaves them out. ``one``: they
-            get the margin τ, as if the client had one sample of each.
+        missing: Classes that the client lacks: left out of the softmax (``excluded``), or with the margin τ, as if the
+            client had one sample of each (``one``).
     """
 
     tau: NonNegativeFloat = 1.0

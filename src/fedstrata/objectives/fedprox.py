@@ -9,10 +9,10 @@ from fedstrata.objectives.base import Context, Objective
 
 
 class Proximal(Objective):
-    """Cross-entropy F_k(w) plus the proximal term (μ/2) ‖w − w_t‖², where w_t is the global model's parameters.
+    """Cross-entropy F_k(w) plus the proximal term (μ/2) ‖w − w_t‖², with the global model w_t.
 
     Args:
-        mu: Strength μ of the proximal term; 0 turns it off.
+        mu: Strength μ of the proximal term.
     """
 
     mu: NonNegativeFloat = 0.01

@@ -15,7 +15,7 @@ from fedstrata.objectives.base import Context, Objective, Trained
 
 
 class Scaffold(Objective):
-    """SCAFFOLD's correction: client k adds c − c_k to each gradient, where c and c_k are called control variates.
+    """SCAFFOLD's correction: client k adds c − c_k, the control variates, to each gradient.
 
     c belongs to the server, c_k to the client. A step with gradient g is w ← w − η (g − c_k + c). After K steps from
     w_t, the client sets c_k⁺ = c_k − c + (w_t − w) / (K η) and sends Δc_k = c_k⁺ − c_k. The server then sets c ← c +

@@ -194,7 +194,7 @@ class Uniform(ClientSampler):
     """Draws m clients per round, all with the same probability.
 
     Args:
-        replacement: Whether a client may be drawn more than once per round.
+        replacement: Whether a client may be drawn twice per round.
     """
 
     replacement: bool = False

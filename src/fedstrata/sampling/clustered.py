@@ -77,13 +77,12 @@ class ClusteredState:
 
 
 class Clustered(ClientSampler):
-    """Draws each of the m clients from its own group of similar clients; the mean of the models is unbiased.
+    """Draws each of the m clients from its own group of similar clients, without bias.
 
     Args:
-        algorithm: How clients are grouped. ``1``: by size. ``2``: by the direction of their last updates, with Ward's
-            method; clients that never took part form one group.
-        coordinates: Length of the random projection of each client's update that is stored; 0 to store the whole
-            update.
+        algorithm: Groups clients by size (``1``), or by the direction of their last updates with Ward's method (``2``),
+            where clients that never took part form one group.
+        coordinates: Length of the stored random projection of each client's update; 0 to store the whole update.
     """
 
     tells_sizes = True

@@ -19,7 +19,7 @@ from fedstrata.sampling.ldp import FedSTaSData
 
 
 class Everyone(ClientSampler):
-    """Invites all available clients in every round; ``training.clients_per_round`` is ignored."""
+    """Invites all available clients in every round, whatever ``training.clients_per_round`` is."""
 
     def check(self, config: FederationConfig) -> None:
         """Accept every federation, because ``training.clients_per_round`` is ignored."""
@@ -53,13 +53,11 @@ class FedSamplingData(DataSampler):
     ñ is an estimate of how many samples the participants hold together.
 
     Args:
-        samples: Number K of samples to use per round, over all participants.
-        epsilon: Privacy parameter ε of local differential privacy for the clients' sizes (numbers of samples).
-            Participants still report how many samples they used, which discloses sizes. Default: clients report exact
-            sizes.
-        bound: Public upper bound M on the clients' sizes, used only with ``epsilon``. Larger sizes are reported as M −
-            1.
-        reuse: Whether each client is asked only once, so that it spends ε once. If false, participants answer in every
+        samples: Samples K to use per round, over all participants.
+        epsilon: ε of local differential privacy for the clients' sizes (numbers of samples). Participants still
+            disclose how many samples they used. Default: clients report exact sizes.
+        bound: Public upper bound M on sizes with ``epsilon``. Larger sizes are reported as M − 1.
+        reuse: Whether each client is asked only once, and so spends ε once. Otherwise, participants answer in every
             round: errors average out, but T rounds spend T ε.
     """
 

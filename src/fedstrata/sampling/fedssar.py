@@ -49,15 +49,13 @@ class FedSSARSampler(ClientSampler):
     takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: Number of clients, itself included, that a client needs in its neighbourhood (``min_samples`` of
-            the clustering algorithm OPTICS).
+        min_samples: Clients, itself included, that a client needs in its neighbourhood (``min_samples`` of OPTICS).
         xi: Relative drop of reachability at which a cluster begins (``xi`` of OPTICS).
-        features: Basis for comparing clients: their ``parameters``, as in the paper, or their ``updates`` (parameters
-            minus those that the client started from), which also compare well across rounds.
-        coordinates: Length of the random projection of each client's parameters that is stored; 0 to store all
-            parameters.
-        optics_max: Largest number of clients to cluster with OPTICS, which takes quadratic time. If there are more, a
-            random subset is clustered, and each other client joins the nearest cluster.
+        features: Basis for comparing clients: their ``parameters``, as in the paper, or their ``updates``, which also
+            compare well across rounds.
+        coordinates: Length of the stored random projection of each client's parameters; 0 to store all parameters.
+        optics_max: Most clients to cluster with OPTICS, which takes quadratic time. Of more clients, a random subset is
+            clustered, and the others join the nearest cluster.
     """
 
     min_samples: int = Field(default=2, ge=2)

@@ -35,12 +35,12 @@ class FedSTaSData(DataSampler):
 
     Args:
         fraction: Share of the participants' samples to use per round: n* is this share of their estimated number,
-            averaged over the rounds so far. Ignored if ``samples`` is set.
-        samples: Number n* of samples to use per round. Set it instead of ``fraction``.
-        epsilon: Privacy parameter ε of local differential privacy for the clients' sizes (numbers of samples). A client
-            spends ε in every round in which it takes part. Default: clients report exact sizes.
-        bound: Public upper bound M on the clients' sizes, used only with ``epsilon``. Larger sizes are reported as M −
-            1; more samples are then used than requested.
+            averaged over rounds so far.
+        samples: Samples n* to use per round. Set it instead of ``fraction``.
+        epsilon: ε of local differential privacy for the clients' sizes (numbers of samples), spent in each round in
+            which a client takes part. Default: clients report exact sizes.
+        bound: Public upper bound M on sizes with ``epsilon``. Larger sizes are reported as M − 1; more samples are then
+            used than requested.
     """
 
     fraction: float = Field(default=0.1, gt=0, le=1)

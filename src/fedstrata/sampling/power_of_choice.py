@@ -22,8 +22,7 @@ class PowerOfChoice(ClientSampler):
     The sampler is biased on purpose: the expected aggregate is not the mean over all clients.
 
     Args:
-        candidates: Number of candidates, d. Default: twice the number of clients per round, but not more than there
-            are.
+        candidates: Number of candidates d. Default: twice the number of clients per round, or all if there are fewer.
     """
 
     tells_sizes = True

@@ -96,27 +96,23 @@ class Stratified(ClientSampler):
     """Divides clients into strata (groups) with similar gradients; large and diverse strata get more draws.
 
     Args:
-        strata: Number of strata, H.
-        centres: Number of different values in a compressed gradient, d'.
-        coordinates: Length to which a random projection first shortens each gradient (our reading of the paper's
-            K_desired); 0 for no projection.
-        refresh: Which compressed gradients are renewed in each round; other clients keep their last one. ``all``: those
-            of all clients, as in the paper (default up to 1,000 clients). ``participants``: those of the round's
-            clients (default for more).
-        gradients: Source of the gradients. ``asked``: each client computes its gradient at the global model, in a pass
-            over its data; with ``refresh = "participants"``, each round also asks as many clients without a gradient as
-            it invites. ``updates``: a participant's update, divided by the learning rate times its steps; clients that
-            never took part form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
-        compared: Basis for comparing clients. ``restored``: the whole compressed gradient, as in the paper.
-            ``centroids``: only its d' different values, as in the published code of FedSTaS; requires ``gradients =
-            "asked"``.
-        replacement: Whether a client may be drawn more than once from its stratum. If not, Horvitz-Thompson weights are
-            biased.
-        allocation: Number of draws from each stratum. ``neyman``: in proportion to its size times its spread, by
-            largest remainder; a stratum may get none, which biases the result. ``neyman-random``: the same, rounded at
-            random, which the weights correct; on average, each stratum gets at least half of an equal share.
-            ``neyman-at-least-one``: like ``neyman``, but at least one. ``proportional``: in proportion to its size, at
-            least one. Default: ``neyman-random`` with replacement; otherwise ``neyman`` with ``refresh = "all"``, or
+        strata: Number of strata.
+        centres: Different values in a compressed gradient, d'.
+        coordinates: Length to which a random projection first shortens each gradient (the paper's K_desired, as we read
+            it); 0: no projection.
+        refresh: Clients that renew their compressed gradients in each round: ``all``, as in the paper (default up to
+            1,000 clients), or the round's ``participants``.
+        gradients: ``asked``: each client computes its gradient at the global model, in a pass over its data; with
+            ``refresh = "participants"``, each round also asks as many clients without a gradient as it invites.
+            ``updates``: participants' updates, divided by the learning rate times the steps; clients that never took
+            part form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+        compared: Basis for comparing clients: the whole compressed gradient, as in the paper (``restored``), or its d'
+            different values, as in FedSTaS's code (``centroids``; requires ``gradients = "asked"``).
+        replacement: Whether a client may be drawn twice from its stratum. If not, Horvitz-Thompson weights are biased.
+        allocation: Draws per stratum. ``neyman``: in proportion to size times spread, by largest remainder; a stratum
+            may get none, which biases the result. ``neyman-random``: rounded at random, without bias; at least half of
+            an equal share on average. ``neyman-at-least-one``: at least one. ``proportional``: in proportion to size,
+            at least one. Default: ``neyman-random`` with replacement; otherwise ``neyman`` with ``refresh = "all"``, or
             ``neyman-at-least-one``.
     """
 

@@ -15,14 +15,14 @@ from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
 
 class Weighted(ClientSampler):
-    """Draws m clients per round in proportion to their numbers of samples, for which it asks each client once.
+    """Draws m clients per round in proportion to their numbers of samples, which each client sends once.
 
     The aggregators ``size`` and ``stratum`` give all draws the same weight. The expected weight of client k is then n_k
     / Σn, so that the aggregate is an unbiased estimate of the mean over all clients, weighted by size.
 
     Args:
-        replacement: Whether a client may be drawn more than once per round. If not, clients with more than 1/m of all
-            samples are always drawn, and the others by systematic sampling (Madow 1949).
+        replacement: Whether a client may be drawn twice per round. If not, clients with more than 1/m of all samples
+            are always drawn, and the others by systematic sampling (Madow 1949).
     """
 
     tells_sizes = True

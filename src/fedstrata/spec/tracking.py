@@ -92,12 +92,12 @@ class Tracker(Callback):
 
 
 class TensorBoard(Tracker):
-    """Event files for TensorBoard: every number of a round, the settings and, as text, the spec.
+    """Event files for TensorBoard: every number of a round, the settings, and the spec as text.
 
     Needs the extra ``tracking``.
 
     Args:
-        dir: Folder in which each run gets a folder with its event files. Default: ``tensorboard`` in the run folder.
+        dir: Folder with a folder of event files per run. Default: ``tensorboard`` in the run folder.
     """
 
     dir: Annotated[str | None, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)] = None
@@ -154,10 +154,10 @@ class MLflow(Tracker):
     Args:
         uri: Address of the tracking server or store, such as ``http://localhost:5000`` or ``sqlite:///mlflow.db``.
             Default: MLflow's own (``MLFLOW_TRACKING_URI``).
-        experiment: Name of the experiment in MLflow, which is created if it does not exist.
+        experiment: Name of the experiment in MLflow, created if it does not exist.
         run: Name of the run in MLflow. Default: its method, data and seed.
-        tags: Table from the name of each additional tag to its value.
-        artifacts: Whether to upload the run folder's files, except checkpoints, at the end.
+        tags: Additional tags, as a table from name to value.
+        artifacts: Whether to upload the run folder's files at the end, except checkpoints.
     """
 
     uri: str | None = None
@@ -284,11 +284,11 @@ def _switched(value: object) -> object:
 
 
 class Tracking(Setting):
-    """Programs that show a run. They may be changed when the run is resumed.
+    """Programs that show a run. You may change them when you resume.
 
     Args:
-        tensorboard: Settings of TensorBoard, or ``true`` for the defaults. Default: not used.
-        mlflow: Settings of MLflow, or ``true`` for the defaults. Default: not used.
+        tensorboard: Settings of TensorBoard, or ``true`` for the defaults.
+        mlflow: Settings of MLflow, or ``true`` for the defaults.
     """
 
     tensorboard: Annotated[

@@ -54,30 +54,30 @@ class Stratify(Method):
     and ``training.batch_size`` is the size of a batch over all clients. Clients' optimisers other than SGD are refused.
 
     Args:
-        mode: ``batch``: the clients that hold the samples of a batch train it together. ``single``: the model goes from
-            client to client, one step per sample. ``hybrid``: batches first, then single samples, on data that arrive
+        mode: ``batch``: the clients that hold a batch's samples train it together. ``single``: the model goes from
+            client to client, one step per sample. ``hybrid``: first batches, then single samples of data that arrive
             later.
-        schedule: Number of samples of each label per epoch. ``uncapped``: all samples of the label. ``capped``: all
-            samples, but at most the median over labels. ``uniform``: the mean over labels.
-        cap: Largest number of samples of a label with ``capped``. Default: the median over labels.
-        selection: How a client is drawn among those that hold a label: ``uniform``, or ``weighted`` by their number of
-            samples of it.
-        batch_size: Number of samples in a batch, over all clients. Larger batches mean fewer exchanges, but also fewer
-            steps. Default: ``training.batch_size``.
+        schedule: Samples of each label per epoch. ``uncapped``: all. ``capped``: all, but at most ``cap``. ``uniform``:
+            the mean over labels.
+        cap: Most samples of a label with ``capped``. Default: the median over labels.
+        selection: How a client is drawn among those that hold a label: ``uniform``, or ``weighted`` by their samples of
+            it.
+        batch_size: Samples in a batch, over all clients. Larger batches mean fewer exchanges and fewer steps. Default:
+            ``training.batch_size``.
         lr_rule: Factor of the learning rate if ``batch_size`` is r times ``training.batch_size``: 1 (``none``), r
             (``linear``) or √r (``sqrt``).
-        local_steps: Batch mode: number of steps of a client on its part of a batch. With 1, a batch equals a step of
-            centralised SGD. With more, the clients' models drift apart.
-        server: Batch mode: optimiser of the server. Its ``lr`` (default 1) is multiplied by ``training.lr``. Default:
-            SGD with the momentum and weight decay of ``training``.
-        chunk_size: Single-sample mode: number of consecutive positions of the schedule (a chunk) for which clients are
-            chosen together. The client that can train the most of them gets them.
-        retain: Single-sample mode: share of a label's clients, drawn at random, that may train it in a chunk. A larger
-            share gives longer stretches to a client, and favours clients with many labels.
-        pretraining: Hybrid mode: number of rounds with batches. Default: half of all rounds.
+        local_steps: Batch mode: steps of a client on its part of a batch. With 1, a batch equals a step of centralised
+            SGD; with more, models drift apart.
+        server: Batch mode: optimiser of the server; its ``lr`` (default 1) is multiplied by ``training.lr``. Default:
+            SGD with momentum and weight decay of ``training``.
+        chunk_size: Single-sample mode: consecutive positions of the schedule (a chunk) for which clients are chosen
+            together. The client that can train on most of them gets them.
+        retain: Single-sample mode: share of a label's clients, drawn at random, that may train on it in a chunk.
+            Larger: fewer transfers, and preference for clients with many labels.
+        pretraining: Hybrid mode: rounds with batches. Default: half of all rounds.
         stream: Hybrid mode: share of each client's samples that arrive after the rounds with batches.
-        masking: How the server sees the clients' labels: as they are (``none``), as keyed hashes (``prf``), or
-            encrypted (``ckks``). With the same keys, the trained model does not depend on it.
+        masking: How the server sees labels: as they are (``none``), as keyed hashes (``prf``), or encrypted (``ckks``).
+            With the same keys, the trained model is the same.
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"

@@ -17,15 +17,14 @@ from fedstrata.data.partitions.schemes import Alpha, Generator
 
 
 class Classes(Partition):
-    """Label skew with k classes per client; each class is split equally among the clients that hold it (#C = k).
+    """Label skew with k classes per client; the clients that hold a class share it equally (#C = k).
 
     Stratify (section V) and many others use this division. The classes of a client are random, but all classes are held
     by equally many clients (±1), and by at least one.
 
     Args:
-        per_client: Number of classes of each client.
-        size: Number of samples of each client, divided equally (±1) among its classes; other samples are not used.
-            Default: all are used.
+        per_client: Classes of each client.
+        size: Samples of each client, divided equally (±1) among its classes. Default: all samples are used.
     """
 
     by_label = True
@@ -57,16 +56,16 @@ class ClassGroup(Setting):
 
 
 class Groups(Partition):
-    """Groups of clients with different numbers of classes; the classes of each client are random.
+    """Groups of clients with different numbers of random classes.
 
     Clients are numbered group after group. All classes are held by equally many clients (±1), and each is split equally
     among them. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups, whose clients
     hold 2, 2, 3, 3 and 5 classes.
 
     Args:
-        groups: The groups, such as ``{clients = 4, classes = 2}``: number of clients, and of classes per client.
+        groups: The groups: number of clients, and of classes per client, such as ``{clients = 4, classes = 2}``.
             ``clients`` is their sum.
-        size: Number of samples of each client, as for the partition ``classes``.
+        size: Samples of each client, as for ``classes``.
     """
 
     by_label = True
@@ -113,14 +112,14 @@ class Groups(Partition):
 
 
 class Domains(Partition):
-    """Feature skew with d domains per client; each domain is split equally among the clients that hold it (#D = d).
+    """Feature skew with d domains per client; the clients that hold a domain share it equally (#D = d).
 
     Stratify (section V) uses this division.
 
     Args:
-        per_client: Number of domains of each client. Default: 1.
-        alpha: Concentration α: each domain is divided among all clients by Dirichlet draws, as the partition
-            ``dirichlet`` divides classes. Set it instead of ``per_client``.
+        per_client: Domains of each client. Default: 1.
+        alpha: Concentration α of Dirichlet draws that divide each domain among all clients. Set it instead of
+            ``per_client``.
     """
 
     per_client: PositiveInt | None = None

@@ -24,7 +24,7 @@ class Natural(Partition):
 
     Args:
         clients: Number of clients to draw at random. Default: all.
-        min_size: Smallest number of samples of a client. Smaller clients are left out, with a warning.
+        min_size: Smallest number of samples of a client. Smaller clients are left out with a warning.
     """
 
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
@@ -69,14 +69,14 @@ class Natural(Partition):
 
 
 class SingleClient(Partition):
-    """One client with samples of another partition, for comparison with federated training.
+    """One client with samples of another partition, to compare with federated training.
 
     It has the samples of all clients of the other partition (centralised training), or of one of them (local training).
 
     Args:
         clients: Always 1.
-        of: The partition that assigns the samples first.
-        only: Index (from 0) of the client in ``of`` whose samples are used. Default: the samples of all clients.
+        of: The partition that first assigns the samples.
+        only: Index (from 0) of the client in ``of`` whose samples are used. Default: all clients' samples.
     """
 
     clients: Literal[1] = 1

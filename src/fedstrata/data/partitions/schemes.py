@@ -25,7 +25,7 @@ Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 
 class IID(Partition):
-    """Random samples for every client, equally many (±1) (McMahan et al. 2017, section 3, "IID")."""
+    """Equally many (±1) random samples for every client (McMahan et al. 2017, section 3, "IID")."""
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
         """See ``Partition.assign``."""
@@ -35,18 +35,17 @@ class IID(Partition):
 
 
 class Dirichlet(Partition):
-    """Label skew by Dirichlet draws: the smaller α, the fewer classes dominate a client.
+    """Label skew by Dirichlet draws: with a smaller α, fewer classes dominate a client.
 
     Args:
         alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; 1e6 is nearly IID.
-        balance: Object of the Dirichlet draws. ``class``: how each class is divided among the clients, so
-            that client sizes vary too (Yurochkin et al. 2019; Li et al. 2022); clients below ``min_size`` get
-            samples from the largest.
-            ``client``: the class probabilities of each client, from ``prior``; all clients have the same size (±1).
-            When a class is used up, clients draw from the others.
-        prior: Dirichlet parameters with ``balance = "client"``. ``shares``: α times the class's share of all samples
-            (Hsu et al. 2019). ``flat``: α for every class, as in the published code of FedSTaS. With ten equal classes,
-            α = 0.001 with ``flat`` equals α = 0.01 with ``shares``.
+        balance: ``class``: the draws divide each class among the clients, so sizes vary too (Yurochkin et al. 2019; Li
+            et al. 2022); clients below ``min_size`` get samples from the largest. ``client``: the draws are each
+            client's class probabilities; all have the same size (±1). When a class is used up, clients draw from the
+            others.
+        prior: Dirichlet parameters with ``balance = "client"``: α times the class's share of all samples (``shares``;
+            Hsu et al. 2019), or α for every class (``flat``, the published code of FedSTaS). With ten equal classes,
+            ``flat`` with α = 0.001 equals ``shares`` with α = 0.01.
     """
 
     by_label = True
@@ -76,14 +75,14 @@ class Dirichlet(Partition):
 
 
 class Shards(Partition):
-    """Samples sorted by label and cut into shards of equal size (±1), with a fixed number of shards per client.
+    """Samples sorted by label and cut into equal shards (±1), with a fixed number of shards per client.
 
     This is the "pathological non-IID" division of McMahan et al. 2017, section 3. A shard at the border of two classes
     has samples of both, so that a client may hold a few samples of another class. Sizes differ by at most
     ``per_client``.
 
     Args:
-        per_client: Number of shards of each client.
+        per_client: Shards of each client.
     """
 
     by_label = True
@@ -133,11 +132,11 @@ class Given(Partition):
     Samples may be left out.
 
     Args:
-        indices: For each client, the list of the indices of its samples in the training set. The number of lists
-            replaces ``clients``.
-        file: Path of a ``.npz`` file, instead of ``indices``, relative to the folder of the spec or to the working
-            directory. Its arrays: ``indices``, client after client; and ``offsets``, (N + 1,): where each client begins
-            in ``indices``, and where the last one ends.
+        indices: For each client, the indices of its samples in the training set. The number of lists replaces
+            ``clients``.
+        file: ``.npz`` file, instead of ``indices``, relative to the spec or the working directory. Its arrays:
+            ``indices``, client after client; and ``offsets``, (N + 1,): where each client begins in ``indices``, and
+            where the last one ends.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

@@ -19,12 +19,11 @@ from fedstrata.data.tasks.base import Targets, Task
 
 
 class Classification(Task):
-    """The prediction of one class for each sample, with the cross-entropy as loss.
+    """The prediction of one class per sample, with the cross-entropy as loss.
 
     Args:
-        class_weights: Factor of the loss of each class, in the order of the classes. The factors are scaled so that
-            their mean is 1. In contrast to PyTorch's ``weight``, the sum of the losses is divided by the number of
-            samples. Default: 1 for each class.
+        class_weights: Factor of each class's loss, in the order of the classes, scaled to the mean 1. Losses are
+            divided by the number of samples, unlike in PyTorch. Default: 1 for each class.
         label_smoothing: Share of the target probability that is spread evenly over all classes.
     """
 

@@ -17,14 +17,13 @@ from fedstrata.data.tasks.base import Targets, Task
 
 
 class MultiLabel(Task):
-    """The prediction of several labels for each sample, such as all diseases in a picture.
+    """The prediction of several labels per sample, such as all diseases in a picture.
 
     The loss is the mean binary cross-entropy over the labels. A label is predicted if its probability is above one
     half.
 
     Args:
-        stratum: Name of the label that divides samples into two strata: those without it and those with it. Default:
-            no strata.
+        stratum: Name of the label that divides samples into two strata: without and with it. Default: no strata.
     """
 
     default_metrics = ("micro-f1", "macro-f1")

@@ -32,13 +32,11 @@ class Regression(Task):
     predictions are in the unit of the targets. Mean and deviation are those of the targets that clients train on.
 
     Args:
-        loss: Loss of a standardised target: its squared error (``mse``), its absolute error (``mae``), or the
-            Huber loss (``huber``), which is quadratic up to an error of 1 and linear beyond. With several targets for
-            a sample, it is their mean.
-        bins: Number of strata. They are ranges of the (first) target with equally many training samples. Stratify and
-            partitions by label need them. Default: no strata.
-        edges: Ends between neighbouring strata, ascending, in the unit of the target. Set them instead of ``bins`` if
-            the ranges are known.
+        loss: Loss of a standardised target: squared error (``mse``), absolute error (``mae``), or Huber loss
+            (``huber``), quadratic up to an error of 1 and linear beyond. With several targets, it is their mean.
+        bins: Number of strata for Stratify and partitions by label: ranges of the (first) target with equally many
+            training samples. Default: no strata.
+        edges: Ends between neighbouring strata, ascending, in the unit of the target. Set them instead of ``bins``.
         step: Unit to which sites round targets when they count them for ``bins``.
         mean: Mean of each target. Default: computed from the training samples.
         deviation: Standard deviation of each target. Default: computed from the training samples.

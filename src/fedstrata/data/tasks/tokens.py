@@ -75,7 +75,7 @@ class PerPlace(Task):
 
 
 class NextToken(PerPlace):
-    """The prediction of the next token at each position of a sequence, such as the next character of a text.
+    """The prediction of the next token at each position of a sequence.
 
     Inputs and targets are ids of tokens, (N, T): the target of a position is the next token. Sequences are padded to
     the same length, and the targets of padding are ``ignore``. The model returns logits (B, T, outputs).

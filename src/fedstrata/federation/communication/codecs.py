@@ -210,8 +210,8 @@ class QSGD(Codec):
     most (M / s)² / 4, and a code takes ⌈log₂(2 s + 1)⌉ bits.
 
     Args:
-        levels: Number of quantisation steps on each side of 0.
-        bucket: Number of consecutive coordinates that share a scale.
+        levels: Quantisation steps on each side of 0.
+        bucket: Consecutive coordinates that share a scale.
     """
 
     levels: int = Field(default=7, ge=1, le=2**15 - 1)
@@ -267,9 +267,9 @@ class WithMemory(Codec):
     new model towards the old one. ``damping`` and ``forget_after`` limit this effect.
 
     Args:
-        damping: Factor by which the stored error is multiplied in each round.
-        forget_after: Number of rounds after which a stored error is dropped. Default: never.
-        start: First round (counted from 1) in which updates are compressed.
+        damping: Factor of the stored error in each round.
+        forget_after: Rounds after which a stored error is dropped. Default: never.
+        start: First round (counted from 1) with compressed updates.
     """
 
     feedback = True
@@ -337,8 +337,8 @@ class PowerSGD(WithMemory):
 
     Args:
         rank: Rank of the approximation of each matrix.
-        factors: Number format of the two factors that are sent. ``int8`` adds one byte per tensor for a scale. Error
-            feedback corrects this rounding too.
+        factors: Number format of the two factors. ``int8`` adds one byte per tensor for a scale. Error feedback also
+            corrects this rounding.
     """
 
     linear = True
@@ -533,12 +533,12 @@ AnyCodec = Annotated[Codec, FromRegistry(CODECS)]
 
 
 class Communication(Setting):
-    """How models and updates are encoded (compressed) before they are sent.
+    """Encodings (compression) of models and updates.
 
     Args:
         up: Codec of the updates that clients send.
-        down: Codec of the model that clients receive. ``none`` sends the whole model. Other codecs send a client the
-            changes since its last version, or the whole model if that is smaller.
+        down: Codec of the model that clients receive. ``none`` sends the whole model; other codecs send the changes
+            since the client's last version, or the whole model if smaller.
     """
 
     up: AnyCodec = Uncompressed()
