@@ -106,7 +106,7 @@ class OwnAugmentation(Augmentation):
 
     @property
     def implementation(self) -> Any:
-        """The function."""
+        """The function that the path names."""
         return load_object(self.path, KIND)
 
     def to_spec(self) -> dict[str, Any]:

@@ -60,8 +60,8 @@ with warnings.catch_warnings():
                 files, with ``/`` at the end, whose inputs may exceed the memory; or ``"hub:owner/name"`` or
                 ``"hub:owner/name:configuration"`` of the Hugging Face hub.
             normalize: Scaling of each channel or feature, by statistics of the training set: to mean 0 and standard
-                deviation 1 (``standard``), to [0, 1] (``unit``), or not at all (``none``). ``keep``: inputs are ids, which
-                do not change.
+                deviation 1 (``standard``), to [0, 1] (``unit``), or not at all (``none``). ``keep``: inputs are ids,
+                which do not change.
             limit: Training samples to use, drawn at random with classes in proportion. Default: all.
             client: Column of a Hugging Face data set with the client of each sample, for the partition ``natural``.
             schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file; or the name of the label column.
