@@ -252,7 +252,9 @@ def test_what_is_no_table(trained: Path) -> None:
         DataError, match=r"x: the columns have different lengths: \{'dose': 1, 'kind': 2\}\. Give one cell"
     ):
         predictor.predict({"dose": [1], "kind": ["x", "y"]})
-    with pytest.raises(DataError, match="x: is neither a data frame of pandas or polars nor a mapping from names to"):
+    with pytest.raises(
+        DataError, match=r"x: cannot be read as a table: .* Give a data frame, or a mapping from names to"
+    ):
         predictor.predict({"dose": 1})
     with pytest.raises(DataError, match="is neither a data frame of pandas or polars nor a mapping from names to"):
         predictor.predict({"dose": np.int64(3)})

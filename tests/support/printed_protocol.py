@@ -193,7 +193,7 @@ def compare_one(client: Client, request: CompareOne) -> CompareOneReply:
     opener = ring_of(client.context).open().comparing
     zeros = [place for place, data in enumerate(request.differences) if _open_one(opener, data) == 0]
     if len(zeros) > 1:
-        raise FedstrataError("a comparison contradicts itself: a label is on the unique list twice")
+        raise FedstrataError("the comparison is wrong, because a label is on the unique list twice")
     return CompareOneReply(zeros[0] if zeros else -1)
 
 
