@@ -160,10 +160,10 @@ PAGES = {
 """Files of the repository that are pages of the site too, and which."""
 
 TITLES = {
-    "fast_paths": "What each fast path wins",
+    "fast_paths": "Speed of the fast paths",
     "kmeans_1d": "Exact k-means of single numbers",
-    "sampler_variance": "How much noise a client sampler leaves",
-    "samplers_scale": "What samplers cost as federations grow",
+    "sampler_variance": "Variance of client samplers",
+    "samplers_scale": "Cost of client samplers",
 }
 """Headings of pages that are a table alone."""
 
