@@ -17,7 +17,7 @@ from fedstrata.evaluation.metrics import METRICS, Metric
 from fedstrata.evaluation.predictions import Predictions
 from fedstrata.evaluation.sums import EvaluationSums, sums_of
 
-LABELS = [label for label in METRICS if METRICS.find(label).table != "errors"]
+LABELS = [label for label in METRICS if METRICS.find(label).table not in ("errors", "rows")]
 """The metrics of classes."""
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -17,8 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from typing_extensions import override
 
-from fedstrata.base.config import FromRegistry, Registry, Setting, build
-from fedstrata.base.errors import SpecError
+from fedstrata.base.config import FromRegistry, Registry, Setting, build, plain
+from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.base.loading import load_object
 from fedstrata.data.tasks.base import Task
 from fedstrata.evaluation.predictions import Predictions, Rows
@@ -453,7 +455,86 @@ class ECE(_ByClient):
         return _ratio(np.abs(sums[..., 0] - sums[..., 1]).sum(axis=-1), samples)
 
 
-class FunctionMetric(Metric):
+class _OfRows(Metric):
+    """A base class of metrics that need all targets and predictions at once, and so do not add up."""
+
+    table = "rows"
+
+    @abstractmethod
+    def measure(self, targets: NDArray[Any], predictions: NDArray[Any]) -> float | None:
+        """Return the metric's value for the targets and predictions of some samples; None if it is undefined."""
+
+    @override
+    def by_client_of_rows(self, rows: Rows, owners: Ints, clients: int) -> Reals:
+        values = np.full(clients, math.nan)
+        for client in np.unique(owners).tolist():
+            part = rows[owners == client].arrays
+            values[client] = nan_for_none(self.measure(part["targets"], part["predictions"]))
+        return values
+
+    @override
+    def of(self, predictions: Predictions) -> float | None:
+        value = self.measure(predictions.labels, predictions.probabilities)
+        return none_for_nan(float(value)) if isinstance(value, (int, float, np.number)) else value
+
+
+class MeanAveragePrecision(_OfRows):
+    """The mean of the labels' average precisions, for several labels per sample.
+
+    A label that no sample has is left out. Sites cannot compute it together, because it needs all predictions.
+    """
+
+    @override
+    def measure(self, targets: NDArray[Any], predictions: NDArray[Any]) -> float | None:
+        from sklearn.metrics import average_precision_score
+
+        if targets.ndim != 2 or not np.isin(targets, (0, 1)).all():
+            raise ValueError("it needs several labels for each sample")
+        there = targets.any(axis=0)
+        scores = [average_precision_score(targets[:, k], predictions[:, k]) for k in np.flatnonzero(there)]
+        return float(np.mean(scores)) if scores else None
+
+
+class TorchMetric(_OfRows):
+    """A metric of torchmetrics, such as ``"torchmetrics.classification:MultilabelAUROC"``.
+
+    Args:
+        path: The path of the class.
+        arguments: The arguments of the class, such as ``num_labels``. In a spec, they are the keys of the metric's
+            table other than ``name``.
+    """
+
+    path: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    @override
+    def higher_is_better(self) -> bool:  # type: ignore[override]
+        return load_object(self.path, "metric").higher_is_better is not False
+
+    @property
+    @override
+    def label(self) -> str:
+        return self.path.rpartition(":")[2]
+
+    @override
+    def measure(self, targets: NDArray[Any], predictions: NDArray[Any]) -> float | None:
+        import torch
+
+        metric = load_object(self.path, "metric")(**self.arguments)
+        if metric.__module__.startswith("torchmetrics.classification") and np.array_equal(targets, np.rint(targets)):
+            targets = targets.astype(np.int64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns about each client that lacks a class
+            metric.update(torch.from_numpy(predictions), torch.from_numpy(targets))
+            return none_for_nan(float(metric.compute()))
+
+    @override
+    def to_spec(self) -> dict[str, Any]:
+        return {"name": self.path, **plain(self.arguments)}
+
+
+class FunctionMetric(_OfRows):
     """A metric that is a function of the user's own, ``fn(labels, probabilities)``.
 
     The function gets arrays of shapes (N,) and (N, C); for other tasks, the targets and the predictions, such as (N, K)
@@ -463,8 +544,6 @@ class FunctionMetric(Metric):
         function: The function, as ``"module:function"``.
         lower_is_better: Whether a lower value is better.
     """
-
-    table = "rows"
 
     function: Annotated[str, Field(exclude=True)]  # excluded, because a spec gives the function as the metric's name
     lower_is_better: bool = False
@@ -480,17 +559,9 @@ class FunctionMetric(Metric):
         return self.function.rpartition(":")[2]
 
     @override
-    def by_client_of_rows(self, rows: Rows, owners: Ints, clients: int) -> Reals:
-        measure, values = load_object(self.function, "metric"), np.full(clients, math.nan)
-        for client in np.unique(owners).tolist():
-            part = rows[owners == client].arrays
-            values[client] = nan_for_none(measure(part["targets"], part["predictions"]))
-        return values
-
-    @override
-    def of(self, predictions: Predictions) -> float | None:
-        value = load_object(self.function, "metric")(predictions.labels, predictions.probabilities)
-        return none_for_nan(float(value)) if isinstance(value, (int, float, np.number)) else value
+    def measure(self, targets: NDArray[Any], predictions: NDArray[Any]) -> float | None:
+        value: float | None = load_object(self.function, "metric")(targets, predictions)
+        return value
 
     @override
     def to_spec(self) -> dict[str, Any]:
@@ -504,7 +575,11 @@ class _Metrics(Registry[Metric]):
     @override
     def find(self, name: str) -> type[Metric]:
         if ":" in name and name not in self._paths:
+            if name.startswith("torchmetrics") and find_spec("torchmetrics") is None:
+                raise ExtraMissingError(f"the metric {name!r}", "metrics")
             metric = load_object(name, self.kind)
+            if inspect.isclass(metric) and metric.__module__.startswith("torchmetrics"):
+                return TorchMetric
             if not inspect.isclass(metric):
                 if callable(metric):
                     return FunctionMetric
@@ -515,6 +590,8 @@ class _Metrics(Registry[Metric]):
     @override
     def make(self, name: str, table: Mapping[str, Any]) -> Metric:
         cls = self.find(name)
+        if cls is TorchMetric:
+            return build(cls, {"path": name, "arguments": dict(table)})
         return build(cls, {**table, "function": name} if cls is FunctionMetric else table)
 
 
@@ -530,6 +607,7 @@ METRICS: Registry[Metric] = _Metrics(
         "log-loss": f"{_HERE}:LogLoss",
         "ece": f"{_HERE}:ECE",
         "micro-f1": f"{_HERE}:MicroF1",
+        "mean-average-precision": f"{_HERE}:MeanAveragePrecision",
         "mean-iou": f"{_HERE}:MeanIoU",
         "perplexity": f"{_HERE}:Perplexity",
         "rmse": f"{_HERE}:RMSE",
