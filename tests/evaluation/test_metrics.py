@@ -217,7 +217,7 @@ def test_a_name_that_is_none(module):
         match=r"name = 'f1': is not a known metric. Use one of: accuracy, .*, or your own class as 'module:Class'",
     ):
         METRICS.parse("f1")
-    with pytest.raises(SpecError, match="my_metrics:number is not a metric"):
+    with pytest.raises(SpecError, match="my_metrics:number': is not a metric"):
         METRICS.parse("my_metrics:number")
     with pytest.raises(SpecError, match=r"the module 'my_metrics' does not define 'nothing'\. Check the name\."):
         METRICS.parse("my_metrics:nothing")
