@@ -705,7 +705,7 @@ X, Y = np.zeros((4, 8, 8)), np.zeros(4, int)
         ({"x_train": np.array([{}], dtype=object), "y_train": Y}, "Object arrays cannot be", "they cannot be used"),
         ({"x_train": X + 16e3, "y_train": Y}, "x_train: 16000 is out of", "Use 0 to 255 (data.range). Run 'fedst"),
         ({"x_train": X[:1], "y_train": Y[:1]}, "only 1 training samples", "few training samples. Provide at least 2"),
-        ({"x_train": X, "y_train": Y, "x_test": X}, "there is x_test, but no y_test", "there is x_test, but no y_test"),
+        ({"x_train": X, "y_train": Y, "x_test": X}, "b.npz: there is x_test", "there is x_test, but no y_test"),
     ],
 )  # fmt: skip
 def test_arrays_that_are_not_what_the_spec_says_are_refused_in_words(
