@@ -305,7 +305,7 @@ class BatchPlan:
         given_up: Bools = held & self._last[wanted]
         if count := int(given_up.sum()):
             self.held_back += count
-            reason = f"{count} positions are left out, because too few samples would be sent with them"
+            reason = f"{count} positions: too few samples would go with them"
             self.roster.federation.note("held back", [client], reason)
         return given_up
 

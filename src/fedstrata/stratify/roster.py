@@ -93,9 +93,7 @@ class Roster:
         rows = self.rows_of(place)
         clients = self.holders.clients[rows][self.present[rows]].tolist()
         if not clients:
-            reason = (
-                f"{positions} positions of placeholder {place} are left out, because none of its holders is present"
-            )
+            reason = f"{positions} positions of placeholder {place}: no holder is there"
             self.federation.note("label skipped", reason=reason)
             return False
         self.available[rows] = self.present[rows]
