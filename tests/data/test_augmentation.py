@@ -223,7 +223,7 @@ def test_a_spec_is_read_again_as_it_was_written(augment):
         (
             "crop-flop",
             "data.augment.name = 'crop-flop': is not a known data augmentation. Use one of: crop-flip, or "
-            "'module:function' of your own; did you mean 'crop-flip'?",
+            "your own function as 'module:function'; did you mean 'crop-flip'?",
         ),
         ("nowhere:crop", "data.augment.name = 'nowhere:crop': the module 'nowhere' was not found. Check the name and"),
         ({"name": "crop-flip", "pading": 2}, "data.augment.pading = 2: is not a known key. Use one of: padding, flip"),

@@ -111,7 +111,7 @@ def test_a_module_with_other_arguments_is_refused_by_their_names():
             return self.head(ids.float())
 
     with pytest.raises(
-        SpecError, match=r"a batch of shape ids \(B, 5\), mask \(B, 5\), numbers \(B, 2\).*unexpected keyword"
+        SpecError, match=r"batches of shape ids \(B, 5\), mask \(B, 5\), numbers \(B, 2\).*unexpected keyword"
     ):
         fs.prepare(spec_of(), data=data_of(CASE), model=Two)
 

@@ -142,7 +142,7 @@ def test_settings_round_trip_and_refuse():
         build(Data, {"limit": 0})
     with pytest.raises(
         SpecError,
-        match=r"Use one of: name, normalize, limit, .*scale, custom; did you mean 'limit'",
+        match=r"Use one of: name, normalize, limit, .*scale, augment, custom; did you mean 'limit'",
     ):
         build(Data, {"limits": 1})
 

@@ -307,7 +307,7 @@ def test_the_command_line_says_what_it_takes(capsys, tmp_path, monkeypatch):
             ["--search", "training.lr"],
             "--search = 'training.lr': is not of the form SECTION.KEY=RANGE. Use, for example,",
         ),
-        (["--search", "training.lr=0.1"], "--search = '0.1': training.lr takes uniform:…"),
+        (["--search", "training.lr=0.1"], "--search = '0.1': is not a range for training.lr. Use one of: uniform:…"),
         (["--search", "training.lr=log:0.1..1", "--search", "training.lr=log:0.1..1"], "is given twice. Remove one."),
         (
             ["--search", "training.lr=log:0.1..1", "--trials", "0"],

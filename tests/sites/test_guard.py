@@ -347,11 +347,11 @@ def test_who_was_told_what_its_placeholders_are_is_asked_by_them(site: Site) -> 
     guard.take(count)
     none = torch.zeros(0, dtype=torch.int64)
     question = Reserve(1, torch.zeros(2, dtype=torch.int64), torch.arange(2), none, True, (0.0, 1.0))
-    with pytest.raises(RuleError, match="before CountReport was answered"):
+    with pytest.raises(RuleError, match="Reserve came before CountReport"):
         guard.check(0, question)
     guard.answered(count, None)
     assert guard.check(0, question) is not None
-    with pytest.raises(RuleError, match="before CountReport was answered"):
+    with pytest.raises(RuleError, match="Reserve came before CountReport"):
         guard.check(1, question)
     again = Guard(guard.declaration, guard.policy, guard.quota)
     again.times_in_run = dict(guard.times_in_run)

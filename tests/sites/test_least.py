@@ -119,7 +119,7 @@ def test_a_run_waits_for_those_that_it_needs(transport: Transport, tmp_path: Pat
 
 def test_a_run_that_is_to_end_with_fewer_ends_and_says_who_is_away(transport: Transport, tmp_path: Path) -> None:
     dies_in_round(transport, 2, back=None)
-    with pytest.raises(FedstrataError, match="only 2 sites answer, but least = 3; site b cannot be reached"):
+    with pytest.raises(FedstrataError, match="only 2 sites answer, but least = 3: site b cannot be reached"):
         run(transport, tmp_path, spec(), 3, "abort")
 
 
@@ -205,7 +205,7 @@ def own_data(transport: Transport, place: Path, least: int, fewer: Any) -> tuple
 def test_one_hospital_of_two_with_a_bad_file_is_fewer_than_two(transport: Transport, tmp_path: Path) -> None:
     """The run was completed with one hospital, because connections were counted."""
     with pytest.raises(
-        FedstrataError, match="the site's data do not fit the spec: column 'age': not all cells are what"
+        FedstrataError, match="the site's data do not fit the spec: column 'age': some cells are not allowed"
     ):
         own_data(transport, tmp_path, 2, "abort")
 

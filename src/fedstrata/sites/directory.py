@@ -103,7 +103,7 @@ class SiteDirectory:
             FedstrataError: No site could begin; or fewer sites than required could, and ``fewer`` is ``abort``.
         """
         if not count:
-            reasons = "; ".join(self.excluded.values())
+            reasons = _listed(self.excluded.values())
             if self._lost >= set(self.sites):
                 raise SiteLostError(f"none of the sites can be reached: {reasons}")
             raise FedstrataError(f"none of the sites takes part: {reasons}")
@@ -152,14 +152,14 @@ class SiteDirectory:
         """
         willing = len(self.sites) - len(self._refusing.keys() | set(excluded))
         if self._refusing and willing < self.least and self.fewer != "go-on":
-            reasons = "; ".join(self._refusing.values())
+            reasons = _listed(self._refusing.values())
             raise FedstrataError(f"only {willing} sites answer, but least = {self.least}: {reasons}")
 
     def _refuse_fewer(self, count: int) -> None:
         if self.fewer == "abort" and count < self.least:
             present = self.present()
             away = [site for site in self.sites if site not in present]
-            reasons = "; ".join(self.excluded.get(site, f"site {site} cannot be reached") for site in away)
+            reasons = _listed(self.excluded.get(site, f"site {site} cannot be reached") for site in away)
             raise FedstrataError(f"only {count} sites answer, but least = {self.least}: {reasons}")
 
     def wait_for_any(self, sites: Sequence[str]) -> None:
@@ -176,3 +176,8 @@ class SiteDirectory:
                 LOG.warning("fewer than %d sites answer. The run waits for %s", self.least, away)
             warned = True
             time.sleep(WAIT)
+
+
+def _listed(reasons: Iterable[str]) -> str:
+    """Return reasons as one text; each loses its full stop."""
+    return "; ".join(reason.rstrip(".") for reason in reasons)
