@@ -103,7 +103,7 @@ def test_a_cell_that_cannot_be(columns, meaning, message):
         ({"test": "part"}, "data.schema.test = 'part': t.csv has no such column"),
         ({"ignore": ["nothing"]}, "data.schema.ignore = 'nothing': t.csv has no such column"),
         ({"columns": {"Age": "number"}}, "data.schema.columns.Age = 'Age': t.csv has no such column"),
-        ({"columns": {"sick": "number"}}, "data.schema.columns.sick: is the column of the label, which must not be"),
+        ({"columns": {"sick": "category"}}, "columns.sick: is the column of the label, which must not be a feature."),
         ({"columns": {"site": "category"}, "client": "site"}, "data.schema.columns.site: is the column of the"),
         ({"features": []}, "data.schema.features = ['age', 'sex', 'smoker', 'site', 'sick']: no column is left"),
         ({"features": ["Age"]}, "data.schema.features = 'Age': t.csv has no such column"),

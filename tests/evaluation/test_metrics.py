@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from sklearn import metrics as reference
 
 from fedstrata.base.errors import SpecError
+from fedstrata.data.tasks.classification import Classification
+from fedstrata.data.tasks.regression import Regression
 from fedstrata.evaluation.metrics import METRICS, Metric
 from fedstrata.evaluation.predictions import Predictions
 from fedstrata.evaluation.sums import EvaluationSums, sums_of
@@ -169,7 +171,8 @@ def test_a_function_of_ones_own(module):
     metric = METRICS.parse({"name": "my_metrics:brier", "lower_is_better": True})
     found = drawn(50, 3, 0)
     assert metric.of(found) == pytest.approx(module.brier(found.labels, found.probabilities))
-    assert (metric.label, metric.higher_is_better, metric.adds_up) == ("brier", False, False)
+    assert (metric.label, metric.higher_is_better) == ("brier", False)
+    assert not metric.adds_up(Classification())
     assert METRICS.parse(metric.to_spec()) == metric
     metric.check(3)
 
@@ -190,7 +193,8 @@ def test_a_class_of_ones_own(module):
     values = metric.by_client(found, owners, 8)
     assert values[:7].sum() == metric.of(found)
     assert math.isnan(values[7])
-    assert not metric.adds_up
+    assert not metric.adds_up(Classification())
+    assert not metric.adds_up(Regression())
     with pytest.raises(NotImplementedError):
         metric.of_sums(sums_of(found))
 

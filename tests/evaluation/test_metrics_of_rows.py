@@ -105,8 +105,8 @@ def test_wrong_arguments_and_tasks_are_refused_before_the_first_round():
 
 def test_they_do_not_add_up():
     names = ["mean-average-precision", f"{CLASSES}:MultilabelAUROC"]
-    assert not any(METRICS.make(name, {}).adds_up for name in names)
-    assert METRICS.make("micro-f1", {}).adds_up
+    assert not any(METRICS.find(name).adds_up(fs.MultiLabel()) for name in names)
+    assert METRICS.find("micro-f1").adds_up(fs.MultiLabel())
 
 
 def test_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""Tasks at sites: the same bytes on the data of the spec, and a refusal on the sites' own data."""
+"""Tasks at sites, on the data of the spec: the same bytes as in a simulation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ pytest.importorskip("nvflare")
 from near_sites import near_sites, through_the_server
 
 import fedstrata as fs
-from fedstrata.base.errors import SpecError
 from fedstrata.runs.simulation import run_prepared
-from fedstrata.sites.data_schema import prepare_server
 from fedstrata.sites.simulator import simulate
 
 METHODS: dict[str, Any] = {
@@ -66,20 +64,3 @@ def test_the_simulator_gives_the_same_bytes(tmp_path: Path) -> None:
     spec = spec_of("fedavg", tmp_path)
     (history,) = simulate([(spec, None)], sites=2)
     same(history, fs.run(spec))
-
-
-@pytest.mark.parametrize(
-    "task",
-    [
-        {"name": "regression"},
-        {"name": "classification", "class_weights": [1, 2]},
-        {"name": "classification", "label_smoothing": 0.1},
-    ],
-    ids=str,
-)
-def test_own_data_of_sites_are_classes(task: dict[str, Any]) -> None:
-    spec = fs.Experiment.from_table({"task": task, "data": {"name": "own", "shape": [4], "classes": 2}})
-    with pytest.raises(SpecError) as caught:
-        prepare_server(spec, None, 3)
-    assert str(caught.value).startswith(f"task = '{task['name']}': real sites train on their own data only for")
-    assert "Use the task in a simulation." in str(caught.value)

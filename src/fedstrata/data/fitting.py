@@ -28,8 +28,11 @@ LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from fedstrata.data.dataset import Dataset
+    from fedstrata.data.tasks.base import Task
 
 
+TARGET = "y"
+"""The name under which a task finds how often each target occurs."""
 CHUNK = 1 << 20
 """The number of rows that are cast to float64 at once, to limit memory."""
 
@@ -76,6 +79,14 @@ class Statistics(Message):
             torch.maximum(self.high, other.high),
             {name: _added(each, other.counts[name]) for name, each in self.counts.items()},
         )
+
+    def beside(self, targets: Statistics) -> Statistics:
+        """Return these statistics of features together with those of the targets, whose columns come last."""
+        tensors = {
+            key: torch.cat([getattr(self, key), getattr(targets, key)])
+            for key in ("count", "mean", "squares", "low", "high")
+        }
+        return Statistics(targets.samples, **tensors, counts={**self.counts, **targets.counts})
 
     def imputed(self, name: str, column: Column, index: int) -> float:
         """Return the value that replaces a missing value of a column.
@@ -124,7 +135,7 @@ class Statistics(Message):
             raise DataError(f"the statistics are of {other.samples} samples, but the limit is {MOST}")
         if any(float(table[:, 1].sum()) > other.samples for table in tables):
             raise DataError(f"there are more values than samples ({other.samples})")
-        some = other.count > 0 if len(other.low) else other.count[:0] > 0
+        some = other.count[: len(other.low)] > 0
         low, high = other.low[some], other.high[some]
         if not bool((low.isfinite() & high.isfinite() & (low <= high)).all()):
             raise DataError("a smallest value is not finite, or is above the largest one")
@@ -152,7 +163,7 @@ class Features:
             cells: The cells as numbers, (N, K) float64, with NaN for missing values, as ``parsed`` returns them.
         """
         features: list[Tensor] = []
-        for (name, column), values in zip((self.schema.columns or {}).items(), cells.unbind(1), strict=True):
+        for (name, column), values in zip(self.schema.inputs.items(), cells.unbind(1), strict=True):
             filled = values.nan_to_num(self.imputed.get(name, 0.0))
             if column.type == "category":
                 features += [filled == code for code in range(len(column.categories or ()))]
@@ -160,6 +171,38 @@ class Features:
                 features.append(filled)
             features += [values.isnan()] if column.marks_missing else []
         return torch.stack([feature.double() for feature in features], dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class RawTargets:
+    """Training targets, to whose statistics a task is fitted.
+
+    Args:
+        task: The task.
+        train: The targets, (N, K) float64.
+        name: The name of the first target among the counts of statistics; features have other names.
+    """
+
+    task: Task
+    train: Tensor
+    name: str = TARGET
+
+    def moments(self, rows: Tensor) -> Statistics:
+        """Return the count, mean and sum of squares of some targets.
+
+        Args:
+            rows: The indices of the samples, (M,).
+        """
+        return Unfitted("standard", self.train, self.train[:0])._of(self.train[rows])
+
+    def counts(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return how often each of some targets occurs, under ``name``; nothing if the task does not need it.
+
+        Args:
+            rows: The indices of the samples, (M,).
+        """
+        values = self.task.counted(self.train[rows])
+        return {} if values is None else {self.name: _frequencies(values.numpy())}
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +216,7 @@ class Unfitted:
         test: Test samples, of the same form.
         schema: The completed schema of a table; None for arrays.
         given: The shift and scale that the spec sets; None if they are computed.
+        targets: The training targets, if sites send their statistics too; they are the last columns of statistics.
     """
 
     normalize: Normalize
@@ -180,10 +224,15 @@ class Unfitted:
     test: Tensor
     schema: Schema | None = None
     given: tuple[Tensor, Tensor] | None = None
+    targets: RawTargets | None = None
 
     @property
     def needed(self) -> bool:
-        """Whether the features depend on statistics."""
+        """Whether the features or the task depend on statistics."""
+        return self._fits_features or self.targets is not None
+
+    @property
+    def _fits_features(self) -> bool:
         normalised = self.given is None and self.normalize != "none"
         return normalised or any(column.learnt for _, column in self._columns())
 
@@ -193,13 +242,30 @@ class Unfitted:
         A server adds up the statistics that sites send in the same order, so that the bits are the same.
 
         Args:
-            groups: For each client, the indices of its training samples. They are not read if the features do not
-                depend on statistics.
+            groups: For each client, the indices of its training samples. They are not read if nothing depends on
+                statistics.
             least: If a client has fewer values of a column than this, its statistics count as if it had none.
         """
         groups = groups if self.needed else ()
-        parts = (self._without_few(self._of(self.train[torch.tensor(rows)]), least) for rows in groups)
-        return sum(parts, start=self._of(self.train[:0]))
+        none = torch.empty(0, dtype=torch.int64)
+        return sum((self._of_rows(torch.tensor(rows), least) for rows in groups), start=self._of_rows(none, least))
+
+    def _of_rows(self, rows: Tensor, least: int) -> Statistics:
+        known = self._without_few(self._of(self.train[rows if self._fits_features else rows[:0]]), least)
+        if self.targets is None:
+            return known
+        return known.beside(replace(self.targets.moments(rows), counts=self.targets.counts(rows)))
+
+    def divided(self, known: Statistics) -> tuple[Statistics, Statistics]:
+        """Return the statistics of the features, and those of the targets as a task needs them."""
+        k, counts = self.train.shape[-1], dict(known.counts)
+        name = "" if self.targets is None else self.targets.name
+        told = {TARGET: counts.pop(name)} if name in counts else {}
+        low, high, samples = known.low, known.high, known.samples if self._fits_features else 0
+        return (
+            Statistics(samples, known.count[:k], known.mean[:k], known.squares[:k], low, high, counts),
+            Statistics(known.samples, known.count[k:], known.mean[k:], known.squares[k:], low[:0], high[:0], told),
+        )
 
     def _without_few(self, known: Statistics, least: int) -> Statistics:
         few = (known.count > 0) & (known.count < least) & (known.count < known.samples)
@@ -222,6 +288,11 @@ class Unfitted:
             DataError: The columns are other ones, no data can have these statistics, or required values are missing.
         """
         self.statistics(()).refuse_unlike(other)
+        other, targets = self.divided(other)
+        if (targets.count != targets.samples).any() or any(
+            float(table[:, 1].sum()) != targets.samples for table in targets.counts.values()
+        ):
+            raise DataError(f"statistics of fewer or more targets than samples, which are {targets.samples}")
         for index, (name, column) in enumerate(self._columns()):
             count = float(other.count[index])
             if count > other.samples or (column.impute is None and count < other.samples):
@@ -258,11 +329,11 @@ class Unfitted:
             if column.counted:
                 values = cells[~np.isnan(cells[:, index]), index]
                 values = values if column.step is None else np.round(values / column.step) * column.step
-                counts[name] = torch.from_numpy(np.stack(np.unique(values, return_counts=True), axis=1).astype(float))
+                counts[name] = _frequencies(values)
         return counts
 
     def _columns(self) -> list[tuple[str, Column]]:
-        return [] if self.schema is None else list((self.schema.columns or {}).items())
+        return [] if self.schema is None else list(self.schema.inputs.items())
 
     def fitted(self, known: Statistics) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return the training samples, the test samples, and their shift and scale, as a ``Dataset`` stores them.
@@ -335,6 +406,11 @@ class Unfitted:
 _NONE = torch.zeros(0, 2, dtype=torch.float64)
 
 
+def _frequencies(values: Floats) -> Tensor:
+    """Return the different values and how often each occurs, (V, 2) float64, sorted by value."""
+    return torch.from_numpy(np.stack(np.unique(values, return_counts=True), axis=1).astype(float))
+
+
 def _added(first: Tensor, second: Tensor) -> Tensor:
     """Add up two tables of values and their counts."""
     both = torch.cat([first, second]).numpy()
@@ -372,15 +448,13 @@ def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
         data: The data set.
         groups: For each client, the indices of its training samples.
     """
-    rows, y = list(groups), data.y_train.double()
-    values, counts = np.unique(y[torch.from_numpy(np.concatenate(rows)), 0].numpy(), return_counts=True)
-    table = torch.from_numpy(np.stack([values, counts.astype(np.float64)], axis=1))
-    known = replace(Unfitted("standard", y, y[:0]).statistics(rows), counts={"y": table})
-    return replace(data, task=data.task.fitted(known))
+    targets, rows = RawTargets(data.task, data.y_train.double()), [torch.tensor(each) for each in groups]
+    known = sum((targets.moments(each) for each in rows), start=targets.moments(torch.empty(0, dtype=torch.int64)))
+    return replace(data, task=data.task.fitted(replace(known, counts=targets.counts(torch.cat(rows)))))
 
 
 def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
-    """Return a data set whose features are computed with the statistics ``known``.
+    """Return a data set whose features, and whose task at real sites, are fitted to the statistics ``known``.
 
     Args:
         data: A data set with raw samples (``Dataset.unfitted``).
@@ -388,6 +462,10 @@ def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
         again: Whether to keep the raw samples, so that features can be computed again with other statistics.
     """
     assert data.unfitted is not None
+    task = data.task
+    if data.unfitted.targets is not None:
+        known, of_targets = data.unfitted.divided(known)
+        task = task.fitted(of_targets)
     x_train, x_test, shift, scale = data.unfitted.fitted(known)
     return replace(
         data,
@@ -397,4 +475,5 @@ def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
         scale=scale,
         unfitted=data.unfitted if again else None,
         features=data.unfitted.features(known),
+        task=task,
     )

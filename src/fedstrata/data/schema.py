@@ -169,9 +169,13 @@ class Column(Setting):
             raise ValueError(
                 f"has more digits than a feature keeps (2^53). Use {self.accepted} below 2^53, or type = 'category'."
             )
+        self.refuse_outside(number)
+        return number
+
+    def refuse_outside(self, number: float) -> None:
+        """Raise ``ValueError`` if a number is outside ``range``."""
         if self.range is not None and not self.range[0] <= number <= self.range[1]:
             raise ValueError(f"is out of range. Use {self.accepted}.{another_unit(number, self.range)}")
-        return number
 
 
 def _columns(value: object, info: ValidationInfo) -> object:
@@ -197,7 +201,7 @@ class Schema(Setting):
         client: Column with the client of each row, for the partition ``natural``.
         features: Feature columns. Default: all columns without another role; at real sites, those in ``columns``.
         columns: Table from each feature to its settings or type. Other types are guessed from the cells; real sites
-            need all features.
+            need all features. A label that is a number may have ``unit``, ``range`` and ``missing``.
         classes: Possible labels, in order. Default: the labels of the table, sorted.
         missing: Cells that mean a missing value, in addition to empty cells.
         ignore: Unused columns. Set it instead of ``features``.
@@ -230,11 +234,26 @@ class Schema(Setting):
             raise SpecError(
                 "ignore", "has no effect, because 'features' is set. Remove one of the two.", list(self.ignore)
             )
-        for name in self.columns or {}:
+        label = self.target
+        if any(getattr(label, key) for key in ("categories", "impute", "indicator")) or label.type != "number":
+            problem = "is the column of the label, which must not be a feature. Remove it, or describe a label that is "
+            raise SpecError(f"columns.{self.label}", problem + "a number with unit, range and missing only.")
+        for name in self.inputs:
             if name in self.ignore or (self.features is not None and name not in self.features):
                 key = "ignore" if self.ignore else "features"
                 raise SpecError(f"columns.{name}", f"describes a column that '{key}' excludes. Change one of the two.")
         return self
+
+    @property
+    def inputs(self) -> dict[str, Column]:
+        """The entries of ``columns`` that describe features."""
+        return {name: column for name, column in (self.columns or {}).items() if name != self.label}
+
+    @property
+    def target(self) -> Column:
+        """The description of labels that are numbers."""
+        given = (self.columns or {}).get(self.label, Column())
+        return given if given.type is not None else given.model_copy(update={"type": "number"})
 
     @property
     def roles(self) -> dict[str, str]:
@@ -254,14 +273,18 @@ class Schema(Setting):
             table.require(column, "data.schema.ignore")
         names = self.features
         if names is None:
-            given = self.columns or {}
+            given = self.inputs
             names = (*given, *(name for name in table.columns if name not in {*given, *self.roles, *self.ignore}))
         if not names:
             raise SpecError(
                 "data.schema.features", "no column is left as a feature. Keep at least one column.", list(table.columns)
             )
-        columns = {name: self._completed(table, name) for name in names}
-        return self.model_copy(update={"columns": columns})
+        return self._with({name: self._completed(table, name) for name in names})
+
+    def _with(self, inputs: dict[str, Column]) -> Schema:
+        """Return the schema with these descriptions of features, and the same description of the label."""
+        label = {name: column for name, column in (self.columns or {}).items() if name == self.label}
+        return self.model_copy(update={"columns": {**inputs, **label}})
 
     def _completed(self, table: Table, name: str) -> Column:
         """Check that a column can be a feature, and return its description with its type and its categories."""
@@ -286,20 +309,32 @@ class Schema(Setting):
                 warnings.warn(problem, stacklevel=2)
         return under(key, lambda: build(Column, filled))
 
-    def closed(self) -> Schema:
+    def closed(self, *, classes: bool = True) -> Schema:
         """Return the schema for real sites, which read only described columns and guess nothing from their own tables.
+
+        Args:
+            classes: Whether labels are classes; otherwise they are numbers.
 
         Raises:
             SpecError: The classes, a feature or the categories of a feature are not given.
         """
-        for key in ("classes", "columns"):
+        if classes:
+            self.refuse_target()
+        elif self.classes is not None:
+            problem = "has no effect, because the task needs numbers as labels. Remove it."
+            raise SpecError("data.schema.classes", problem, list(self.classes))
+        for key in ("classes", "columns") if classes else ("columns",):
             if getattr(self, key) is None:
+                other = ", or set task = 'regression' if labels are numbers" if key == "classes" else ""
                 raise SpecError(
                     f"data.schema.{key}",
-                    f"is required for real sites, because their rows cannot be read in advance. List the {key}.",
+                    f"is required for real sites, because their rows cannot be read in advance. List the {key}{other}.",
                 )
-        columns = {}
-        for name in self.features or self.columns or ():
+        columns: dict[str, Column] = {}
+        for name in self.features or self.inputs:
+            if name == self.label:
+                problem = "is the column of the label, which must not be a feature. Remove it."
+                raise SpecError("data.schema.features", problem, name)
             key = f"data.schema.columns.{name}"
             if (given := (self.columns or {}).get(name)) is None:
                 raise SpecError(
@@ -318,12 +353,22 @@ class Schema(Setting):
                 )
                 raise SpecError(f"{key}.step", f"{problem}of it occurs. Set it, or use impute = 'mean'.")
             columns[name] = column
-        return self.model_copy(update={"features": tuple(columns), "columns": columns})
+        if not columns:
+            raise SpecError("data.schema.columns", "describes no feature. Describe at least one column.")
+        return self._with(columns).model_copy(update={"features": tuple(columns)})
+
+    def refuse_target(self) -> None:
+        """Raise ``SpecError`` if the label is described as a number although the task has classes."""
+        if self.label in (self.columns or {}):
+            problem = (
+                "describes the label as a number, but the task has classes. Set task = 'regression', or remove it."
+            )
+            raise SpecError(f"data.schema.columns.{self.label}", problem)
 
     def names(self) -> list[str]:
         """Return the name of every feature; the schema must be complete."""
         names = []
-        for name, column in (self.columns or {}).items():
+        for name, column in self.inputs.items():
             names += [f"{name}={each}" for each in column.categories or ()] if column.type == "category" else [name]
             names += [f"{name} missing"] if column.marks_missing else []
         return names
@@ -403,10 +448,10 @@ def parsed(table: Table, schema: Schema) -> Floats:
             and column.
         SpecError: The table lacks a column.
     """
-    for name in schema.columns or {}:
+    for name in schema.inputs:
         table.require(name, f"data.schema.columns.{name}")
     columns = []
-    for name, column in (schema.columns or {}).items():
+    for name, column in schema.inputs.items():
         cells = table.cells(name, (*schema.missing, *column.missing))
         values = np.empty(len(cells))
         for row, cell in enumerate(cells):
@@ -472,6 +517,8 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
     if (row := next((row for row, text in enumerate(texts) if text.endswith("\0")), None)) is not None:
         problem = "ends with a NUL character, which NumPy cuts off. Remove it."
         raise table.wrong(row, column, problem, f"a text {problem}")
+    if column == schema.label:
+        schema.refuse_target()
     if column == schema.label and schema.classes is not None:
         wrong = next((row for row, text in enumerate(texts) if text not in schema.classes), None)
         if wrong is not None:
@@ -483,19 +530,19 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
     return np.array(texts)
 
 
-def numbers_of(table: Table, column: str, schema: Schema, *, strict: bool) -> Floats | None:
-    """Return the cells of the label column as numbers, (N,) float64.
+def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
+    """Return the labels as numbers, (N,) float64.
 
     Args:
         table: The rows.
-        column: The column.
         schema: The schema.
-        strict: Whether a cell that is not a finite number is an error. Otherwise, None is returned.
+        strict: Whether a cell that is not a finite number in its range is an error. Otherwise, the range is not
+            checked, and None is returned if a cell is not a finite number.
 
     Raises:
-        DataError: A cell is missing, or is not a number although ``strict`` is set.
+        DataError: A cell is missing, or is not what it must be although ``strict`` is set.
     """
-    numbers = np.zeros(len(table))
+    column, target, numbers = schema.label, schema.target, np.zeros(len(table))
     for row, cell in enumerate(_known(table, column, schema)):
         try:
             numbers[row] = _float(cell)
@@ -506,11 +553,18 @@ def numbers_of(table: Table, column: str, schema: Schema, *, strict: bool) -> Fl
                 return None
             problem = "is not a number. This task requires numbers as labels."
             raise table.wrong(row, column, problem, f"a label {problem}")
+        if not strict:
+            continue
+        try:
+            target.refuse_outside(numbers[row])
+        except ValueError as error:
+            raise table.wrong(row, column, str(error), f"not all labels are in range; {target.accepted}") from None
     return numbers
 
 
 def _known(table: Table, column: str, schema: Schema) -> list[Any]:
-    cells = table.cells(column, schema.missing)
+    marks = (*schema.missing, *schema.target.missing) if column == schema.label else schema.missing
+    cells = table.cells(column, marks)
     if (row := next((row for row, cell in enumerate(cells) if cell is None), None)) is not None:
         problem = f"{schema.roles[column]} is missing. Give a value in every row."
         raise table.wrong(row, column, f"the {problem}", f"a {problem}")
@@ -547,7 +601,7 @@ def text_of(cell: object) -> str:
 
 def _without_rule(table: Table, schema: Schema) -> list[str]:
     """Return the features that have missing values and no rule for them."""
-    columns = ((name, column) for name, column in (schema.columns or {}).items() if column.impute is None)
+    columns = ((name, column) for name, column in schema.inputs.items() if column.impute is None)
     return [name for name, column in columns if None in table.cells(name, (*schema.missing, *column.missing))]
 
 

@@ -124,7 +124,7 @@ def dataset_of(
     Raises:
         DataError: A cell does not match the schema, or a missing value cannot be imputed.
     """
-    cells, y = torch.from_numpy(parsed(table, schema)), _targets(table, schema, task)
+    cells, y = torch.from_numpy(parsed(table, schema)), targets_of(table, schema, task)
     owners = ids(table, schema.client, schema) if schema.client is not None else None
     size, n_test, n_labels = len(table), int(held.sum()), len(np.unique(y))
     with_classes = task is None or task.has_classes
@@ -153,14 +153,20 @@ def task_of_table(table: Table, schema: Schema) -> Task | None:
     """Return the task of a table whose labels are numbers with fractions: a regression; None for other labels."""
     if schema.classes is not None:
         return None
-    numbers = numbers_of(table, schema.label, schema, strict=False)
+    numbers = numbers_of(table, schema, strict=False)
     return None if numbers is None or not arrays.has_fractions(numbers) else task_of(None, numbers)
 
 
-def _targets(table: Table, schema: Schema, task: Task | None) -> NDArray[np.generic]:
+def targets_of(table: Table, schema: Schema, task: Task | None) -> NDArray[np.generic]:
+    """Return the labels of a table's N rows, (N,): numbers if the task needs them, otherwise the names of classes.
+
+    Raises:
+        DataError: A label is missing, is not a number or a class, or is out of range.
+        SpecError: The schema describes the label as a number, but the task has classes.
+    """
     if task is None or task.has_classes:
         return ids(table, schema.label, schema)
-    numbers = numbers_of(table, schema.label, schema, strict=True)
+    numbers = numbers_of(table, schema, strict=True)
     assert numbers is not None
     return numbers
 

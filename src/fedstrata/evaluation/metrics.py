@@ -106,10 +106,10 @@ class Metric(Setting):
         """
         raise NotImplementedError
 
-    @property
-    def adds_up(self) -> bool:
-        """Whether the metric can be computed from sums."""
-        return type(self).of_sums is not Metric.of_sums
+    @classmethod
+    def adds_up(cls, task: Task) -> bool:
+        """Return True if the metric can be computed from the sums that real sites send."""
+        return cls.of_sums is not Metric.of_sums if task.has_classes else cls.of_tables is not Metric.of_tables
 
     def check_rows(self, rows: Rows, task: Task) -> None:
         """Test that the metric works for a task other than plain classification.

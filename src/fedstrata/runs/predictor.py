@@ -319,7 +319,7 @@ class Predictor:
             problem = (
                 f"has the shape {tuple(np.shape(x))}, but this model takes samples of shape {self.shape}. Give {sample}"
             )
-            rows = "" if self.schema is None else f", or rows of a table with {', '.join(self.schema.columns or ())}"
+            rows = "" if self.schema is None else f", or rows of a table with {', '.join(self.schema.inputs)}"
             raise DataError(f"x: {problem}, with N = 1 for a single sample{rows}.")
         labels = torch.zeros(len(stored), dtype=torch.int64)
         names = tuple(str(label) for label in self.classes)
@@ -460,7 +460,7 @@ def _features_of(about: Mapping[str, Any]) -> Features | None:
     if (table := about.get("table")) is None:
         return None
     schema = build(Schema, table["schema"])
-    columns, imputed = schema.columns or {}, {name: float(value) for name, value in table["imputed"].items()}
+    columns, imputed = schema.inputs, {name: float(value) for name, value in table["imputed"].items()}
     if any(column.type == "category" and column.categories is None for column in columns.values()):
         raise ValueError("table.schema lists no categories of a category")
     if schema.names() != table["features"] or about["input_shape"] != [len(table["features"])]:

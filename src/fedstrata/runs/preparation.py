@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedstrata.base.config import under
 from fedstrata.base.errors import SpecError
-from fedstrata.base.inputs import described
+from fedstrata.base.inputs import described, each
 from fedstrata.clients.training.steps import try_optimizer
 from fedstrata.data.dataset import Dataset, Split, from_arrays
 from fedstrata.data.fitting import Statistics, fit, fit_targets
@@ -165,7 +166,7 @@ def assemble(
             rows = trained_on(dataset, fitting, held)
             fitting = dataset.unfitted.statistics(rows, spec.privacy.min_samples)
         dataset = fit(dataset, fitting)
-    if dataset.task.fits:
+    if dataset.task.fits and sizes_known:
         rows = trained_on(dataset, fitting if isinstance(fitting, Assignment) else assignment, held)
         dataset = fit_targets(dataset, rows)
     config = FederationConfig(
@@ -271,15 +272,22 @@ def _check_task(method: Method, config: FederationConfig) -> None:
 
 def _check_metrics(model: Model, dataset: Dataset, spec: Experiment) -> None:
     """Raise ``SpecError`` if a metric does not work for the task."""
-    for metric in spec.evaluation.metrics:
-        if dataset.task.has_classes:
+    if dataset.task.has_classes:
+        for metric in spec.evaluation.metrics:
             metric.check(dataset.outputs)
-        else:
-            split: Split = "train" if dataset.train_size else "test"
-            weights = Weights(model.params(), model.buffers())
-            metric.check_rows(
-                collect(model, weights, dataset, split, np.arange(min(4, dataset.train_size))), dataset.task
-            )
+        return
+    split: Split = "train" if dataset.train_size else "test"
+    if not len(samples := dataset.targets(slice(0, 4), split)):  # the server of a deployment may have no samples
+        x, samples = each(dataset.x_test, _one), _one(dataset.y_test)
+        dataset = replace(dataset, x_test=x, y_test=samples)
+    rows = collect(model, Weights(model.params(), model.buffers()), dataset, split, np.arange(len(samples)))
+    for metric in spec.evaluation.metrics:
+        metric.check_rows(rows, dataset.task)
+
+
+def _one(samples: Tensor) -> Tensor:
+    """Return one sample of zeros."""
+    return samples.new_zeros(1, *samples.shape[1:])
 
 
 def _trial_of(dataset: Dataset) -> Trial:

@@ -24,13 +24,15 @@ from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.clients.client import ClientContext
 from fedstrata.data.arrays import checked_inputs
 from fedstrata.data.dataset import Dataset
-from fedstrata.data.fitting import Statistics, Unfitted, fit
+from fedstrata.data.fitting import RawTargets, Statistics, Unfitted, fit
 from fedstrata.data.partitions.base import Assignment
 from fedstrata.data.schema import Schema, Table, held_out, ids, parsed
 from fedstrata.data.sources import Data, read_arrays
-from fedstrata.data.tables import SUFFIXES, read_table
+from fedstrata.data.tables import SUFFIXES, read_table, targets_of
+from fedstrata.data.tasks.base import Task
+from fedstrata.data.tasks.classification import Classification
 from fedstrata.evaluation.holdouts import hold_out
-from fedstrata.evaluation.metrics import METRICS, Metric
+from fedstrata.evaluation.metrics import METRICS
 from fedstrata.runs.preparation import Prepared, assemble, prepare, trained_on
 from fedstrata.runs.simulation import make_context
 from fedstrata.sites.engine import NVFlareEngine
@@ -177,8 +179,7 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
         raise SpecError(
             "data", "with its own data, a site is exactly one client. Correct the list of clients.", clients
         )
-    _require_classes(spec)
-    _empty(spec.data)
+    _empty(spec.data, task_of(spec))
     return path
 
 
@@ -187,7 +188,7 @@ def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Da
 
     The third value is None if the file has no test samples, or if the spec holds out training samples for tests.
     """
-    data_set = read_own(spec.data, path, client=client, seed=spec.seed)
+    data_set = read_own(spec.data, path, task_of(spec), client=client, seed=spec.seed)
     least = max(spec.partition.min_size, FEWEST)
     if data_set.train_size < least:
         advice = f"Provide at least {least} (partition.min_size)."
@@ -240,16 +241,18 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
         DataError: The test file is missing or damaged, or does not fit the spec.
     """
     evaluation = spec.evaluation
-    _require_classes(spec)
-    empty = _empty(spec.data)
+    empty, task = _empty(spec.data, task_of(spec)), task_of(spec)
     _refuse_disclosure(spec, empty, tests=test is not None)
     at_sites = test is None or evaluation.client_test is not None or evaluation.validation is not None
-    if at_sites and (unsummed := [metric.label for metric in evaluation.metrics if not metric.adds_up]):
-        added = ", ".join(name for name in METRICS if METRICS.find(name).of_sums is not Metric.of_sums)
-        problem = f"cannot be computed from sums, and sites send only sums. Use one of: {added}, or one with of_sums."
+    if at_sites and (unsummed := [metric.label for metric in evaluation.metrics if not metric.adds_up(task)]):
+        added, method = task.default_metrics, "of_tables"
+        if task.has_classes:
+            added, method = tuple(name for name in METRICS if METRICS.find(name).adds_up(task)), "of_sums"
+        problem = "cannot be computed from sums, and sites send only sums. Use one of: "
+        problem += f"{', '.join(added)}, or one with {method}."
         raise SpecError("evaluation.metrics", problem, unsummed[0])
     unassigned = Assignment(np.empty(0, dtype=np.int64), np.zeros(clients + 1, dtype=np.int64))
-    data = empty if test is None else read_own(spec.data, test, client=None, seed=spec.seed)
+    data = empty if test is None else read_own(spec.data, test, task, client=None, seed=spec.seed)
     brought = unassigned if test is None and evaluation.client_test is None else None
     return assemble(spec, data, unassigned, sizes_known=False, brought=brought)
 
@@ -284,8 +287,14 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
     # A resumed run does not know the number of samples of each site, only the total over all sites.
     most = engine.statistics.samples or MOST
     samples = [engine.most_samples.get(client, most) for client in range(prepared.config.clients)]
-    config = dataclasses.replace(prepared.config, most_samples=np.array(samples, dtype=np.int64))
-    return dataclasses.replace(prepared, data=fit(prepared.data, engine.statistics), config=config)
+    data = fit(prepared.data, engine.statistics)
+    config = dataclasses.replace(
+        prepared.config,
+        most_samples=np.array(samples, dtype=np.int64),
+        task=data.task,
+        strata=len(data.stratum_names),
+    )
+    return dataclasses.replace(prepared, data=data, config=config)
 
 
 def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None:
@@ -305,49 +314,54 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
                 "give "
             )
             raise SpecError(f"evaluation.{key}", problem + "the server test samples.", getattr(evaluation, key))
+    if conceals and empty.task.fits:
+        problem = f"the statistics of the sites' targets disclose their {what}, which the method keeps private. "
+        advice = "Set task.mean and task.deviation, and task.edges instead of task.bins."
+        raise SpecError("task", problem + advice, empty.task.name)
     if sizes and empty.unfitted is not None and empty.unfitted.needed:
         problem = f"the statistics of the sites' samples would disclose their {what}, which the method keeps private"
         accepted = "Use 'none', or data.shift and data.scale, and impute = 'constant' for missing values."
         raise SpecError("data.normalize", f"{problem}. {accepted}", spec.data.normalize)
 
 
-def _require_classes(spec: Experiment) -> None:
-    """Raise ``SpecError`` if the task is not plain classification, the only task on the sites' own data."""
-    if spec.task is not None and not spec.task.plain:
-        problem = "real sites train on their own data only for classification, with equal class weights and labels that"
-        raise SpecError("task", f"{problem} are not smoothed. Use the task in a simulation.", spec.task.name)
+def task_of(spec: Experiment) -> Task:
+    """Return the task of a spec; sites do not guess it from their labels."""
+    return spec.task or Classification()
 
 
-def _empty(data: Data) -> Dataset:
+def _empty(data: Data, task: Task) -> Dataset:
     """Return a data set without samples, made from the spec's description of the data.
 
     Raises:
-        SpecError: The description is incomplete.
+        SpecError: The description is incomplete, or the task cannot be used on the sites' own data.
     """
     for key in ("limit", "client"):
         if getattr(data, key) is not None:
             raise SpecError(f"data.{key}", "has no effect on the sites' own data. Remove it.", getattr(data, key))
     if data.schema is not None:
-        schema = data.schema.closed()
-        table = Table("", {name: [] for name in (schema.columns or {})})
-        return _rows(data, schema, table, np.zeros(0, dtype=bool))
+        schema = data.schema.closed(classes=task.has_classes)
+        task.check_at_sites(schema.label, len(schema.classes or ()))
+        table = Table("", {name: [] for name in (schema.label, *schema.inputs)})
+        return _rows(data, task, schema, table, np.zeros(0, dtype=bool))
     if data.shape is None or data.classes is None:
         problem = (
             "the sites' own data must be described. Set [data.schema] for tables, or shape and classes for .npz files."
         )
         raise SpecError("data", problem)
+    task.check_at_sites(None, data.classes)
     shape = data.shape
     x = torch.zeros(0, *((*shape[1:], shape[0]) if len(shape) == 3 else shape))
-    return _arrays(data, (x, _NO_LABELS), (x, _NO_LABELS))
+    return _arrays(data, task, (x, _NO_LABELS), (x, _NO_LABELS))
 
 
-def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Dataset:
+def read_own(data: Data, path: Path, task: Task, *, client: int | None, seed: int) -> Dataset:
     """Read the data file of a site or of the server; all samples of the server's file are test samples.
 
     Args:
         data: The spec's description of the data.
         path: The file: a table with the columns of ``[data.schema]``, or ``.npz`` with ``x_train`` and ``y_train``, and
             optionally ``x_test`` and ``y_test``; labels are 0 … C−1. The server's ``.npz`` has only the test arrays.
+        task: The task.
         client: The id of the site's client; None for the server.
         seed: The seed of the experiment.
 
@@ -369,9 +383,12 @@ def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Datase
                 private = f"{column}: the rows are of {len(clients)} clients, {named}. Use the rows of one client."
                 raise _unfit(path, public, private)
         server = {"test": 0.5} if client is None else {}
-        schema = schema.closed().model_copy(update={"client": None, **server}).completed(table)
-        held = np.ones(len(table), dtype=bool) if client is None else held_out(table, schema, seed, first=client)
-        return _rows(data, schema, table, held)
+        schema = schema.closed(classes=task.has_classes)
+        schema = schema.model_copy(update={"client": None, **server}).completed(table)
+        held = np.ones(len(table), dtype=bool)
+        if client is not None:
+            held = held_out(table, schema, seed, first=client, task=task)
+        return _rows(data, task, schema, table, held)
     needed, other = ("train", "test") if client is not None else ("test", "")
     arrays = read_arrays(path, (f"x_{needed}", f"y_{needed}"), (f"x_{other}", f"y_{other}") if other else ())
     samples = _samples(path, arrays, needed)
@@ -385,24 +402,31 @@ def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Datase
                 path, f"samples of x_{other} have another shape than samples of x_{needed}. Use the same shape."
             )
     try:
-        return _arrays(data, *((samples, rest) if needed == "train" else (rest, samples)))
+        return _arrays(data, task, *((samples, rest) if needed == "train" else (rest, samples)))
     except DataError as error:
         raise _unfit(path, error.public, str(error)) from None
 
 
-def _rows(data: Data, schema: Schema, table: Table, held: NDArray[np.bool_]) -> Dataset:
+def _rows(data: Data, task: Task, schema: Schema, table: Table, held: NDArray[np.bool_]) -> Dataset:
     """Make a data set from the N rows of a table; ``held``, (N,), is True for each row that is a test sample.
 
     The features are computed later, with all sites' statistics.
     """
     classes = schema.classes or ()
     cells = torch.from_numpy(parsed(table, schema))
-    labels = ids(table, schema.label, schema).tolist() if len(table) else []
-    y = torch.tensor([classes.index(label) for label in labels], dtype=torch.int64)
+    labels = targets_of(table, schema, task).tolist()
+    if task.has_classes:
+        y = torch.tensor([classes.index(label) for label in labels], dtype=torch.int64)
+    else:
+        y = torch.tensor(labels, dtype=torch.float64)[:, None]
     width = (len(schema.names()),)
     x = torch.zeros(len(table), *width)
-    unfitted = Unfitted(data.normalize, cells[~held], cells[held], schema, data.given(width))
-    return Dataset("own", x[~held], y[~held], x[held], y[held], classes, unfitted=unfitted)
+    targets = RawTargets(task, y[~held], schema.label) if task.fits else None
+    unfitted = Unfitted(data.normalize, cells[~held], cells[held], schema, data.given(width), targets)
+    outputs = len(classes) if task.has_classes else y.shape[1]
+    return Dataset(
+        "own", x[~held], y[~held], x[held], y[held], classes, unfitted=unfitted, task=task, n_outputs=outputs
+    )
 
 
 def _samples(path: Path, arrays: Mapping[str, Any], split: str) -> tuple[Tensor, Tensor]:
@@ -416,7 +440,7 @@ def _samples(path: Path, arrays: Mapping[str, Any], split: str) -> tuple[Tensor,
     return x, torch.from_numpy(y.astype(np.int64))
 
 
-def _arrays(data: Data, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Dataset:
+def _arrays(data: Data, task: Task, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Dataset:
     """Make a data set from arrays; it is normalised later, with all sites' statistics."""
     names = tuple(str(label) for label in range(data.classes or 0))
-    return data.declared(Dataset("own", *train, *test, names))
+    return data.declared(Dataset("own", *train, *test, names, task=task))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fedstrata.evaluation.allowed import allowed_in_evaluation, request_of
 from fedstrata.federation.allowed import Agreed, Allowed, Terms, joined
 from fedstrata.federation.communication.allowed import encoded
@@ -44,6 +46,7 @@ class Declaration:
         conceals: The facts about clients that the method keeps private.
         extremes: Whether the statistics contain minimum and maximum values; each is the value of a single sample.
         privacy: The spec's privacy settings: the smallest number of samples from which an answer is computed.
+        targets: Whether the statistics contain those of the labels, which the task needs.
     """
 
     job: str
@@ -55,11 +58,13 @@ class Declaration:
     conceals: frozenset[Fact] = frozenset()
     extremes: bool = False
     privacy: Privacy = field(default_factory=Privacy)
+    targets: bool = False
 
     @property
     def discloses(self) -> frozenset[Fact]:
         """The facts about clients that the server can read in the answers, because they are not masked."""
         facts: frozenset[Fact] = frozenset({"sizes"} if self.survey else ())
+        facts |= frozenset({"labels"} if self.targets else ())
         return facts.union(*(allowed.rule.discloses for allowed in self.allowed or ()))
 
     def table(self) -> dict[str, Any]:
@@ -137,23 +142,36 @@ def declaration_of(
     allowed = joined(
         travelling, allowed_in_evaluation(spec.evaluation, rounds, elsewhere=own, request=request_of(spec.task))
     )
-    survey = _survey(spec) if own else ""
-    job, extremes = hash_of(spec), bool(survey) and data.normalize == "unit"
-    return Declaration(job, method.name, rounds, allowed, survey, own, method.conceals, extremes, spec.privacy)
+    features, targets = (_of_features(spec), _of_targets(spec)) if own else ([], [])
+    survey = ", ".join([*features, *targets])
+    survey = survey and f"how many training samples it has; {survey}"
+    extremes = bool(features) and data.normalize == "unit"
+    return Declaration(
+        hash_of(spec), method.name, rounds, allowed, survey, own, method.conceals, extremes, spec.privacy, bool(targets)
+    )
 
 
-def _survey(spec: Experiment) -> str:
-    """Describe in words which statistics of its own data a site must send; empty if the spec needs none."""
+def _of_targets(spec: Experiment) -> list[str]:
+    """Describe in words which statistics of its labels a site must send; empty if the task needs none."""
+    if spec.task is None or not spec.task.fits:
+        return []
+    parts = ["of the labels their mean and their spread"]
+    counted = spec.task.counted(torch.zeros(0, 1, dtype=torch.float64)) is not None
+    return [*parts, "how often each step of labels comes"] if counted else parts
+
+
+def _of_features(spec: Experiment) -> list[str]:
+    """Describe in words which statistics of its features a site must send; empty if the spec needs none."""
     data = spec.data
-    columns = (data.schema.columns or {}) if data.schema is not None else {}
+    columns = data.schema.inputs if data.schema is not None else {}
     rules = {column.impute for column in columns.values() if column.learnt}
     fitted = data.normalize != "none" and data.shift is None
     if not fitted and not rules:
-        return ""
+        return []
     each = "column" if columns else "channel or feature"
-    parts = [f"how many training samples it has; of each {each} how many values there are, their mean and their spread"]
+    parts = [f"of each {each} how many values there are, their mean and their spread"]
     if fitted and data.normalize == "unit":
         parts.append("the least and the greatest value")
     if rules & {"median", "most-frequent"} or any(column.type == "category" for column in columns.values()):
         parts.append("how often each category or step of values comes, where the spec asks for it")
-    return ", ".join(parts)
+    return parts

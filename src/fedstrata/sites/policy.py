@@ -147,11 +147,11 @@ class Policy(Setting):
             raise RuleError("policy.surveys", f"{problem}. To approve this job too, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
-        """Refuse to send counts of categories or values if one of them is not 0 and below ``least``.
+        """Refuse to send counts of categories, targets or values if one of them is not 0 and below ``least``.
 
         Args:
             job: The hash of the job.
-            counts: How often each category or value of a column occurs.
+            counts: How often each category or value of a column, or each target, occurs.
             least: The smallest count that may leave the site.
 
         Raises:
@@ -159,9 +159,11 @@ class Policy(Setting):
         """
         if job not in self.approved and any(((each > 0) & (each < least)).any() for each in counts):
             problem = (
-                f"too few samples (below {least}) have a category, or a value that 'median' or 'most-frequent' counts"
+                f"too few samples (below {least}) have a category, a target that 'bins' counts, or a value that 'median' "
+                "or 'most-frequent' counts"
             )
-            accepted = f"Use fewer categories, a larger step, impute = 'mean' or 'constant', or {_remedy(job)}."
+            accepted = "Use fewer categories, a larger step, task.edges, impute = 'mean' or 'constant', or "
+            accepted += f"{_remedy(job)}."
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:

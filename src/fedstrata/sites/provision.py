@@ -197,8 +197,9 @@ def _described(spec: Experiment) -> str:
     if schema is None:
         shape, last = list(data.shape or ()), (data.classes or 1) - 1
         return f"a .npz file: `x_train` (samples of shape {shape}) and `y_train` (labels 0 … {last})"
-    columns = [f"`{name}` ({column.accepted})" for name, column in (schema.columns or {}).items()]
-    label = f"`{schema.label}` (one of {', '.join(map(repr, schema.classes or ()))})"
+    columns = [f"`{name}` ({column.accepted})" for name, column in schema.inputs.items()]
+    accepted = f"one of {', '.join(map(repr, schema.classes))}" if schema.classes else schema.target.accepted
+    label = f"`{schema.label}` ({accepted})"
     return (
         f"a CSV or Parquet file with one row per sample and these columns, in any order: {'; '.join([*columns, label])}"
     )

@@ -154,9 +154,24 @@ class Task(Setting):
         """Return the task with settings that depend on the training targets, such as their mean.
 
         Args:
-            known: The statistics of the targets that clients train on: one column for each value of a target.
+            known: The statistics of the targets that clients train on: one column for each value of a target, and under
+                ``"y"`` how often each value of ``counted`` occurs.
         """
         return self
+
+    def counted(self, targets: Tensor) -> Tensor | None:
+        """Return the value of each target, (N,) float64, whose frequencies ``fitted`` needs; None if it needs none."""
+        return None
+
+    def check_at_sites(self, label: str | None, n_classes: int) -> None:
+        """Raise ``SpecError`` if the task cannot be used where sites keep their own data.
+
+        Args:
+            label: The column with the labels; None for arrays.
+            n_classes: The number of classes that the spec lists; 0 if it lists none.
+        """
+        problem = "cannot be used on the sites' own data, which must have one class or one number per sample as label."
+        raise SpecError("task", f"{problem} Use the task in a simulation.", self.name)
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, n_outputs: int) -> str:
         """Return an empty string if a model's outputs fit the targets of a batch; otherwise the shape that is needed.

@@ -42,10 +42,17 @@ class Classification(Task):
     def targets(self, train: Any, test: Any, names: Sequence[str] | None, sizes: tuple[int, int]) -> Targets:
         y, classes = arrays.encode(arrays.checked_labels(train, test, sizes, "y"), names, "y")
         arrays.check_seen(*y, classes)
-        if self.class_weights is not None and len(self.class_weights) != len(classes):
-            problem = f"has {len(self.class_weights)} factors for {len(classes)} classes. Give one for each class."
-            raise SpecError("task.class_weights", problem, list(self.class_weights))
+        self._check_weights(len(classes))
         return Targets(*y, classes, len(classes))
+
+    def _check_weights(self, n_classes: int) -> None:
+        if self.class_weights is not None and len(self.class_weights) != n_classes:
+            problem = f"has {len(self.class_weights)} factors for {n_classes} classes. Give one for each class."
+            raise SpecError("task.class_weights", problem, list(self.class_weights))
+
+    @override
+    def check_at_sites(self, label: str | None, n_classes: int) -> None:
+        self._check_weights(n_classes)
 
     @override
     def losses(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,13 +14,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from fedstrata.base.arrays import Floats, Ints
-from fedstrata.base.errors import DataError
+from fedstrata.base.errors import DataError, SpecError
 from fedstrata.data import arrays
-from fedstrata.data.fitting import Statistics
+from fedstrata.data.fitting import TARGET, Statistics
 from fedstrata.data.tasks.base import Targets, Task
-
-FIRST = "y"
-"""The name of the first target in the counts of statistics."""
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
 
@@ -37,7 +34,8 @@ class Regression(Task):
         bins: Number of strata for Stratify and partitions by label: ranges of the (first) target with equally many
             training samples. Default: no strata.
         edges: Ends between neighbouring strata, ascending, in the unit of the target. Set them instead of ``bins``.
-        step: Unit to which sites round targets when they count them for ``bins``.
+        step: Unit to which targets are rounded down before ``bins`` are computed. Required for ``bins`` at real sites,
+            which disclose how often each rounded target occurs.
         mean: Mean of each target. Default: computed from the training samples.
         deviation: Standard deviation of each target. Default: computed from the training samples.
     """
@@ -110,8 +108,8 @@ class Regression(Task):
 
     @override
     def stratum_names(self, names: Sequence[str]) -> tuple[str, ...]:
-        if self.edges is None:
-            return ()
+        if self.edges is None:  # before the run, sites know how many bins there are, but not their ends
+            return tuple(f"range {number + 1} of {self.bins}" for number in range(self.bins or 0))
         ends = [f"{edge:g}" for edge in self.edges]
         return (f"below {ends[0]}", *(f"{a} to {b}" for a, b in pairwise(ends)), f"from {ends[-1]}")
 
@@ -128,7 +126,26 @@ class Regression(Task):
     @property
     @override
     def fits(self) -> bool:
-        return self.mean is None or self.deviation is None or (self.bins is not None and self.edges is None)
+        return self.mean is None or self.deviation is None or self._needs_edges
+
+    @property
+    def _needs_edges(self) -> bool:
+        return self.bins is not None and self.edges is None
+
+    @override
+    def counted(self, targets: Tensor) -> Tensor | None:
+        if not self._needs_edges:
+            return None
+        return targets[:, 0] if self.step is None else (targets[:, 0] / self.step).floor() * self.step
+
+    @override
+    def check_at_sites(self, label: str | None, n_classes: int) -> None:
+        if label is None:
+            problem = "needs numbers as labels, which real sites read only from tables. Describe them in [data.schema]."
+            raise SpecError("task", problem, self.name)
+        if self._needs_edges and self.step is None:
+            problem = f"is required at real sites, which count multiples of it in column {label!r} for task.bins. "
+            raise SpecError("task.step", problem + "Set it, or set task.edges instead of task.bins.")
 
     @override
     def fitted(self, known: Statistics) -> Regression:
@@ -139,7 +156,7 @@ class Regression(Task):
             "deviation": self.deviation or tuple(torch.where(varies, deviation, 1.0).tolist()),
         }
         if self.bins is not None and self.edges is None:
-            learnt["edges"] = quantile_edges(known.counts[FIRST].numpy(), self.bins)
+            learnt["edges"] = quantile_edges(known.counts[TARGET].numpy(), self.bins)
         return self.model_copy(update=learnt)
 
 
@@ -158,10 +175,13 @@ def quantile_edges(counts: Floats, bins: int) -> tuple[float, ...]:
 
     >>> quantile_edges(np.array([[1.0, 2], [2.0, 1], [5.0, 3]]), 2)
     (5.0,)
+    >>> quantile_edges(np.array([[1.0, 2], [2.0, 9]]), 2)
+    (2.0,)
     """
     values, ends = counts[:, 0], counts[:, 1].cumsum()
     places = np.searchsorted(ends, np.arange(1, bins) / bins * (ends[-1] if len(ends) else 0), side="left") + 1
     edges = np.unique(values[places[places < len(values)]])
-    if not len(edges):
-        raise DataError("y_train: all targets are equal, so that they cannot be divided into task.bins. Remove it.")
-    return tuple(edges.tolist())
+    if len(values) < 2:
+        problem = "all targets are equal, or within one task.step, so that they cannot be divided into task.bins. "
+        raise DataError(f"y_train: {problem}Remove it.")
+    return tuple(edges.tolist()) or (float(values[-1]),)
