@@ -20,12 +20,11 @@ from torch import Tensor
 from fedstrata.base.arrays import Bools
 from fedstrata.base.config import build
 from fedstrata.base.errors import DataError, ExtraMissingError
-from fedstrata.data import arrays
 from fedstrata.data.arrays import Normalize
 from fedstrata.data.dataset import Dataset, from_arrays, task_of
 from fedstrata.data.fitting import Unfitted, fit
 from fedstrata.data.schema import Schema, Table, held_out, ids, numbers_of, parsed
-from fedstrata.data.tasks.base import Task
+from fedstrata.data.tasks.base import TASKS, Task
 
 SUFFIXES = (".csv", ".parquet")
 """The suffixes of files that are read as tables."""
@@ -62,7 +61,7 @@ def from_dataframe(
     normalize: Normalize = "standard",
     seed: int = 0,
     name: str = "table",
-    task: Task | None = None,
+    task: Task | str | None = None,
     **settings: Any,
 ) -> Dataset:
     """Build a data set from a data frame of pandas or polars.
@@ -76,14 +75,14 @@ def from_dataframe(
         normalize: See ``from_arrays``.
         seed: The seed of the random choice of test samples, if ``test`` is a share.
         name: The name of the data set in reports.
-        task: The task. By default, labels with fractions are a regression, and others are classes.
+        task: The task, or its name. By default, labels with fractions are a regression, and others are classes.
         settings: Other settings of ``Schema``, such as ``columns`` and ``missing``.
 
     Raises:
         DataError: A cell does not match the schema; the message names row and column.
         SpecError: The frame lacks a column, or a setting is wrong.
     """
-    table = table_of(frame, name)
+    table, task = table_of(frame, name), TASKS.make(task, {}) if isinstance(task, str) else task
     given = {"label": label, "client": client, **settings}
     if not hasattr(test, "columns"):
         schema = build(Schema, {**given, "test": test}).completed(table)
@@ -150,11 +149,16 @@ def dataset_of(
 
 
 def task_of_table(table: Table, schema: Schema) -> Task | None:
-    """Return the task of a table whose labels are numbers with fractions: a regression; None for other labels."""
+    """Return the task of a table whose labels are numbers: with fractions, a regression; None for other labels.
+
+    Raises:
+        DataError: A label is missing.
+        SpecError: The labels are whole numbers that could be classes or numbers.
+    """
     if schema.classes is not None:
         return None
     numbers = numbers_of(table, schema, strict=False)
-    return None if numbers is None or not arrays.has_fractions(numbers) else task_of(None, numbers)
+    return None if numbers is None else task_of(None, numbers)
 
 
 def targets_of(table: Table, schema: Schema, task: Task | None) -> NDArray[np.generic]:

@@ -426,3 +426,25 @@ def test_a_table_whose_labels_have_fractions_is_a_regression(tmp_path, caplog):
     assert main(["predict", str(tmp_path / "run"), str(new), "--out", str(tmp_path / "found.csv")]) in (0, None)
     found = pandas.read_csv(tmp_path / "found.csv")
     assert found.iloc[:, -1].tolist() == pytest.approx(values[:3].tolist(), rel=1e-6)
+
+
+def test_labels_of_a_data_frame_are_numbers_if_the_task_says_so():
+    """Whole numbers are classes otherwise, also if the schema describes them as numbers."""
+    frame = {"x": [float(n) for n in range(12)], "days": [n % 4 for n in range(12)]}
+    columns = {"x": {}, "days": {"range": [0, 3], "unit": "days"}}
+    data = fs.from_dataframe(frame, label="days", task="regression", columns=columns)
+    assert (data.task.name, data.y_train.dtype, data.shape) == ("regression", torch.float64, (1,))
+    assert fs.from_dataframe(frame, label="days").task.name == "classification"
+    with pytest.raises(
+        SpecError, match=r"columns\.days: describes the label as a number, but the task has classes\. Set"
+    ):
+        fs.from_dataframe(frame, label="days", columns=columns)
+    columns["days"]["range"] = [0, 2]
+    with pytest.raises(DataError, match="row 3, column 'days' = 3: out of range; accepted: numbers from 0 to 2 days"):
+        fs.from_dataframe(frame, label="days", task="regression", columns=columns)
+
+
+def test_a_table_with_many_whole_numbers_needs_the_task():
+    frame = {"x": [float(n) for n in range(300)], "days": list(range(300))}
+    with pytest.raises(SpecError, match=r"task: is not set, and y_train has \d+ different whole numbers"):
+        fs.from_dataframe(frame, label="days")
