@@ -153,6 +153,7 @@ PAGES = {
     "SECURITY.md": "project/security.md",
     "examples/hospitals/README.md": "results/tables/hospitals_data.md",
     "examples/deploy/README.md": "deploy/containers.md",
+    "examples/flights/README.md": "results/tables/flights.md",
 } | {
     f"benchmarks/results/{path.name}": f"results/tables/{path.name}"
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))
