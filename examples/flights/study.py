@@ -1,6 +1,6 @@
 """Measure how well each carrier's air times are predicted, by method, and write the table of README.md.
 
-    python examples/flights/study.py --out runs/flights       # some five minutes
+    python examples/flights/study.py --out runs/flights       # some four minutes
 
 Each seed draws its own test flights. A cell is a method and a seed. Finished cells are not repeated, so that an
 interrupted study can be continued. ``--results`` writes the figures as JSON, and ``--page`` puts the table into a page.
@@ -22,7 +22,7 @@ import fedstrata as fs
 
 HERE = Path(__file__).parent
 SPEC = HERE / "flights.toml"
-METHODS = ("fedavg", "fedsts", "stratify")
+METHODS = ("fedavg", "fedavg-all", "fedsts", "stratify")
 REFERENCES = ("local", "centralised")
 RESAMPLES = 2000
 MARKS = "<!-- table -->", "<!-- end -->"
