@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp, SlotLayout
+from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from work import CORES, Clock, Setting, final_loss, net, owners, parse, tensors
@@ -61,7 +61,7 @@ def main() -> None:
             return found
 
     @server_app.main()
-    def serve(grid: SlotLayout, context: Context) -> None:
+    def serve(grid: Grid, context: Context) -> None:
         strategy = Counted(
             fraction_train=setting.invited / setting.clients, fraction_evaluate=0.0, min_available_nodes=setting.clients
         )
