@@ -1,0 +1,39 @@
+"""Cut the lines of each speaking role into sequences of characters: python prepare.py shakespeare.npz roles.npz.
+
+The source holds the roles' text one after another (``text``, uint8), where each role ends (``ends``), and its name
+(``roles``). A client is a role with at least 5,000 characters. The last 20 % of its sequences are its test part.
+"""
+
+import sys
+
+import numpy as np
+
+SMALLEST, LENGTH, TEST = 5000, 80, 0.2
+
+
+def sequences(text):
+    """Return inputs and targets, (N, 80): 80 characters, and for each of them the next one; −100 after the end."""
+    ids = np.where(text == ord("\n"), 0, text.astype(np.int64) - ord(" ") + 1)  # 96 characters: \n, and " " to "~"
+    rows = -(-(len(ids) - 1) // LENGTH)
+    x, y = np.zeros(rows * LENGTH, dtype=np.int64), np.full(rows * LENGTH, -100)
+    x[: len(ids) - 1], y[: len(ids) - 1] = ids[:-1], ids[1:]
+    return x.reshape(rows, LENGTH), y.reshape(rows, LENGTH)
+
+
+def arrays(source, smallest=SMALLEST):
+    """Return the arrays of a data set with natural clients, by the names that a .npz file gives them."""
+    parts = {name: [] for name in ("x_train", "y_train", "client_train", "x_test", "y_test", "client_test")}
+    for text, role in zip(np.split(source["text"], source["ends"][:-1]), source["roles"], strict=True):
+        if len(text) >= smallest:
+            x, y = sequences(text)
+            cut = len(x) - round(TEST * len(x))
+            for name, rows in (("train", slice(cut)), ("test", slice(cut, None))):
+                parts[f"x_{name}"].append(x[rows])
+                parts[f"y_{name}"].append(y[rows])
+                parts[f"client_{name}"].append(np.full(len(x[rows]), role))
+    return {name: np.concatenate(each) for name, each in parts.items()}
+
+
+if __name__ == "__main__":
+    with np.load(sys.argv[1]) as source:
+        np.savez_compressed(sys.argv[2], **arrays(source))
