@@ -326,7 +326,7 @@ def told_apart(cell: Cell, runs: Path) -> dict[str, float]:
     """
     prepared = fs.prepare(fs.Experiment.from_table(cell.spec))
     data, model = prepared.data, prepared.config.model
-    held = prepared.assignment.counts(data.y_train.numpy(), data.classes) > 0
+    held = prepared.assignment.counts(data.y_train.numpy(), data.outputs) > 0
     together: NDArray[np.bool_] = np.any(held[:, :, None] & held[:, None, :], axis=0)
     saved = safetensors.torch.load_file(runs / cell.key / "model.safetensors")
     weights = {name: saved[name] for name in model.params()}
@@ -335,7 +335,7 @@ def told_apart(cell: Cell, runs: Path) -> dict[str, float]:
     y, guess = data.y_test.numpy(), z.argmax(axis=1)
     wrong = y != guess
     accuracy: dict[bool, list[float]] = {True: [], False: []}
-    for i, j in itertools.combinations(range(data.classes), 2):
+    for i, j in itertools.combinations(range(data.outputs), 2):
         both = (y == i) | (y == j)
         accuracy[bool(together[i, j])].append(((z[both, i] > z[both, j]) == (y[both] == i)).mean())
     return {
@@ -532,7 +532,7 @@ def missing_classes(spec: dict[str, Any]) -> NDArray[np.int64]:
     """Return for each round the number of classes whose holders are all away."""
     experiment = fs.Experiment.from_table(spec)
     prepared = fs.prepare(experiment)
-    held = prepared.assignment.counts(prepared.data.y_train.numpy(), prepared.data.classes) > 0
+    held = prepared.assignment.counts(prepared.data.y_train.numpy(), prepared.data.outputs) > 0
     everybody = np.arange(len(held))
     there = [
         experiment.availability.online(everybody, round, experiment.seed)

@@ -139,7 +139,7 @@ def hops(spec: fs.Experiment) -> dict[str, Any]:
     """Return the hops per sample in an epoch, for several chunk sizes, computed without training."""
     prepared = prepare(spec)
     labels = prepared.data.y_train.numpy()
-    counts = prepared.assignment.counts(labels, prepared.data.classes)
+    counts = prepared.assignment.counts(labels, prepared.data.outputs)
     federation = Federation(
         make_engine("local", context_of(prepared), StateStore()), prepared.config, spec.availability, "hops"
     )

@@ -35,7 +35,7 @@ def main() -> None:
     # fedstrata always evaluates the last round; 100 samples keep this short, because other libraries do not evaluate.
     data = fs.from_arrays(x, y, x[:100], y[:100], normalize="unit")
     # All libraries start with the same parameters.
-    model = named(spec.model.build(data.shape, data.classes), net(setting.model).state_dict())
+    model = named(spec.model.build(data.shape, data.outputs), net(setting.model).state_dict())
     history = fs.run(spec, data=data, model=model, callbacks=[over])
     clock.report(final_loss(named(net(setting.model), history.params), setting))
 
