@@ -1,11 +1,13 @@
 """Compare FedAvg of examples/shakespeare with Flower's: its accuracy over seeds, and its speed.
 
-    python benchmarks/peers/text.py                       # after examples/shakespeare/prepare.py
-    python benchmarks/peers/text.py --rounds 10 --json speed.json
+    python benchmarks/peers/text.py                       # after examples/shakespeare/prepare.py; half an hour
+    python benchmarks/peers/text.py --whole --seeds 0 --rounds 3 --json runs/whole.json
 
-Both train the example's LSTM on the same sequences, with the settings of ``shakespeare.toml``, in one process with one
-thread. Both weight a client's model by its tokens. Seeds are run in turns, and whoever begins alternates. The speed is
-sequences per second from the end of the first round to the end of the last but one: fedstrata evaluates in the last.
+Both train the example's LSTM on the same sequences, with the settings of ``shakespeare.toml`` and one thread, and
+weight a client's model by its tokens. For each seed, each side runs once; the sides take turns at running first. The
+speed is in sequences per second, from the end of the first round to the end of the last but one, because fedstrata
+evaluates in the last round. With ``--whole``, all clients take one step per round, with all their sequences. Nothing is
+drawn at random then, so that both sides must end with the same loss.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ class Clock:
         self.ends.append((time.perf_counter(), cpu_seconds(), sequences, clients))
 
     def report(self, model: torch.nn.Module) -> None:
-        """Print the accuracy of a model over all test tokens, and the speed, as JSON in the last line of the output."""
+        """Print the accuracy and loss of a model on all test tokens, and the speed, as JSON in one line."""
         timed, (begun, cpu, *_) = self.ends[1:-1], self.ends[0]
         sequences = sum(each[2] for each in timed)
         measured = {
-            "accuracy": accuracy(model),
+            **test(model),
             "per_second": sequences / (timed[-1][0] - begun),
             "per_cpu_second": sequences / (timed[-1][1] - cpu),
             "sequences": sum(each[2] for each in self.ends),
@@ -76,21 +78,23 @@ def net(seed: int) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def accuracy(model: torch.nn.Module) -> float:
-    """Return the share of all test tokens that a model predicts."""
-    hits = tokens = 0
+def test(model: torch.nn.Module) -> dict[str, float]:
+    """Return the share of all test tokens that a model predicts, and its mean cross-entropy."""
+    hits, loss, tokens = 0, 0.0, 0
     for x, y in zip(arrays()["x_test"].split(256), arrays()["y_test"].split(256), strict=True):
-        hits += int((model(x).argmax(-1) == y).sum())  # no prediction equals the −100 of padding
+        logits = model(x)
+        hits += int((logits.argmax(-1) == y).sum())  # no prediction equals the −100 of padding
+        loss += float(F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum"))
         tokens += int((y != -100).sum())
-    return hits / tokens
+    return {"accuracy": hits / tokens, "loss": loss / tokens}
 
 
-def run_fedstrata(seed: int, rounds: int) -> None:
+def run_fedstrata(seed: int) -> None:
     """Do the work with fedstrata."""
     import fedstrata as fs
 
     clock, model = Clock(), net(seed)
-    overrides = [f"seed={seed}", f"training.rounds={rounds}", "training.workers=1", "evaluation.every=0"]
+    overrides = [f"seed={seed}", "training.workers=1", "evaluation.every=0"]
     (spec,) = fs.variants(SPEC, ["fedavg"], overrides).values()
     history = fs.run(
         spec,
@@ -101,7 +105,7 @@ def run_fedstrata(seed: int, rounds: int) -> None:
     clock.report(model)
 
 
-def run_flower(seed: int, rounds: int) -> None:
+def run_flower(seed: int) -> None:
     """Do the work with Flower's simulation, with a single Ray actor."""
     from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
@@ -150,7 +154,7 @@ def run_flower(seed: int, rounds: int) -> None:
             weighted_by_key="tokens",
         )
         model = net(seed)
-        result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=rounds)
+        result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=TRAINING["rounds"])
         model.load_state_dict(result.arrays.to_torch_state_dict())
         clock.report(model)
 
@@ -164,10 +168,11 @@ def run_flower(seed: int, rounds: int) -> None:
 SIDES = {"fedstrata": run_fedstrata, "flower": run_flower}
 
 
-def measure(side: str, python: Path, seed: int, rounds: int) -> dict[str, Any]:
+def measure(side: str, python: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run one side in its own process, and return its results."""
     paths = [str(FOLDER), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    command = [str(python), __file__, "--side", side, "--seeds", str(seed), "--rounds", str(rounds)]
+    command = [str(python), __file__, "--side", side, "--seeds", str(seed), "--rounds", str(options.rounds)]
+    command += ["--whole"] if options.whole else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, cwd=FOLDER, env=env, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"accuracy"')]
@@ -194,13 +199,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rounds", type=int, default=TRAINING["rounds"])
+    parser.add_argument("--whole", action="store_true", help="one step per round, with all clients and all sequences")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/fedstrata/peers").expanduser())
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "shakespeare.json")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    TRAINING["rounds"] = options.rounds
+    if options.whole:
+        clients = int(arrays()["client"].max()) + 1
+        TRAINING.update(clients_per_round=clients, batch_size=len(arrays()["x_train"]))
     if options.side:
-        SIDES[options.side](int(options.seeds), options.rounds)
+        SIDES[options.side](int(options.seeds))
         return
     from bench import environment, machine
 
@@ -208,7 +218,7 @@ def main() -> None:
     runs = []
     for turn, seed in enumerate(map(int, options.seeds.split(","))):
         for side in list(SIDES)[:: -1 if turn % 2 else 1]:
-            runs.append(measure(side, pythons[side], seed, options.rounds))
+            runs.append(measure(side, pythons[side], seed, options))
             print(json.dumps(runs[-1]), flush=True)
     result = {"machine": machine(), "rounds": options.rounds, **compare(runs), "runs": runs}
     options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
