@@ -152,6 +152,7 @@ PAGES = {
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "project/security.md",
     "examples/hospitals/README.md": "results/tables/hospitals_data.md",
+    "examples/shakespeare/README.md": "results/tables/shakespeare.md",
     "examples/deploy/README.md": "deploy/containers.md",
     "examples/flights/README.md": "results/tables/flights.md",
 } | {

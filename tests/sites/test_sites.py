@@ -725,7 +725,7 @@ def test_where_no_site_can_be_used_the_one_who_submitted_reads_why(own: Own, tmp
         file.unlink()
     made = _owning(prepare_server(spec, test, 3), files, tmp_path)
     with pytest.raises(
-        FedstrataError, match="the site's data do not fit the spec: they cannot be used. Run 'fedstrata"
+        FedstrataError, match=r"the site's data do not fit the spec: they cannot be used\. Run 'fedstrata"
     ):
         made.run(tmp_path / "out")
 
