@@ -11,16 +11,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from work import CORES, Clock, Setting, final_loss, net, owners, parse, tensors
-
-_CACHE: dict[str, object] = {}
-
-
-def data_of(setting: Setting) -> tuple[torch.Tensor, torch.Tensor, list]:
-    """Return the training samples, labels and clients, loaded once per Ray actor."""
-    if not _CACHE:
-        _CACHE["data"] = (*tensors(setting), owners(setting))
-    return _CACHE["data"]
+from work import CORES, Clock, final_loss, loaded, net, parse
 
 
 def main() -> None:
@@ -32,7 +23,7 @@ def main() -> None:
     @client_app.train()
     def train(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
-        x, y, parts = data_of(setting)
+        x, y, parts = loaded(setting)
         mine = parts[context.node_config["partition-id"]]
         inputs, labels = x[mine], y[mine]
         model = net(setting.model)
@@ -63,7 +54,10 @@ def main() -> None:
     @server_app.main()
     def serve(grid: Grid, context: Context) -> None:
         strategy = Counted(
-            fraction_train=setting.invited / setting.clients, fraction_evaluate=0.0, min_available_nodes=setting.clients
+            fraction_train=setting.invited / setting.clients,
+            fraction_evaluate=0.0,
+            min_train_nodes=setting.invited,
+            min_available_nodes=setting.clients,
         )
         model = net(setting.model)
         result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=clock.rounds)

@@ -6,6 +6,7 @@ This module runs in the environments of all libraries, so it needs only PyTorch 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import time
@@ -88,6 +89,15 @@ def owners(setting: Setting) -> list[np.ndarray]:
     total = setting.clients * setting.samples
     size = 50_000 if setting.data == "cifar10" else 60_000
     return np.split(np.random.default_rng(0).permutation(size)[:total], setting.clients)
+
+
+@functools.cache
+def loaded(setting: Setting) -> tuple[torch.Tensor, torch.Tensor, list[np.ndarray]]:
+    """Return the samples, labels and clients of a setting, read once per process.
+
+    Flower sends functions of the main program to its actors again for each client, but not those of this module.
+    """
+    return *tensors(setting), owners(setting)
 
 
 def net(name: str) -> nn.Sequential:
