@@ -1,6 +1,6 @@
 """Compare FedAvg of examples/shakespeare with Flower's: its accuracy over seeds, and its speed.
 
-    python benchmarks/peers/text.py                       # after examples/shakespeare/prepare.py; half an hour
+    python benchmarks/peers/text.py                       # after examples/shakespeare/prepare.py; ten minutes
     python benchmarks/peers/text.py --whole --seeds 0 --rounds 3 --json runs/whole.json
 
 Both train the example's LSTM on the same sequences, with the settings of ``shakespeare.toml`` and one thread, and
