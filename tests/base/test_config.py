@@ -84,6 +84,14 @@ def test_what_is_wrong_is_named(value, message):
         SHAPES.parse(value)
 
 
+def test_a_module_that_imports_what_is_not_installed_says_so(tmp_path, monkeypatch):
+    """The error about a model that needs peft said 'Correct the module'."""
+    (tmp_path / "needy.py").write_text("import nowhere_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SpecError, match=r"No module named 'nowhere_at_all'\. Install 'nowhere_at_all'\.$"):
+        SHAPES.parse("needy:Thing")
+
+
 class Ink(Setting):
     colour: str = "black"
     width: PositiveInt = 1

@@ -67,7 +67,10 @@ def import_object(path: str, kind: str) -> Any:
                 f"the module {module_name!r} was not found. Check the name and the working directory.",
                 path,
             ) from None
-        problem = f"importing the module fails with {type(error).__name__}: {error}. Correct the module."
+        missing = (
+            f"Install {error.name!r}" if isinstance(error, ModuleNotFoundError) and error.name else "Correct the module"
+        )
+        problem = f"importing the module fails with {type(error).__name__}: {error}. {missing}."
         raise SpecError("name", problem, path) from error
     try:
         return getattr(module, attribute)
