@@ -1,0 +1,20 @@
+"""A BERT-style encoder whose attention has LoRA adapters."""
+
+from peft import LoraConfig, TaskType, get_peft_model
+from transformers import BertConfig, BertForSequenceClassification
+
+
+def adapted(shape, classes, words=20_000, hidden=512, layers=1, rank=16):
+    """Return a frozen encoder of (input_ids, attention_mask) with adapters and a classifier, which are trained."""
+    config = BertConfig(
+        vocab_size=words,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        intermediate_size=hidden,
+        max_position_embeddings=64,
+        num_labels=classes,
+        initializer_range=hidden**-0.5,  # without pretraining: layers keep the size of their inputs
+    )
+    adapters = LoraConfig(TaskType.SEQ_CLS, r=rank, lora_alpha=2 * rank, target_modules=["query", "value"])
+    return get_peft_model(BertForSequenceClassification(config), adapters)
