@@ -222,12 +222,12 @@ def refusal(place: Path, spec: fs.Experiment) -> str:
     ("days", "public", "private"),
     [
         ("nan", "column 'days': a label is not a number", ".csv, line 4, column 'days' = 'nan': is not a number"),
-        ("a week", "column 'days': a label is not a number", "column 'days' = 'a week': is not a number. The task"),
-        ("", "column 'days': a label is missing; accepted:", "line 4, column 'days' = '': the label is missing"),
-        ("-", "column 'days': a label is missing; accepted:", "column 'days' = '-': the label is missing"),
+        ("a week", "column 'days': a label is not a number", "column 'days' = 'a week': is not a number. This task"),
+        ("", "column 'days': a label is missing. Give a value", "line 4, column 'days' = '': the label is missing"),
+        ("-", "column 'days': a label is missing. Give a value", "column 'days' = '-': the label is missing"),
         ("inf", "column 'days': a label is not a number", "column 'days' = 'inf': is not a number"),
-        ("61", "column 'days': not all labels are in range; accepted: numbers from 0 to 60 days", "'61': out of range"),
-        ("4000", "column 'days': not all labels are in range;", "a thousandth of it is in range: is it in another u"),
+        ("61", "column 'days': not all labels are in range. Use numbers from 0 to 60 days", "'61': is out of range"),
+        ("4000", "column 'days': not all labels are in range.", "Check the unit, because a thousandth of it is in r"),
     ],
 )
 def test_a_label_that_cannot_be_a_target(
@@ -353,7 +353,7 @@ def test_too_few_targets_are_not_told(place: Path) -> None:
     write(place / "south.csv", [row for row in rows_of() if row[0] == "south"][:5])
     spec = spec_of(place, {"name": "regression"}, {**SCHEMA, "columns": {"age": {}, "days": {}}})
     refused = asked(site(place, spec))
-    assert "too few training samples are left beside what is held out; accepted: 5 or more" in refused.reason
+    assert "too few training samples" in refused.reason
 
 
 def test_targets_are_labels_that_a_job_tells(place: Path) -> None:
@@ -362,7 +362,7 @@ def test_targets_are_labels_that_a_job_tells(place: Path) -> None:
     assert asked.discloses == {"labels", "sizes"}
     text = "\n".join(asked.lines())
     assert "of the labels their mean and their spread, how often each step of labels comes" in text
-    with pytest.raises(FedstrataError, match="the survey of the sites' data tells labels in the clear"):
+    with pytest.raises(FedstrataError, match="the survey of the sites' data discloses labels"):
         Policy(jobs="within-policy", masking=True).check(asked)
     told = spec_of(place, TOLD, data={"normalize": "none"})
     assert (declaration_of(told).survey, declaration_of(told).discloses) == ("", {"sizes"})
@@ -376,8 +376,8 @@ def test_targets_are_labels_that_a_job_tells(place: Path) -> None:
     [
         ({"count": [40.0, 39.0]}, "statistics of fewer or more targets than samples, which are 40"),
         ({"counts": {"y": [[1.0, 39.0]]}}, "statistics of fewer or more targets than samples, which are 40"),
-        ({"counts": {}}, r"counts of the columns \[\]; expected \['y'\]"),
-        ({"mean": [0.0]}, "statistics of shape"),
+        ({"counts": {}}, r"the counts are of the columns \[\], expected \['y'\]"),
+        ({"mean": [0.0]}, "the statistics have shape"),
     ],
     ids=str,
 )
@@ -425,4 +425,4 @@ def test_three_sites_with_mutual_tls_end_with_the_model_of_a_simulation(place: P
             key: close[key] for key in close if key not in VOLATILE
         }, "a simulation that measures at each site has the same metrics, to the last bit"
     readme = (place / "fed" / "north" / "README.md").read_text()
-    assert "`days` (accepted: numbers from 0 to 60 days)" in readme
+    assert "`days` (numbers from 0 to 60 days)" in readme

@@ -558,7 +558,7 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
         try:
             target.refuse_outside(numbers[row])
         except ValueError as error:
-            raise table.wrong(row, column, str(error), f"not all labels are in range; {target.accepted}") from None
+            raise table.wrong(row, column, str(error), f"not all labels are in range. Use {target.accepted}.") from None
     return numbers
 
 
