@@ -101,7 +101,7 @@ data = _of("data/arrays.py", "data/test_dataset.py")
 fitting = _of("data/fitting.py", "data/test_fitting.py")
 sites_data = _of("sites/data_schema.py", "sites/test_sites.py")
 targets = _of("data/fitting.py", "sites/test_regression_at_sites.py")
-steps = _of("data/tasks/regression.py", "sites/test_regression_at_sites.py")
+rounded_targets = _of("data/tasks/regression.py", "sites/test_regression_at_sites.py")
 told_targets = _of("sites/disclosure.py", "sites/test_regression_at_sites.py")
 loop = _of("runs/simulation.py", "runs/test_simulation.py", "experiments/test_run.py")
 ledger = _of("sites/ledger.py", "sites/test_ledger.py")
@@ -505,7 +505,7 @@ MUTANTS = [
     sites_data("a site's test rows are another client's", "first=client, task", "first=0, task"),
     targets("features are told with the targets", "rows if self._fits_features else rows[:0]", "rows"),
     targets("fewer targets than samples", "(targets.count != targets.samples).any() or any(", "any("),
-    steps("targets are rounded up", "/ self.step).floor()", "/ self.step).ceil()"),
+    rounded_targets("targets are rounded up", "/ self.step).floor()", "/ self.step).ceil()"),
     told_targets("labels are told in spite of masking", 'frozenset({"labels"} if', 'frozenset({"labels"} if False and'),
     sites_data(
         "held-out rows are counted", "trained_on(data_set, whole, held)", "trained_on(data_set, whole, type(held)())"

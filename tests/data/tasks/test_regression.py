@@ -440,7 +440,7 @@ def test_labels_of_a_data_frame_are_numbers_if_the_task_says_so():
     ):
         fs.from_dataframe(frame, label="days", columns=columns)
     columns["days"]["range"] = [0, 2]
-    with pytest.raises(DataError, match="row 3, column 'days' = 3: is out of range. Use numbers from 0 to 2 days"):
+    with pytest.raises(DataError, match=r"row 3, column 'days' = 3: is out of range\. Use numbers from 0 to 2 days"):
         fs.from_dataframe(frame, label="days", task="regression", columns=columns)
 
 

@@ -148,4 +148,4 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30) -> Ta
 
 
 def _names(dataset: Dataset, strata: int) -> list[str]:
-    return list(dataset.stratum_names) or ["all samples"] * strata
+    return ["all samples"] * strata if dataset.strata is None else list(dataset.stratum_names)
