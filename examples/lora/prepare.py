@@ -1,7 +1,7 @@
-"""Hide pronouns of address in Shakespeare's plays: python prepare.py shakespeare.npz pronouns.npz.
+"""Hide "my" and "me" in Shakespeare's plays: python prepare.py shakespeare.npz pronouns.npz.
 
 The source holds the roles' text one after another (``text``, uint8), where each role ends (``ends``), and its name
-(``roles``, "play: ROLE"). A sample is a gap and the four words before and after it. A client is a play.
+(``roles``, "play: ROLE"). A sample is a gap and the two words before and after it. A client is a play.
 """
 
 import re
@@ -10,12 +10,12 @@ from collections import Counter
 
 import numpy as np
 
-AROUND, WORDS, UNKNOWN, GAP = 4, 20_000, 1, 2  # 0 is padding
-PRONOUNS = {"thou": 0, "thee": 0, "thy": 0, "thine": 0, "you": 1, "your": 1, "yours": 1}
+AROUND, WORDS, UNKNOWN, GAP = 2, 20_000, 1, 2  # 0 is padding
+PRONOUNS = {"my": 0, "me": 1}
 
 
-def arrays(source, every=2):
-    """Return the arrays of a data set, with every second pronoun; each fifth of these is a test sample."""
+def arrays(source):
+    """Return the arrays of a data set; every fifth pronoun is a test sample."""
     texts = np.split(source["text"], source["ends"][:-1])
     words = [re.findall("[a-z']+", text.tobytes().decode().lower()) for text in texts]
     common = Counter(word for each in words for word in each).most_common(WORDS - 3)
@@ -23,12 +23,12 @@ def arrays(source, every=2):
     x, y, plays = [], [], []
     for each, role in zip(words, source["roles"], strict=True):
         coded = np.pad([ids.get(word, UNKNOWN) for word in each], AROUND)
-        for at in [at for at, word in enumerate(each) if word in PRONOUNS][::every]:
+        for at in [at for at, word in enumerate(each) if word in PRONOUNS]:
             x.append([GAP, *coded[at : at + AROUND], *coded[at + AROUND + 1 : at + 2 * AROUND + 1]])
             y.append(PRONOUNS[each[at]])
             plays.append(role.split(":")[0])
     x, y, plays, test = np.array(x), np.array(y), np.array(plays), np.arange(len(y)) % 5 == 4
-    parts = {"classes": np.array(["thou", "you"])}
+    parts = {"classes": np.array([*PRONOUNS])}
     for name, part in (("train", ~test), ("test", test)):
         parts |= {f"x_{name}.input_ids": x[part], f"x_{name}.attention_mask": (x[part] > 0).astype(np.int64)}
         parts |= {f"y_{name}": y[part], f"client_{name}": plays[part]}

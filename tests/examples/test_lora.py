@@ -18,22 +18,22 @@ def load_prepare():
 
 
 def test_a_sample_is_a_gap_and_the_words_around_it():
-    texts = ["Art thou mad?", "I see you see your see and and\nyou"]
+    texts = ["My lord!", "See me: lord, see\nMe see my and and"]
     source = {
         "text": np.frombuffer("".join(texts).encode(), dtype=np.uint8),
         "ends": np.cumsum([len(text) for text in texts]),
         "roles": np.array(["hamlet: GHOST", "lear: FOOL"]),
     }
-    arrays = load_prepare().arrays(source, every=1)
-    see, _, both, art, mad, i = 3, 4, 5, 6, 8, 9  # by frequency, then by first use; you (4) and thou (7) are gaps
+    arrays = load_prepare().arrays(source)
+    see, lord, both = 3, 5, 7  # by frequency, then by first use; my (4) and me (6) are gaps
     assert arrays["x_train.input_ids"].tolist() == [
-        [2, 0, 0, 0, art, mad, 0, 0, 0],
-        [2, 0, 0, i, see, see, 2, see, both],
-        [2, i, see, 2, see, see, both, both, 2],
-        [2, 2, see, both, both, 0, 0, 0, 0],
+        [2, 0, 0, lord, 0],
+        [2, 0, see, lord, see],
+        [2, lord, see, see, 2],
+        [2, 2, see, both, both],
     ]
     assert (arrays["x_train.attention_mask"] == (arrays["x_train.input_ids"] > 0)).all()
-    assert arrays["y_train"].tolist() == [0, 1, 1, 1]
+    assert arrays["y_train"].tolist() == [0, 1, 1, 0]
     assert arrays["client_train"].tolist() == ["hamlet", "lear", "lear", "lear"]
     assert len(arrays["y_test"]) == 0
 
