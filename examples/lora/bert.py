@@ -16,5 +16,5 @@ def adapted(shape, classes, words=20_000, hidden=512, layers=1, rank=16):
         num_labels=classes,
         initializer_range=hidden**-0.5,  # without pretraining: layers keep the size of their inputs
     )
-    adapters = LoraConfig(TaskType.SEQ_CLS, r=rank, lora_alpha=2 * rank, target_modules=["query", "value"])
+    adapters = LoraConfig(task_type=TaskType.SEQ_CLS, r=rank, lora_alpha=2 * rank, target_modules=["query", "value"])
     return get_peft_model(BertForSequenceClassification(config), adapters)
