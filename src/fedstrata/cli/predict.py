@@ -1,4 +1,4 @@
-"""The command ``fedstrata predict``, which predicts the class of each row of a table with the model of a run."""
+"""The command ``fedstrata predict``, which predicts the target of each row of a table with the model of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_predict(commands: Commands) -> None:
         fedstrata predict runs/visits/fedavg/seed-0 new-visits.csv
         fedstrata predict runs/visits/fedavg/seed-0 new-visits.csv --keep visit --out predictions.csv
     """
-    help = "predict the class of each row of a table with the model of a run"
+    help = "predict the target of each row of a table with the model of a run"
     more = "The rows need the columns that the model was trained on. Other columns, such as the label, are ignored."
     parser = add_command(commands, "predict", help, examples, more, work=_predict)
     parser.add_argument(

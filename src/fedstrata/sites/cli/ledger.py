@@ -24,7 +24,7 @@ def add_ledger(commands: common.Commands) -> None:
     help = "show what a site sent, from its own log (ledger), and check that the log is complete"
     parser = common.add_command(commands, "ledger", help, examples, work=_ledger)
     parser.add_argument("kit", type=Path, metavar="KIT", help="folder of the site, from 'fedstrata deploy'")
-    help = "verify every checksum, and that no entry is missing at the end; exit code 1 on failure"
+    help = "verify every checksum, and with --told that no entry is missing at the end; exit code 1 on failure"
     parser.add_argument("--verify", action="store_true", help=help)
     help = "with --verify: compare with what the server recorded: a run folder, or its ledgers.jsonl"
     parser.add_argument("--told", type=Path, metavar="RUN", help=help)
