@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import fedstrata as fs
 from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.evaluation.metrics import METRICS, values_of
 from fedstrata.evaluation.predictions import Rows
+from fedstrata.evaluation.sums import task_sums
 
 torchmetrics = pytest.importorskip("torchmetrics")
 CLASSES = "torchmetrics.classification"
@@ -119,3 +122,54 @@ def test_torchmetrics_is_imported_only_when_it_is_used():
     code = "import sys, fedstrata.evaluation.metrics; print('torchmetrics' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def by_sums(metric_names: list[str], made: Rows, owners: np.ndarray, clients: int) -> dict[str, list[float]]:
+    """The values of metrics for all samples, per client, and from the sums that sites send of their samples."""
+    metrics = [METRICS.make(name, {}) for name in metric_names]
+    parts = [task_sums(made[owners == client], ["counts"]) for client in range(clients)]
+    sums = dataclasses.replace(
+        parts[0], tables={"counts": torch.stack([part.tables["counts"] for part in parts]).sum(0)}
+    )
+    return {
+        metric.label: [
+            values_of([metric], made)[metric.label],
+            metric.of_task_sums(sums),
+            *metric.by_client_of_rows(made, owners, clients),
+        ]
+        for metric in metrics
+    }
+
+
+def equal_theirs(
+    values: list[float], theirs: Any, predictions: torch.Tensor, targets: torch.Tensor, owners: Any
+) -> None:
+    clients = int(owners.max()) + 1
+    expected = [float(theirs(predictions, targets))] * 2
+    expected += [float(theirs(predictions[owners == k], targets[owners == k])) for k in range(clients)]
+    assert values == pytest.approx(expected, abs=1e-6)
+
+
+def test_metrics_of_several_labels_equal_torchmetrics_per_client_and_from_sums():
+    generator = torch.Generator().manual_seed(2)
+    outputs, owners = torch.randn(90, 4, generator=generator), np.arange(90) % 3
+    targets = (torch.rand(90, 4, generator=generator) < 0.4).float()
+    task = fs.MultiLabel()
+    kept = {name: part.numpy() for name, part in task.rows(outputs, targets).items()}
+    values = by_sums(["micro-f1", "macro-f1"], Rows(kept, np.zeros(90), np.ones(90)), owners, 3)
+    for average in ("micro", "macro"):
+        theirs = torchmetrics.classification.MultilabelF1Score(num_labels=4, average=average)
+        equal_theirs(values[f"{average}-f1"], theirs, outputs.sigmoid(), targets.long(), owners)
+
+
+def test_metrics_of_pixels_equal_torchmetrics_per_client_and_from_sums():
+    generator = torch.Generator().manual_seed(3)
+    outputs, owners = torch.randn(12, 3, 8, 8, generator=generator), np.arange(12) % 3
+    targets = torch.randint(0, 3, (12, 8, 8), generator=generator)
+    targets[:, 0] = -100
+    kept = {name: part.numpy() for name, part in fs.Segmentation().rows(outputs, targets).items()}
+    values = by_sums(["mean-iou", "accuracy"], Rows(kept, np.zeros(12), np.ones(12)), owners, 3)
+    theirs = torchmetrics.classification.MulticlassJaccardIndex(num_classes=3, average="macro", ignore_index=-100)
+    equal_theirs(values["mean-iou"], theirs, outputs, targets, owners)
+    accuracy = torchmetrics.classification.MulticlassAccuracy(num_classes=3, average="micro", ignore_index=-100)
+    equal_theirs(values["accuracy"], accuracy, outputs, targets, owners)
