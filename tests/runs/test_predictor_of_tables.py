@@ -268,7 +268,7 @@ def test_what_is_no_table(trained: Path) -> None:
 
 DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
     "order": ({"features": ["age", "dose"]}, "table.features are not the features of table.schema"),
-    "imputed": ({"imputed": {"dose": 300.0}}, "table.imputed does not have a value for each column with impute"),
+    "imputed": ({"imputed": {"dose": 300.0}}, "table.imputed lacks a column that sets 'impute', or has another column"),
     "number": ({"imputed": {"dose": "many"}}, "could not convert string to float"),
     "schema": ({"schema": {"label": 5}}, "label = 5: "),
     "open": ({"schema": {"label": "ill", "columns": {"kind": "category"}}}, "no categories of a category"),

@@ -54,7 +54,7 @@ def handles_sum(kind: type[Request]) -> Callable[[SumHandler], SumHandler]:
 
 
 def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
-    """Mark a function with which a client changes the model of a relay, for tasks of the class ``kind``."""
+    """Mark a function as the handler of tasks of the class ``kind``: in a relay, it changes the model of a client."""
     return _marking(kind, "hop")
 
 

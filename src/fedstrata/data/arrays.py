@@ -287,7 +287,9 @@ def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
     try:
         return np.char.decode(array, "utf-8")  # type: ignore[arg-type]  # an array of bytes
     except UnicodeDecodeError as error:
-        raise DataError(f"{key}: contains the bytes {error.object!r}, which are not UTF-8. Give strings.") from None
+        raise DataError(
+            f"{key}: contains the bytes {error.object!r}, which are not UTF-8. Store text as strings."
+        ) from None
 
 
 def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Tensor, Tensor], tuple[str, ...]]:

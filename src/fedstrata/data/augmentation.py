@@ -52,7 +52,7 @@ class CropFlip(Augmentation):
 
     Args:
         padding: Pixels that are added on each side, and the largest shift of the crop in each direction.
-        flip: Whether images are mirrored. Set it to false if a mirror changes the meaning, as of digits.
+        flip: Whether images are mirrored. Set it to false if mirroring changes the meaning, as it does for digits.
     """
 
     padding: NonNegativeInt = 4

@@ -200,8 +200,8 @@ class Schema(Setting):
         label: Column with the label.
         client: Column with the client of each row, for the partition ``natural``.
         features: Feature columns. Default: all columns without another role; at real sites, those in ``columns``.
-        columns: Table from each feature to its settings or type. Other types are guessed from the cells; real sites
-            need all features. A label that is a number may have ``unit``, ``range`` and ``missing``.
+        columns: Table with the type or the settings of each feature. The types of features that it lacks are guessed
+            from the cells; real sites need all features. If the label is a number, it may also be described here.
         classes: Possible labels, in order. Default: the labels of the table, sorted.
         missing: Cells that mean a missing value, in addition to empty cells.
         ignore: Unused columns. Set it instead of ``features``.

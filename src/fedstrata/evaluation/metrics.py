@@ -254,7 +254,7 @@ class MicroF1(_OfCounts):
 
 
 class MeanIoU(_OfCounts):
-    """Mean over classes of intersection over union of true and predicted pixels.
+    """Mean IoU: intersection over union of true and predicted pixels, averaged over classes.
 
     The mean leaves out classes that have no pixels and were not predicted.
     """
@@ -425,7 +425,7 @@ class Perplexity(LogLoss):
 
 
 class ECE(_ByClient):
-    """Expected calibration error: difference of confidence and accuracy (Guo et al. 2017).
+    """Expected calibration error: mean difference between confidence and accuracy (Guo et al. 2017).
 
     Samples are sorted into bins by their confidence, the largest of a sample's probabilities. The error is the absolute
     difference between mean confidence and accuracy in a bin, averaged over bins with their sample counts as weights.

@@ -85,7 +85,7 @@ class Training(Setting):
             Fine-tuning for evaluation begins without a state.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' SGD.
-        weight_decay: Factor of the weight decay, which ``sgd``, unlike ``adamw``, adds to the gradient.
+        weight_decay: Factor of the weight decay. ``sgd`` adds the decay to the gradient; ``adamw`` does not.
         schedule: Learning rate in round t = 0, 1, …: ``constant`` (η), ``inverse`` (η / (1 + t)), or ``cosine`` (from η
             to zero along half a cosine wave).
         warmup: Number W of first rounds in which the learning rate rises: in round t = 1, …, W, that of ``schedule`` is

@@ -54,7 +54,7 @@ class FedSTS(Recipe):
 
 
 class FedSTaS(FedSTS):
-    """FedSTS whose clients train on a random part of their samples, with about the same total in each round."""
+    """FedSTS in which clients train on a random part of their samples; all together use about as many in each round."""
 
     paper = "Slessor et al. 2024, FedSTaS: Client Stratification and Client Level Sampling for Efficient FL"
 

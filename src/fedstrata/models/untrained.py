@@ -42,7 +42,7 @@ class Untrained:
         self._versions: list[tuple[str, int]] = []
 
     def gather(self) -> None:
-        """Copy buffers that a forward pass replaced by other tensors back into the original tensors."""
+        """If a forward pass replaced a buffer by another tensor, copy the new values into the original tensor."""
         for part, local, buffer, name in self._places:
             current = part._buffers.get(local)
             if current is not buffer:

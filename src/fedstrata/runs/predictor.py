@@ -466,7 +466,7 @@ def _features_of(about: Mapping[str, Any]) -> Features | None:
     if schema.names() != table["features"] or about["input_shape"] != [len(table["features"])]:
         raise ValueError("table.features are not the features of table.schema and input_shape")
     if [name for name, column in columns.items() if column.impute is not None] != list(imputed):
-        raise ValueError("table.imputed does not have a value for each column with impute")
+        raise ValueError("table.imputed lacks a column that sets 'impute', or has another column")
     return Features(schema, imputed)
 
 

@@ -49,7 +49,7 @@ class FedSSARSampler(ClientSampler):
     takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: Clients, itself included, that a client needs in its neighbourhood (``min_samples`` of OPTICS).
+        min_samples: Number of clients in the neighbourhood of a core point, with itself (``min_samples`` of OPTICS).
         xi: Relative drop of reachability at which a cluster begins (``xi`` of OPTICS).
         features: Basis for comparing clients: their ``parameters``, as in the paper, or their ``updates``, which also
             compare well across rounds.

@@ -185,7 +185,7 @@ class NVFlareEngine(Engine):
                 self._note("state lost", site, reason, lost)
 
     def save(self, round: int) -> None:
-        """Let every site write its clients' states to its disk. An event reports when a site begins to fail at this."""
+        """Let every site write its clients' states to its own disk. An event reports the first failure of a site."""
         bodies = {site: Save(round) for site in self.directory.participants()}
         for site, outcome in self.messenger.ask_all(bodies, Done).items():
             if not isinstance(outcome, FedstrataError):

@@ -37,7 +37,9 @@ class MultiLabel(Task):
         both = [arrays.checked_values(y, f"y_{part}", n) for y, part, n in pairs]
         for values, part in zip(both, arrays.SPLITS, strict=True):
             if len(wrong := values[(values != 0) & (values != 1)]):
-                raise DataError(f"y_{part}: holds {wrong[0]:g}. Use 1 for a label that is there, and 0 for others.")
+                raise DataError(
+                    f"y_{part}: holds {wrong[0]:g}. Use 1 for each label that a sample has, and 0 for others."
+                )
         width = both[0].shape[1]
         if both[1].shape[1] != width:
             raise DataError(f"y_test: has {both[1].shape[1]} labels for each sample, and y_train {width}.")

@@ -69,7 +69,7 @@ class SlotLayout:
 
     @property
     def pages(self) -> int:
-        """The number of ciphertexts (pages) of the unique list."""
+        """The number of ciphertexts (pages) that the list of different labels needs."""
         return -(-self.classes // self.width)
 
     @property
