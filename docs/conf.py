@@ -155,6 +155,7 @@ PAGES = {
     "examples/shakespeare/README.md": "results/tables/shakespeare.md",
     "examples/deploy/README.md": "deploy/containers.md",
     "examples/flights/README.md": "results/tables/flights.md",
+    "examples/lora/README.md": "results/tables/lora.md",
 } | {
     f"benchmarks/results/{path.name}": f"results/tables/{path.name}"
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))

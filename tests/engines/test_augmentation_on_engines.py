@@ -65,7 +65,7 @@ def test_two_processes_give_the_same_bytes(way: str, augment: Any, monkeypatch: 
     same_bytes(fs.run(spec), run_prepared(prepared, None, engine))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("servers")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("augment", AUGMENTATIONS, ids=str)

@@ -316,7 +316,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert process.returncode == 130, said
-    assert "interrupted; go on" in said
+    assert "interrupted. To continue" in said
     assert "WARNING" not in said
     patience = time.monotonic() + 10
     while still := [pid for pid in below if Path(f"/proc/{pid}").exists()]:

@@ -170,7 +170,7 @@ def test_labels_are_the_folders(unreported, tmp_path):
         (["fedavg", "scaffold"], {"training": {"momentum": 0.9}}, "training.momentum", "SCAFFOLD"),
         (["fedavg"], {"training": {"clients_per_round": 7}}, "training.clients_per_round", "6 clients"),
         (["fedavg"], {"data": "digitz"}, "data", "digits"),
-        ([], {"compare": {}}, "--methods", "is not set"),
+        ([], {"compare": {}}, "--methods", "is required"),
         (["fedavg", "a/b"], {"compare": {"a/b": {"method": "fedavg"}}}, "--methods", "folder"),
     ],
 )

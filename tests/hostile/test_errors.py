@@ -59,7 +59,6 @@ def probes() -> list[dict[str, Any]]:
         {"columns": {"name": "boolean"}},
         {"columns": {"chol": {"type": "category", "categories": ["?"], "impute": "constant", "value": "?"}}},
         {"columns": {"age": {"impute": "mean"}, "weight": {"impute": "median", "step": 1}}},
-        {"columns": {"age": "number", "disease": {"type": "category", "categories": ["no"]}}},
         {"classes": ["well", "ill"]},
         {"label": "name", "classes": ["?"]},
         {"label": "sick"},

@@ -124,6 +124,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_learn_on_adapters(name: str):
     tables = dict(METHODS[name])
@@ -178,6 +179,7 @@ def test_another_base_is_refused_by_name(tmp_path: Path):
     assert len(train(spec_of(training={"rounds": 3}), model=on(0), out=run, resume=True)) == 3
 
 
+@pytest.mark.long
 def test_a_factory_in_the_spec_builds_the_base_again(tmp_path: Path):
     run = tmp_path / "run"
     history = train(spec_of(), out=run)
@@ -234,6 +236,7 @@ print(sum(tensor.numel() * 4 for tensor in base.values()) // 1024, peak, len(cop
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
 def test_clients_share_the_base():
     code = f"import sys; sys.path[:0] = {[str(Path(__file__).parents[1] / 'support'), str(FOLDER)]!r}\n"
@@ -278,12 +281,14 @@ class Normed(nn.Module):
         return normed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fedtan", {"name": "stratify", "batch_size": 8}])
 def test_dropout_layers_are_refused_where_clients_run_as_a_group(method: Any):
     with pytest.raises(SpecError, match=r"^model: draws random numbers.*training.execution = 'fused'"):
         train(spec_of(method, training={"execution": "per-client"}), model=Normed)
 
 
+@pytest.mark.long
 def test_stratify_repeats_dropout_to_the_bit():
     stratify = spec_of({"name": "stratify", "batch_size": 8}, training={"execution": "per-client"})
     same(train(stratify), train(stratify))
@@ -312,6 +317,7 @@ def pool() -> Iterator[Any]:
         yield made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", METHODS)
 def test_worker_processes_give_the_same_bytes(name: str, specs: Any, expected: Any, monkeypatch: pytest.MonkeyPatch):
     for threshold in ("STARTING_PAYS", "ASKING_PAYS"):
@@ -320,6 +326,7 @@ def test_worker_processes_give_the_same_bytes(name: str, specs: Any, expected: A
     same(run_prepared(prepared, None, alone(prepared, workers=2)), expected[name])
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("servers")
 @pytest.mark.parametrize("name", METHODS)
 def test_ray_gives_the_same_bytes(name: str, specs: Any, expected: Any, pool: Any):
@@ -329,6 +336,7 @@ def test_ray_gives_the_same_bytes(name: str, specs: Any, expected: Any, pool: An
     same(run_prepared(prepared, None, RayEngine(make_context(prepared), StateStore(), pool=pool)), expected[name])
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("servers")
 def test_two_nvflare_sites_give_the_same_bytes(specs: Any, expected: Any):
     pytest.importorskip("nvflare")
@@ -338,6 +346,7 @@ def test_two_nvflare_sites_give_the_same_bytes(specs: Any, expected: Any):
         same(history, expected[name])
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("servers")
 def test_nvflare_sites_with_another_base_are_refused_by_name(specs: Any):
     pytest.importorskip("nvflare")

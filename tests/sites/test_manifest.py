@@ -92,7 +92,7 @@ def test_every_file_is_as_it_was_signed(result: Path, federations: Path, name: s
     """Model, metrics and spec were; events and fingerprints could be changed."""
     verify(result, federations / "fed" / "a")
     (result / name).write_text("{ }")
-    with pytest.raises(DataError, match=rf"{name} \(changed\)$"):
+    with pytest.raises(DataError, match=rf"{name} \(changed\)\. Restore these files\.$"):
         verify(result, federations / "fed" / "a")
     (result / name).unlink()
     (result / "model.safetensors").write_text("another")

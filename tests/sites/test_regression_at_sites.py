@@ -401,7 +401,7 @@ def test_statistics_that_no_targets_have_are_refused(change: Any, problem: str) 
 # --- real sites --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("servers")
 @pytest.mark.filterwarnings("ignore:ssl_context is deprecated:DeprecationWarning")
 def test_three_sites_with_mutual_tls_end_with_the_model_of_a_simulation(place: Path) -> None:
