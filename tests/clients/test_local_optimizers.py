@@ -275,6 +275,7 @@ def test_only_the_trained_part_of_a_model_moves(start):
     assert all(torch.equal(w, before[name]) == (name in head) for name, w in after.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "moon", "rebafl", "fedrs"])
 def test_methods_learn_the_digits_with_adamw(method):
     spec = fs.Experiment.from_table(

@@ -57,7 +57,7 @@ def test_whole_numbers_of_two_types_are_places_in_the_names_too():
         (np.array([2.0**15, 0, 0, np.inf], np.float16), "holds fractions, NaN or infinity"),
         (
             np.array([b"\xff", b"a", b"a", b"a"]),
-            r"y_train: contains the bytes b'\\xff', which are not UTF-8\. Give strings\.",
+            r"y_train: contains the bytes b'\\xff', which are not UTF-8\. Store text as strings\.",
         ),
         ([None, 1, 1, 1], r"y_train: the rows have different lengths or types\. Give one array of numbers or"),
         (

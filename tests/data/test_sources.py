@@ -185,7 +185,7 @@ def claims(shape, descr="<f8"):
         (
             "classes",
             npy(np.array([b"\xff"])),
-            r"classes: contains the bytes b'\\xff', which are not UTF-8\. Give strings\.",
+            r"classes: contains the bytes b'\\xff', which are not UTF-8\. Store text as strings\.",
         ),
         ("domains", npy(np.array(0)), r"domains: is of type int64 and shape \(\)\. Give a list of names\."),
     ],

@@ -211,8 +211,8 @@ def test_metrics_are_those_of_scikit_learn(case: str):
     everybody = np.arange(30)
     for name, value in by_hand(everybody).items():
         metric = METRICS.make(name, {})
-        assert metric.by_client_of_rows(rows, np.zeros(30, dtype=np.int64), 1)[0] == pytest.approx(value, abs=1e-6)
-        assert metric.of_task_sums(total) == pytest.approx(value, abs=1e-6)
+        assert metric.by_client_of_rows(rows, np.zeros(30, dtype=np.int64), 1)[0] == pytest.approx(value, rel=1e-6)
+        assert metric.of_task_sums(total) == pytest.approx(value, rel=1e-6)
         each = metric.by_client_of_rows(rows, owners, CLIENTS)
         for client in range(CLIENTS):
             expected = by_hand(np.flatnonzero(owners == client))[name]

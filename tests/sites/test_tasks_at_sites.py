@@ -58,7 +58,7 @@ def test_sites_give_the_same_bytes(way: str, make: Any, tmp_path: Path) -> None:
     same(run_prepared(prepared, None, make(prepared, tmp_path, None)), fs.run(spec))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("servers")
 def test_the_simulator_gives_the_same_bytes(tmp_path: Path) -> None:
     spec = spec_of("fedavg", tmp_path)
