@@ -260,12 +260,12 @@ class Unfitted:
         """Return the statistics of the features, and those of the targets as a task needs them."""
         k, counts = self.train.shape[-1], dict(known.counts)
         name = "" if self.targets is None else self.targets.name
-        told_counts = {TARGET: counts.pop(name)} if name in counts else {}
+        counts_of_targets = {TARGET: counts.pop(name)} if name in counts else {}
         low, high, samples = known.low, known.high, known.samples if self._fits_features else 0
         return (
             Statistics(samples, known.count[:k], known.mean[:k], known.squares[:k], low, high, counts),
             Statistics(
-                known.samples, known.count[k:], known.mean[k:], known.squares[k:], low[:0], high[:0], told_counts
+                known.samples, known.count[k:], known.mean[k:], known.squares[k:], low[:0], high[:0], counts_of_targets
             ),
         )
 

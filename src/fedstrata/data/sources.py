@@ -269,7 +269,7 @@ def read_folder(folder: Path) -> Arrays:
         DataError: The folder lacks a file, or a file is damaged.
     """
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder.absolute()}. Check the path.")
+        raise DataError(f"the folder {folder.absolute()} does not exist. Check the path.")
     arrays: Arrays = {}
     for file in sorted(folder.glob("*.npy")):
         if file.stem.partition(".")[0] in (*NEEDED, *OPTIONAL):

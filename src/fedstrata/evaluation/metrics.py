@@ -495,33 +495,46 @@ class MeanAveragePrecision(_OfRows):
         return float(np.mean(scores)) if scores else None
 
 
-class TorchMetric(_OfRows):
-    """A metric of torchmetrics, such as ``"torchmetrics.classification:MultilabelAUROC"``.
+class _Named(_OfRows):
+    """A base class of metrics that a spec names by their path.
 
     Args:
-        path: The path of the class.
-        arguments: The arguments of the class, such as ``num_labels``. In a spec, they are the keys of the metric's
-            table other than ``name``.
+        path: The path, ``"module:name"``.
     """
 
-    path: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    path: Annotated[str, Field(exclude=True)]  # excluded, because a spec gives the path as the metric's name
 
     @property
     @override
-    def higher_is_better(self) -> bool:  # type: ignore[override]
-        return load_object(self.path, "metric").higher_is_better is not False
+    def implementation(self) -> Any:
+        return load_object(self.path, "metric")
 
     @property
     @override
     def label(self) -> str:
         return self.path.rpartition(":")[2]
 
+
+class TorchMetric(_Named):
+    """A metric of torchmetrics, such as ``"torchmetrics.classification:MultilabelAUROC"``.
+
+    Args:
+        arguments: The arguments of the class, such as ``num_labels``. In a spec, they are the keys of the metric's
+            table other than ``name``.
+    """
+
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    @override
+    def higher_is_better(self) -> bool:  # type: ignore[override]
+        return self.implementation.higher_is_better is not False
+
     @override
     def measure(self, targets: NDArray[Any], predictions: NDArray[Any]) -> float | None:
         import torch
 
-        metric = load_object(self.path, "metric")(**self.arguments)
+        metric = self.implementation(**self.arguments)
         if metric.__module__.startswith("torchmetrics.classification") and np.array_equal(targets, np.rint(targets)):
             targets = targets.astype(np.int64)
         with warnings.catch_warnings():
@@ -534,18 +547,16 @@ class TorchMetric(_OfRows):
         return {"name": self.path, **plain(self.arguments)}
 
 
-class FunctionMetric(_OfRows):
+class FunctionMetric(_Named):
     """A metric that is a function of the user's own, ``fn(labels, probabilities)``.
 
     The function gets arrays of shapes (N,) and (N, C); for other tasks, the targets and the predictions, such as (N, K)
     numbers. It returns a number, or None if the value is undefined.
 
     Args:
-        function: The function, as ``"module:function"``.
         lower_is_better: Whether a lower value is better.
     """
 
-    function: Annotated[str, Field(exclude=True)]  # excluded, because a spec gives the function as the metric's name
     lower_is_better: bool = False
 
     @property
@@ -553,19 +564,14 @@ class FunctionMetric(_OfRows):
     def higher_is_better(self) -> bool:  # type: ignore[override]
         return not self.lower_is_better
 
-    @property
-    @override
-    def label(self) -> str:
-        return self.function.rpartition(":")[2]
-
     @override
     def measure(self, targets: NDArray[Any], predictions: NDArray[Any]) -> float | None:
-        value: float | None = load_object(self.function, "metric")(targets, predictions)
+        value: float | None = self.implementation(targets, predictions)
         return value
 
     @override
     def to_spec(self) -> dict[str, Any]:
-        table: dict[str, Any] = {"name": self.function}
+        table: dict[str, Any] = {"name": self.path}
         return table | {"lower_is_better": True} if self.lower_is_better else table
 
 
@@ -592,7 +598,7 @@ class _Metrics(Registry[Metric]):
         cls = self.find(name)
         if cls is TorchMetric:
             return build(cls, {"path": name, "arguments": dict(table)})
-        return build(cls, {**table, "function": name} if cls is FunctionMetric else table)
+        return build(cls, {**table, "path": name} if cls is FunctionMetric else table)
 
 
 _HERE = "fedstrata.evaluation.metrics"

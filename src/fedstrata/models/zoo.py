@@ -257,10 +257,9 @@ def _try_out(module: nn.Module, name: str, shape: Shape, classes: int, trial: Tr
     """Run a forward pass on a sample, so that a module that does not fit fails here and not at a client."""
     require_trainable(module)
     if trial is None:
-        zeros = None if isinstance(shape, Mapping) else torch.zeros(1, *shape)
-        if zeros is None:  # a server without samples does not know the types of several inputs
+        if isinstance(shape, Mapping):  # a server without samples does not know the types of several inputs
             return
-        trial = zeros, lambda logits: "" if logits.shape == (1, classes) else f"(B, {classes})"
+        trial = torch.zeros(1, *shape), lambda logits: "" if logits.shape == (1, classes) else f"(B, {classes})"
     x, form_of = trial
     try:
         with torch.no_grad():

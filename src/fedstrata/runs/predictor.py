@@ -329,7 +329,7 @@ class Predictor:
         """Return a data set of samples that have several inputs."""
         needed = f"this model takes the inputs {described(shape)}"
         if not isinstance(x, Mapping) or x.keys() != shape.keys():
-            given = f"has the inputs {', '.join(map(str, x))}" if isinstance(x, Mapping) else "is no mapping"
+            given = f"has the inputs {', '.join(map(str, x))}" if isinstance(x, Mapping) else "is not a mapping"
             raise DataError(f"x: {given}, but {needed}. Give exactly these.")
         stored = checked_named(x, "x")
         for name, tensor in stored.items():
