@@ -168,7 +168,7 @@ def test_a_model_that_is_spoilt_on_its_way_is_not_passed_on(federation: Federati
     assert replies == {0: 1}
 
 
-def test_who_is_slow_counts(federation: Federation) -> None:
+def test_a_slow_client_counts(federation: Federation) -> None:
     assert times(federation, Probe(culprits=(1,), how="slow")) == ALL
     assert times(federation, Meet(culprits=(2,), how="slow"), together=True) == dict.fromkeys(range(CLIENTS), 2)
     assert walked(federation, [(0, Walk()), (1, Walk(culprits=(1,), how="slow"))]) == (2.0, {0: 3, 1: 3})
