@@ -46,13 +46,16 @@ def test_differences_by_hand() -> None:
     assert base.difference is None
     assert better.difference is not None
     assert better.difference.mean == pytest.approx(0.12)  # 0.12, 0.10 and 0.14
-    assert better.difference.interval == pytest.approx((0.10, 0.14))
+    # Two differences hold together: the 98.75 % quantile of t with two degrees of freedom.
+    reach = stats.t.ppf(1 - 0.05 / 2 / 2, 2) * 0.02 / 3**0.5
+    assert better.difference.interval == pytest.approx((0.12 - reach, 0.12 + reach))
     # t = 0.12 / (0.02 / √3) = 6 √3 with two degrees of freedom
     p = 2 * stats.t.sf(6 * 3**0.5, 2)
     assert better.difference.p == pytest.approx(p)
     assert same.difference is not None
-    assert better.difference.corrected == pytest.approx(2 * p)  # the smaller one of two
-    assert same.difference.corrected == same.difference.p == pytest.approx(2 * stats.t.sf(0.5, 2))  # (1, -1, 1) / 300
+    assert better.difference.corrected == pytest.approx(2 * p)
+    assert same.difference.p == pytest.approx(2 * stats.t.sf(0.5, 2))  # (1, -1, 1) / 300
+    assert same.difference.corrected == 1
     assert base.value.interval is not None
     assert base.value.interval[0] == pytest.approx(0.55 - stats.t.ppf(0.975, 2) * 0.05 / 3**0.5)
 
@@ -176,12 +179,13 @@ def test_few_seeds_are_said() -> None:
     assert "Intervals need at least three seeds" in two
     assert "interval |" not in to_markdown(contrast(runs_of(a=[0.5, 0.6], b=[0.6, 0.8])))
     three = caption(contrast(THREE))
-    assert "fewer than six seeds are too narrow" in three
-    assert "with Holm's correction for the table's 2 comparisons" in three
+    assert "their 95 % intervals hold for the 2 differences of a measure together" in three
+    assert "paired t-test, multiplied by 2 (Bonferroni)" in three
     six = [0.1, 0.2, 0.4, 0.3, 0.6, 0.5]
     many = runs_of(a=six, b=[value + 0.01 * (1 + i) for i, value in enumerate(six)])
     assert "too" not in caption(contrast(many))
-    assert "the table's one comparison" in caption(contrast(many))
+    assert "their 95 % intervals are Student's t" in caption(contrast(many))
+    assert "Bonferroni" not in caption(contrast(many))
     ranks = contrast(many, test="wilcoxon")
     assert ranks.rows[1].difference is not None
     assert ranks.rows[1].difference.corrected == 2 / 2**6
@@ -195,11 +199,11 @@ def test_few_seeds_are_said() -> None:
     assert "and tests at least two" in caption(apart)
 
 
-def test_differences_that_are_alike_have_no_p() -> None:
+def test_differences_that_are_alike_have_no_p_and_no_interval() -> None:
     found = contrast(runs_of(a=[0.5, 0.6, 0.7], b=[0.6, 0.7, 0.8]))
-    assert "[+10.00, +10.00]" in to_markdown(found)
-    assert "p-values are missing if" in caption(found)
-    assert "Holm" not in caption(found)
+    assert "+10.00 |" in to_markdown(found)
+    assert "interval | p" not in to_markdown(found)
+    assert "Intervals and p-values are missing if all pairs have the same difference" in caption(found)
 
 
 def test_intervals_end_at_what_is_possible() -> None:
@@ -225,7 +229,7 @@ def test_a_terminal_of_80_columns_shows_whole_numbers_and_labels_as_they_are() -
     console.print(to_rich(contrast({"[one]": THREE["base"], "two": THREE["better"]})))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in text
-    for shown in ("[one]", "55.00 ± 5.00", "[42.58, 67.42]", "+12.00", "[+10.00, +14.00]", "0.009"):
+    for shown in ("[one]", "55.00 ± 5.00", "[42.58, 67.42]", "+12.00", "[+7.03, +16.97]", "0.009"):
         assert shown in text
     assert max(map(len, text.splitlines())) <= 80
 
@@ -235,7 +239,7 @@ def test_a_row_of_csv_has_every_digit() -> None:
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [row["label"] for row in rows] == ["base", "better", "same"]
     assert float(rows[1]["difference"]) == contrast(THREE).rows[1].difference.mean  # type: ignore[union-attr]
-    assert rows[0]["baseline"] == rows[0]["p_holm"] == ""
+    assert rows[0]["baseline"] == rows[0]["p_corrected"] == ""
     assert (rows[1]["baseline"], rows[1]["pairs"], rows[1]["test"]) == ("base", "3", "t")
     assert all(None not in row and None not in row.values() for row in rows)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from browser import Browser
 
+from fedstrata.base.style import Colour, lines
 from fedstrata.reporting.html import PNG, write_report
 from fedstrata.reporting.runs import keep_order
 
@@ -41,6 +42,14 @@ INK = """
   return [...found];
 })
 """
+
+
+def painted_as(colour: Colour, scheme: str) -> str:
+    """The red, green and blue of a colour, as ``INK`` gives it."""
+    shown = colour.dark if scheme == "dark" else colour.light
+    return ",".join(str(int(shown[i : i + 2], 16)) for i in (1, 3, 5))
+
+
 FIRST_COLUMN = (
     "[...document.querySelectorAll('table.sortable')[0].tBodies[0].rows].map(row => row.cells[0].textContent)"
 )
@@ -98,7 +107,7 @@ def test_nothing_fails_and_nothing_is_cut_off(window: Browser, page: Path, width
     painted = window.value(INK)
     assert len(painted) == 4
     for colours in painted[::2]:  # accuracies and the front; losses of all methods lie on each other
-        assert {"0,114,178", "213,94,0", "0,158,115", "204,121,167"} <= set(colours)
+        assert {painted_as(line.colour, scheme) for line in lines(list(LABELS)).values()} <= set(colours)
     for colours in painted:
         assert ("228,231,235" if dark else "31,36,43") in colours
 
@@ -130,7 +139,7 @@ def test_a_table_sorts_by_click_and_by_key(opened: Browser) -> None:
 
 
 def test_a_method_switches_off_everywhere(opened: Browser) -> None:
-    colour = "0,158,115"
+    colour = painted_as(lines(list(LABELS))[EVIL].colour, "light")
     front = "document.querySelector('.front').textContent"
     rows = "document.querySelectorAll('.fates .row:not([hidden])').length"
     heat = "document.querySelector('.heat svg').getAttribute('aria-label')"

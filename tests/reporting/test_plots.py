@@ -9,12 +9,10 @@ import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import History
 from fedstrata.reporting.draw import (
-    COLOURS,
     draw_communication,
     draw_curves,
     draw_losses,
     draw_participation,
-    look,
     over_seeds,
     sent,
 )
@@ -67,11 +65,6 @@ def test_a_column_of_one_method_only_and_of_none() -> None:
     assert len(plot(curves, "drift").axes[0].lines) == 1
     with pytest.raises(SpecError, match=r"is not a column of numbers\. Use one of: accuracy"):
         plot(curves, "nothing")
-
-
-def test_many_labels_look_different() -> None:
-    looks = [look(i) for i in range(4 * len(COLOURS))]
-    assert len(set(looks)) == len(looks)
 
 
 def test_bytes_since_the_start() -> None:

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedstrata.base.errors import SpecError
-from fedstrata.reporting.statistics import Difference, Estimate, bootstrap_interval, holm, paired_difference, t_interval
+from fedstrata.reporting.statistics import (
+    Difference,
+    Estimate,
+    paired_difference,
+    seeds_needed,
+    t_interval,
+)
 
 MINE = dict(enumerate([0.81, 0.84, 0.79, 0.86, 0.83, 0.88]))
 THEIRS = dict(enumerate([0.80, 0.81, 0.77, 0.80, 0.82, 0.81]))
@@ -44,22 +50,9 @@ def test_the_paired_tests_are_scipys() -> None:
     assert by_t.p == pytest.approx(stats.ttest_rel(A, B).pvalue, rel=1e-9)
     by_ranks = paired_difference(MINE, THEIRS, "wilcoxon")
     assert by_ranks.p == stats.wilcoxon(A - B).pvalue == 0.03125  # all six rise: 2 / 2⁶
-    assert by_ranks.interval == by_t.interval
-
-
-def test_the_bootstrap_is_scipys_and_the_same_again() -> None:
-    differences = A - B
-    expected = stats.bootstrap(
-        (differences,), np.mean, n_resamples=9_999, method="percentile", rng=np.random.default_rng(0)
-    ).confidence_interval
-    assert bootstrap_interval(differences) == bootstrap_interval(differences) == tuple(expected)
-    low, high = bootstrap_interval(differences)
-    assert differences.min() <= low < differences.mean() < high <= differences.max()
-
-
-def test_all_resamples_of_two_values_by_hand() -> None:
-    # Of (0, 1) a quarter of the resamples has mean 0, and a quarter 1: both are far within 95 %.
-    assert bootstrap_interval(np.array([0.0, 1.0])) == (0.0, 1.0)
+    expected = stats.ttest_rel(A, B).confidence_interval(0.95)
+    assert by_t.interval == by_ranks.interval == pytest.approx((expected.low, expected.high))
+    assert by_t.each == pytest.approx(A - B)
 
 
 def test_pairs_are_the_keys_that_both_have() -> None:
@@ -67,7 +60,7 @@ def test_pairs_are_the_keys_that_both_have() -> None:
     assert found.n == 2
     assert found.mean == pytest.approx(0.2)
     assert paired_difference({0: 1.0}, {1: 1.0}) == Difference(None, 0)
-    assert paired_difference({0: 1.0}, {0: 0.5}) == Difference(0.5, 1)
+    assert paired_difference({0: 1.0}, {0: 0.5}) == Difference(0.5, 1, each=(0.5,))
 
 
 def test_intervals_that_hold_together_are_wider() -> None:
@@ -86,11 +79,10 @@ def test_below_six_pairs_wilcoxon_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.1])
-def test_differences_that_are_alike_have_no_test(shift: float) -> None:
+def test_differences_that_are_alike_have_no_test_and_no_interval(shift: float) -> None:
     moved = {seed: value + shift for seed, value in THEIRS.items()}
     found = paired_difference(moved, THEIRS)
-    assert (found.n, found.p) == (6, None)
-    assert found.interval == (found.mean, found.mean)
+    assert (found.n, found.p, found.interval) == (6, None, None)
     assert found.mean == pytest.approx(shift)
 
 
@@ -99,19 +91,24 @@ def test_a_test_that_there_is_not() -> None:
         paired_difference(MINE, THEIRS, "z")  # type: ignore[arg-type]
 
 
-def test_holm_by_hand() -> None:
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.5, 0.6]) == [1.0, 1.0]
-    assert holm([None, 0.02]) == [None, 0.02]
-    assert holm([]) == []
+@given(st.lists(st.integers(-1000, 1000).map(lambda n: n / 1000), min_size=3, max_size=8), st.integers(1, 20))
+def test_an_interval_excludes_zero_exactly_where_p_is_below_5_percent(differences: list[float], together: int) -> None:
+    found = paired_difference(dict(enumerate(differences)), dict.fromkeys(range(8), 0.0), together=together)
+    if found.interval is None or found.corrected is None:
+        assert np.ptp(differences) <= 1e-9 * max(map(abs, differences))
+        return
+    assert found.corrected == min(1.0, found.p * together)
+    if abs(found.corrected - 0.05) > 1e-9:
+        assert (found.corrected < 0.05) == (found.interval[0] > 0 or found.interval[1] < 0)
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_holm_lies_between_the_ps_and_bonferroni(ps: list[float]) -> None:
-    corrected = holm(ps)
-    for p, q in zip(ps, corrected, strict=True):
-        assert q is not None
-        assert p <= q <= min(1.0, p * len(ps))
-    order = np.argsort(ps, kind="stable")
-    assert np.all(np.diff(np.array(corrected, dtype=float)[order]) >= 0)
-    assert corrected[int(np.argmin(ps))] == min(1.0, min(ps) * len(ps))
+def test_the_seeds_that_a_difference_needs() -> None:
+    three = paired_difference({0: 0.3, 1: 0.5, 2: 0.7}, dict.fromkeys(range(3), 0.4))
+    assert three.interval is not None
+    assert three.interval[0] < 0 < three.interval[1]
+    for together in (1, 5):
+        n = seeds_needed(three, together=together)
+        assert n is not None
+        assert t_interval(0.1, 0.2, n, together=together)[0] > 0 >= t_interval(0.1, 0.2, n - 1, together=together)[0]
+    assert seeds_needed(Difference(0.0, 2, each=(-1.0, 1.0))) is None
+    assert seeds_needed(paired_difference({0: 0.5, 1: 0.6, 2: 0.7}, {0: 0.1, 1: 0.1, 2: 0.1})) == 3

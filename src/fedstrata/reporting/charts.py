@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from fedstrata.base import style
 from fedstrata.base.arrays import Floats
 from fedstrata.base.errors import SpecError
+from fedstrata.base.style import Dash
 from fedstrata.evaluation.history import MODEL, STANDARD, Confusion, History, column_of
 from fedstrata.reporting import tables
 from fedstrata.reporting.contrasts import BUDGETS
-from fedstrata.reporting.draw import FATES, Dash, Quantity, look, over_seeds, quantity, spent
+from fedstrata.reporting.draw import FATES, Quantity, over_seeds, quantity, spent
 from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
@@ -37,7 +39,7 @@ CELLS = 80_000
 DASHES: dict[Dash, list[int]] = {"-": [], "--": [8, 4], ":": [2, 3], "-.": [8, 3, 2, 3]}
 """A mapping from each line style to the lengths of its dashes and gaps in pixels."""
 
-FATE_NAMES = (*(name for name, _ in FATES.values()), "refused")
+FATE_NAMES = tuple(style.FATES)
 """The outcomes of invited clients, in the order in which the participation chart stacks them."""
 
 _SOURCES = {name: name.replace("_", " ") for name in ("test", "validation", "clients", "test_clients")}
@@ -54,7 +56,7 @@ def chart_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
         runs: A mapping from each label to its runs, one per seed.
     """
     members = histories(runs)
-    names, primary = curve_names(members), tables.primary(members)
+    names, primary, lines = curve_names(members), tables.primary(members), style.lines(list(runs))
     final = f"final_{primary}"
     how = tables.measure(final)
     axes = [key for key, budget in BUDGETS.items() if any(_total(h, key) for each in members.values() for h in each)]
@@ -65,13 +67,13 @@ def chart_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
             {
                 "name": label,
                 "seeds": len(each),
-                "colour": look(number)[0],
-                "dash": DASHES[look(number)[1]],
+                "colour": lines[label].name,
+                "dash": DASHES[lines[label].dash],
                 "final": _estimate(Estimate.over(tables.value(history, final) for history in each), how.factor),
                 "ends": {key: _short(fmean(_total(h, key) for h in each)) for key in axes},
                 **_curves(each, names, axes, points),
             }
-            for number, (label, each) in enumerate(members.items())
+            for label, each in members.items()
         ],
         "primary": {
             "key": column_of(primary),

@@ -19,12 +19,11 @@ from fedstrata.reporting.draw import TRAFFIC, Curves, quantity, spent
 from fedstrata.reporting.statistics import (
     FEWEST,
     MIN_SEEDS,
-    RESAMPLES,
     Difference,
     Estimate,
     Range,
     Test,
-    holm,
+    cut,
     paired_difference,
 )
 
@@ -142,7 +141,8 @@ def contrast(
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. An amount of None
             stands for the largest amount that all runs reached.
         baseline: The label with which the others are compared. Default: the first label.
-        test: The test of paired differences. Its p-values are corrected for all comparisons of the table (Holm).
+        test: The test of paired differences. The differences of one measure are judged together: their intervals hold
+            at the same time, and their p-values are corrected for their number (Bonferroni).
 
     Raises:
         SpecError: The label, measure or budget is unknown, or a run did not record the budget.
@@ -171,17 +171,12 @@ def contrast(
             label,
             len(runs[label]),
             Estimate.over(of_label, measures[key].bounds),
-            _difference(runs, by_label, label, baseline, test),
+            _difference(runs, by_label, label, baseline, test, measures[key].bounds),
             sum(bool(history.warning) for history in runs[label]),
             tables.kept(runs[label]),
         )
         for key, by_label in values.items()
         for label, of_label in by_label.items()
-    ]
-    corrected = holm([None if row.difference is None else row.difference.p for row in rows])
-    rows = [
-        row if row.difference is None else replace(row, difference=replace(row.difference, corrected=p))
-        for row, p in zip(rows, corrected, strict=True)
     ]
     budgets = {key: budget for key, budget in budgets.items() if key in measures}
     lower = {metric for members in runs.values() for history in members for metric in history.lower}
@@ -190,7 +185,12 @@ def contrast(
 
 
 def _difference(
-    runs: Curves, values: Mapping[str, Sequence[float | None]], label: str, baseline: str | None, test: Test
+    runs: Curves,
+    values: Mapping[str, Sequence[float | None]],
+    label: str,
+    baseline: str | None,
+    test: Test,
+    bounds: Range,
 ) -> Difference | None:
     if baseline is None or label == baseline:
         return None
@@ -198,7 +198,9 @@ def _difference(
         {run.seed: value for run, value in zip(runs[each], values[each], strict=True) if run.seed is not None}
         for each in (label, baseline)
     ]
-    return paired_difference(by_seed[0], by_seed[1], test)
+    difference = paired_difference(by_seed[0], by_seed[1], test, together=len(runs) - 1)
+    largest = bounds[1] - bounds[0]
+    return replace(difference, interval=cut(difference.interval, (-largest, largest)))
 
 
 def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | None], asked: bool) -> dict[str, float]:
@@ -347,26 +349,25 @@ def _sentences(table: Contrasts) -> Iterator[str]:
     else:
         interval = ", with the 95 % interval of the mean by Student's t" if seeds[-1] >= MIN_SEEDS else ""
         yield f"Mean ± sample standard deviation over {_span(seeds)} seeds{interval}."
+    together = len({row.label for row in table.rows}) - 1
     if any(each.interval for each in differences):
-        intervals = f"their 95 % intervals are percentile bootstraps ({RESAMPLES:,} resamples)"
-        yield f"Differences to {table.baseline} are paired by seed; {intervals}."
-    tests = sum(each.p is not None for each in differences)
-    if tests:
+        how = f"hold for the {together} differences of a measure together (Student's t, Bonferroni)"
+        how = how if together > 1 else "are Student's t"
+        yield f"Differences to {table.baseline} are paired by seed; their 95 % intervals {how}."
+    if any(each.p is not None for each in differences):
         name = {"t": "paired t-test", "wilcoxon": "Wilcoxon signed-rank test"}[table.test]
-        over = "the table's one comparison" if tests == 1 else f"the table's {tests} comparisons"
-        yield f"p-values: two-sided {name}, with Holm's correction for {over}."
+        times = f", multiplied by {together} (Bonferroni)" if together > 1 else ""
+        yield f"p-values: two-sided {name}{times}."
     if table.budgets:
         metric = next(iter(table.budgets)).rpartition(_AT)[0].capitalize()
         yield f"{metric} at an equal budget is that of the last evaluation within it, if there is one."
     pairs = sorted({each.n for each in differences} or {row.value.n for row in table.rows})
     if seeds[-1] > 1 and pairs[0] < MIN_SEEDS:
         yield "Intervals need at least three seeds, and tests at least two."
-    if any(3 <= n < FEWEST["wilcoxon"] for n in pairs) and differences:
-        yield "Bootstrap intervals of fewer than six seeds are too narrow: of three, about 75 % are right."
     if table.test == "wilcoxon" and any(n < FEWEST["wilcoxon"] for n in pairs) and differences:
         yield "Wilcoxon's test needs six pairs that differ: with fewer, p cannot be below 0.05 and is not shown."
     if any(each.p is None and each.n >= FEWEST[table.test] for each in differences):
-        yield "p-values are missing if (nearly) all pairs have the same difference."
+        yield "Intervals and p-values are missing if all pairs have the same difference."
     yield from tables.of_kept({row.label: row.kept for row in table.rows})
     yield from tables.of_stuck({row.label: row.stuck for row in table.rows})
 
@@ -499,7 +500,7 @@ def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = "data measure label seeds n mean sd low high baseline pairs difference difference_low difference_high"
-    writer.writerow([*names.split(), "test", "p", "p_holm"])
+    writer.writerow([*names.split(), "test", "p", "p_corrected"])
     for data, table in comparisons.items():
         for row in table.rows:
             value, d = row.value, row.difference or Difference(None, 0)
@@ -523,6 +524,6 @@ def to_json(rows: Sequence[tables.Row], table: Contrasts) -> list[dict[str, Any]
         if (d := row.difference) is not None:
             cell["difference"] = {
                 "to": table.baseline, "mean": d.mean, "n": d.n, "interval": d.interval,
-                "test": table.test, "p": d.p, "p_holm": d.corrected,
+                "test": table.test, "p": d.p, "p_corrected": d.corrected,
             }  # fmt: skip
     return plain

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstrata.base import style
 from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import SpecError
+from fedstrata.base.style import Dash
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,24 +21,21 @@ if TYPE_CHECKING:
 Curves: TypeAlias = "Mapping[str, Sequence[History]]"
 """A mapping from each label to the histories of its seeds."""
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""The colours of Okabe and Ito (2008) without black and yellow; colour-blind people can distinguish them too."""
-Dash = Literal["-", "--", ":", "-."]
-DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
-INK, GRID = "#22272e", "#d5d9de"
-"""The colour of text and axes, and the colour of the grid."""
+INK, GRID = style.INK.light, style.GRID.light
+PAIR = tuple(style.SERIES[index].colour.light for index in (1, 2))
+"""The colours of two curves in one chart that are not methods."""
 MARKED = 25
 """A curve with at most this many points has a marker at each point."""
 
 TRAFFIC = ("bytes_up", "bytes_down")
 
 FATES = {
-    "clients_returned": ("returned", "#009e73"),
-    "clients_dropped": ("dropped out", "#e69f00"),
-    "clients_late": ("late", "#56b4e9"),
-    "clients_failed": ("failed", "#d55e00"),
+    "clients_returned": "returned",
+    "clients_dropped": "dropped out",
+    "clients_late": "late",
+    "clients_failed": "failed",
 }
-"""A mapping from the column that counts each outcome of invited clients to the outcome's name and colour in charts."""
+"""A mapping from the column that counts each outcome of invited clients to the outcome's name in charts."""
 
 
 class Quantity(NamedTuple):
@@ -124,7 +123,8 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     shown = quantity(column)
     problem: SpecError | None = None
     drawn = 0
-    for number, histories in enumerate(curves.values()):
+    lines = style.lines(list(curves))
+    for label, histories in curves.items():
         try:
             rounds, mean, sd = over_seeds(histories, column)
         except SpecError as error:  # this label does not have the column, but others may
@@ -134,7 +134,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
         x = rounds.astype(np.float64) if against == "round" else sent(histories, rounds)
         positive = x > 0  # a logarithmic axis has no 0
         if positive.any():
-            _band(axes, x[positive], mean[positive] * shown.factor, sd[positive] * shown.factor, *look(number))
+            _band(axes, x[positive], mean[positive] * shown.factor, sd[positive] * shown.factor, *light(lines[label]))
     if problem is not None and not drawn:
         raise problem
     if against == "round":
@@ -163,7 +163,7 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
     """Draw for each round how many invited clients returned, dropped out and so on, stacked and averaged over seeds."""
     base: Floats | None = None
-    for column, (name, colour) in FATES.items():
+    for column, name in FATES.items():
         band = over_seeds(histories, column)
         if len(band.rounds) == 0 or (column != "clients_returned" and not band.mean.any()):
             continue
@@ -171,7 +171,7 @@ def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
         if len(base) != len(band.rounds):  # a column with values in other rounds cannot be stacked
             continue
         low, high = (np.append(values, values[-1]) for values in (base, base + band.mean))
-        axes.fill_between(_edges(band), low, high, step="post", color=colour, alpha=0.85, linewidth=0, label=name)
+        axes.fill_between(_edges(band), low, high, step="post", color=style.FATES[name].light, linewidth=0, label=name)
         base = base + band.mean
     invited = over_seeds(histories, "clients_invited")
     if len(invited.rounds):
@@ -186,7 +186,7 @@ def _edges(band: Band) -> Floats:
 
 def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
     """Draw the data sent since the start, by clients and to clients, averaged over seeds."""
-    for column, name, colour in zip(TRAFFIC, ("by clients", "to clients"), COLOURS, strict=False):
+    for column, name, colour in zip(TRAFFIC, ("by clients", "to clients"), PAIR, strict=True):
         rounds, mean, sd = over_seeds(histories, column)
         _band(axes, rounds, np.cumsum(mean) * 1e-6, np.zeros_like(sd), colour, label=name)
     _style_rounds(axes, "sent since the start, MB", from_zero=True)
@@ -194,14 +194,14 @@ def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
 
 def draw_losses(axes: Axes, histories: Sequence[History]) -> None:
     """Draw the mean test loss and training loss over seeds, with bands of one standard deviation."""
-    for column, name, colour in zip(("loss", "train_loss"), ("test", "training"), COLOURS, strict=False):
+    for column, name, colour in zip(("loss", "train_loss"), ("test", "training"), PAIR, strict=True):
         _band(axes, *over_seeds(histories, column), colour, label=name)
     _style_rounds(axes, "loss")
 
 
-def look(number: int) -> tuple[str, Dash]:
-    """Return the colour and line style of the label with this index; the style changes once all colours are used."""
-    return COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
+def light(line: style.Stroke) -> tuple[str, Dash]:
+    """Return the colour on light ground and the dashes of a line."""
+    return line.colour.light, line.dash
 
 
 def _band(

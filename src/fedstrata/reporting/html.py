@@ -12,12 +12,12 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedstrata.base import style
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.printable import printable
 from fedstrata.evaluation.history import STANDARD, History
 from fedstrata.reporting import contrasts, plots, tables
 from fedstrata.reporting.charts import DASHES, FATE_NAMES, chart_data, is_own
-from fedstrata.reporting.draw import look
 from fedstrata.reporting.runs import Run, by_data, histories, load_runs
 from fedstrata.reporting.summary import summary_lines
 
@@ -111,7 +111,7 @@ def assets(names: Sequence[str]) -> dict[str, Any]:
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     # With these hashes, the browser runs only these scripts. It does not run a script that a name in a spec contains.
     trusted = " ".join(f"'sha256-{each}'" for each in hashes)
-    return {"styles": [_asset(name) for name in STYLES], "scripts": scripts, "trusted": trusted}
+    return {"styles": [Markup(style.style_sheet()), *map(_asset, STYLES)], "scripts": scripts, "trusted": trusted}
 
 
 def render(runs: Mapping[str, Sequence[Run]]) -> str:
@@ -156,12 +156,14 @@ def _comparison(data: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     left_out = ("best_round", "rounds", *(() if timed else ("seconds",)))
     keys = [key for key in tables.keys(rows) if key not in left_out]
     other = [key for key in keys if "." in key and not tables.is_target(key)]
-    budgets = list(comparison.budgets)
+    budgets, lines = list(comparison.budgets), style.lines(list(runs))
     summary = [column for key in keys if key not in other for column in _columns(rows, key, comparison)]
     more = [column for key in (*budgets, *other) for column in _columns(rows, key, comparison)]
     return {
         "data": data,
-        "labels": [(row.marked, look(i)[0], " ".join(map(str, DASHES[look(i)[1]]))) for i, row in enumerate(rows)],
+        "labels": [
+            (row.marked, lines[row.label].name, " ".join(map(str, DASHES[lines[row.label].dash]))) for row in rows
+        ],
         "tables": [(title, columns) for title, columns in (("Summary", summary), ("More measures", more)) if columns],
         "caption": contrasts.caption(comparison),
         "seeds": list(dict.fromkeys(run.name for each in runs.values() for run in each)),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedstrata.base import style
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import column_of
 from fedstrata.reporting import draw
@@ -110,8 +111,9 @@ def _legend(figure: Figure, curves: Curves) -> None:
     if len(curves) == 1 and not any(len(histories) > 1 for histories in curves.values()):
         return
     handles = []
-    for number, (label, histories) in enumerate(curves.items()):
-        colour, dash = draw.look(number)
+    lines = style.lines(list(curves))
+    for label, histories in curves.items():
+        colour, dash = draw.light(lines[label])
         seeds = f" ({len(histories)} seeds)" if len(histories) > 1 else ""
         handles.append(
             Line2D([], [], color=colour, linestyle=dash, linewidth=1.6, label=" " + draw.literal(label + seeds))

@@ -1,8 +1,9 @@
-"""Statistics over a few seeds: means with intervals, differences paired by seed, tests and their correction.
+"""Statistics over a few seeds: means with intervals, differences paired by seed, and tests of them.
 
-``paired_difference`` with ``holm`` is for tables of any runs. With a resolution, ``paired_difference`` also serves to
-judge the papers' claims, by Student's t intervals. One method is said to be above another only with at least
-``MIN_SEEDS`` seeds, and only if the interval of their difference excludes zero.
+All intervals are Student's t. One method is said to be above another only with at least ``MIN_SEEDS`` seeds, and only
+if the interval of their difference excludes zero. If several differences are judged together, their intervals hold at
+the same time with 95 % confidence, and p-values are corrected for the same number (Bonferroni). The t-test's corrected
+p-value is then below 0.05 exactly when the interval excludes zero.
 
 SciPy is imported when it is first needed.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
@@ -33,12 +34,12 @@ TESTS: tuple[Test, ...] = ("t", "wilcoxon")
 """Tests of paired differences: Student's t-test, and Wilcoxon's signed-rank test."""
 LEVEL = 0.95
 """The confidence level of all intervals."""
-RESAMPLES = 9_999
-"""The number of resamples of a bootstrap interval."""
 FEWEST = {"t": 2, "wilcoxon": 6}
 """The fewest pairs for each test. Wilcoxon's smallest two-sided p for n pairs is 2^(1-n), above 0.05 for n < 6."""
 MIN_SEEDS = 3
 """The fewest seeds with which an interval is given and an order is stated."""
+MOST_SEEDS = 1000
+"""The largest number of seeds that ``seeds_needed`` recommends."""
 UNBOUNDED: Range = (-math.inf, math.inf)
 ALIKE = 1e-12
 """Differences below this fraction of the largest value are attributed to rounding."""
@@ -101,10 +102,12 @@ class Difference:
     Args:
         mean: The mean over the pairs; None without pairs.
         n: The number of pairs, which are the seeds that both have.
-        interval: The 95 % interval of the mean, see ``paired_difference``; None for too few pairs.
+        interval: The 95 % interval of the mean, see ``paired_difference``; None for fewer than ``MIN_SEEDS`` pairs, and
+            if all differences are equal, because their spread is then unknown.
         p: The two-sided p-value, not corrected. It is None for fewer pairs than the test's ``FEWEST``, and if all
             differences are equal, because a test is then impossible.
-        corrected: The p-value after ``holm`` over all comparisons of a table.
+        corrected: The p-value times the number of differences that are judged together, at most 1.
+        each: The difference of each pair, in the order of the seeds.
     """
 
     mean: float | None
@@ -112,6 +115,7 @@ class Difference:
     interval: Range | None = None
     p: float | None = None
     corrected: float | None = None
+    each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
         """Return the order that the interval, moved up by ``margin``, shows; or the reason why it shows none.
@@ -137,7 +141,7 @@ class Difference:
 
 
 def paired_difference(
-    values: Values[K], baseline: Values[K], test: Test = "t", *, resolution: float | None = None, together: int = 1
+    values: Values[K], baseline: Values[K], test: Test = "t", *, resolution: float = 0.0, together: int = 1
 ) -> Difference:
     """Compute the mean difference between values and the baseline's values with the same seeds.
 
@@ -145,10 +149,9 @@ def paired_difference(
         values: A mapping from each seed to a number; None stands for a missing number.
         baseline: The numbers of the baseline.
         test: ``"t"``, the paired t-test, or ``"wilcoxon"``, Wilcoxon's signed-rank test.
-        resolution: The unit to which the numbers are rounded; None for a bootstrap interval of at least ``MIN_SEEDS``
-            pairs. With a unit, the interval is Student's t. Its standard deviation is then at least resolution / √6,
+        resolution: The unit to which the numbers are rounded. The standard deviation is then at least resolution / √6,
             which is that of the rounding errors, so that a few equal differences do not give an interval of length 0.
-        together: The number of simultaneous t intervals, see ``t_interval``.
+        together: The number of differences that are judged together, see ``t_interval``.
 
     Raises:
         SpecError: The test is unknown.
@@ -163,20 +166,36 @@ def paired_difference(
         return Difference(None, 0)
     table = np.array(pairs, dtype=np.float64)
     differences = table[:, 0] - table[:, 1]
-    mean = float(differences.mean())
-    if len(differences) < 2:
-        return Difference(mean, len(differences))
+    mean, n, each = float(differences.mean()), len(differences), tuple(differences.tolist())
+    if n < 2:
+        return Difference(mean, n, each=each)
     rounding = ALIKE * float(np.abs(table).max())
     alike = bool(np.ptp(differences) <= rounding)
-    interval: Range | None
-    if resolution is not None:
-        sd = max(statistics.stdev(differences.tolist()), resolution / 6**0.5)
-        interval = t_interval(mean, sd, len(differences), together=together)
-    elif len(differences) < MIN_SEEDS:
-        interval = None
-    else:
-        interval = (mean, mean) if alike else bootstrap_interval(differences)
-    return Difference(mean, len(differences), interval, None if alike else _p(differences, test, rounding))
+    sd = max(statistics.stdev(each), resolution / 6**0.5)
+    interval = None if n < MIN_SEEDS or (alike and not resolution) else t_interval(mean, sd, n, together=together)
+    p = None if alike else _p(differences, test, rounding)
+    return Difference(mean, n, interval, p, None if p is None else min(1.0, p * together), each)
+
+
+def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
+    """Return with how many seeds the interval would exclude zero, if mean and standard deviation stay as they are.
+
+    Args:
+        difference: At least two differences that are not all equal.
+        together: The number of differences that are judged together, see ``t_interval``.
+
+    Returns:
+        At least ``MIN_SEEDS``; None if there would have to be more than ``MOST_SEEDS``.
+
+    >>> seeds_needed(Difference(1.0, 3, each=(0.0, 1.0, 2.0)))
+    7
+    """
+    mean, sd = statistics.fmean(difference.each), statistics.stdev(difference.each)
+    for n in range(MIN_SEEDS, MOST_SEEDS + 1):
+        low, high = t_interval(mean, sd, n, together=together)
+        if low > 0 or high < 0:
+            return n
+    return None
 
 
 def cut(interval: Range | None, to: Range) -> Range | None:
@@ -188,23 +207,6 @@ def cut(interval: Range | None, to: Range) -> Range | None:
     return None if interval is None else (max(interval[0], to[0]), min(interval[1], to[1]))
 
 
-def bootstrap_interval(values: Floats) -> Range:
-    """Compute the 95 % percentile bootstrap interval of a mean, with a fixed seed.
-
-    It is too narrow for few values. It contained the true mean of normal numbers in 51 % of 2,000 trials with 2
-    values, 75 % with 3, 85 % with 5 and 91 % with 10. BCa intervals are not better (51, 72, 84 and 90 %). See
-    ``benchmarks/bootstrap_coverage.py``.
-
-    Args:
-        values: At least two numbers, (n,).
-    """
-    from scipy.stats import bootstrap
-
-    options = {"confidence_level": LEVEL, "n_resamples": RESAMPLES, "method": "percentile"}
-    low, high = bootstrap((values,), np.mean, **options, rng=np.random.default_rng(0)).confidence_interval
-    return float(low), float(high)
-
-
 def _p(differences: Floats, test: Test, rounding: float) -> float | None:
     from scipy import stats
 
@@ -214,24 +216,3 @@ def _p(differences: Floats, test: Test, rounding: float) -> float | None:
     if np.count_nonzero(steps) < FEWEST[test]:  # Wilcoxon's test ignores pairs of equal numbers
         return None
     return float(stats.wilcoxon(steps).pvalue)
-
-
-def holm(ps: Sequence[float | None]) -> list[float | None]:
-    """Correct p-values by Holm's step-down procedure, which limits the chance of any false positive among all tests.
-
-    The k-th smallest of m p-values is multiplied by m - k + 1, and is at least as large as the previous one (Holm, A
-    simple sequentially rejective multiple test procedure, Scand. J. Statist. 6, 1979).
-
-    Args:
-        ps: The p-values of all tests of a family. None stands for a comparison without a test, which does not count.
-
-    >>> holm([0.01, None, 0.04, 0.03])
-    [0.03, None, 0.06, 0.06]
-    """
-    tested = sorted((p, index) for index, p in enumerate(ps) if p is not None)
-    corrected: list[float | None] = [None] * len(ps)
-    largest = 0.0
-    for rank, (p, index) in enumerate(tested):
-        largest = max(largest, min(1.0, p * (len(tested) - rank)))
-        corrected[index] = largest
-    return corrected

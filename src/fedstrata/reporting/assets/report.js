@@ -232,8 +232,8 @@ class Chart {
     this.plot.setAttribute("aria-label",
       `${metrics.find(each => each.key === this.metric).name} over ${axis.name}, of ${methods.length} methods`);
     const series = methods.map((method, index) => ({
-      show: block.shown(index), stroke: method.colour, dash: method.dash, width: 1.75, spanGaps: true,
-      points: {show: this.of[index].x.length <= 25, size: 5, fill: method.colour},
+      show: block.shown(index), stroke: colour(method.colour), dash: method.dash, width: 1.75, spanGaps: true,
+      points: {show: this.of[index].x.length <= 25, size: 5, fill: colour(method.colour)},
     }));
     this.u = new uPlot({
       width: widthOf(this.plot), height: HEIGHT, legend: {show: false}, focus: {alpha: 0.2},
@@ -284,7 +284,7 @@ class Chart {
       ctx.beginPath();
       for (let i = 0; i < x.length; i++) ctx.lineTo(...at(i, 1));
       for (let i = x.length - 1; i >= 0; i--) ctx.lineTo(...at(i, -1));
-      ctx.fillStyle = this.block.data.methods[index].colour;
+      ctx.fillStyle = colour(this.block.data.methods[index].colour);
       ctx.fill();
     });
     ctx.restore();
@@ -336,8 +336,8 @@ class Pareto {
       },
       axes: axes(`${name} (logarithmic)`, true, false),
       series: [{}, ...points.map(point => ({
-        stroke: methods[point.index].colour, width: 2, points: {show: true, size: front.includes(point) ? 11 : 8, width: 2,
-          fill: front.includes(point) ? methods[point.index].colour : colour("paper")},
+        stroke: colour(methods[point.index].colour), width: 2, points: {show: true, size: front.includes(point) ? 11 : 8, width: 2,
+          fill: front.includes(point) ? colour(methods[point.index].colour) : colour("paper")},
       })), {stroke: colour("soft"), dash: [3, 3], width: 1, spanGaps: true, points: {show: false}, paths: uPlot.paths.stepped({align: 1})}],
       hooks: {drawAxes: [u => this.errors(u)], draw: [u => this.names(u, front)]},
     }, data, this.plot);
@@ -348,7 +348,7 @@ class Pareto {
     u.ctx.lineWidth = devicePixelRatio;
     for (const {index, x, y, sd} of this.points) {
       if (!sd) continue;
-      u.ctx.strokeStyle = this.block.data.methods[index].colour;
+      u.ctx.strokeStyle = colour(this.block.data.methods[index].colour);
       u.ctx.beginPath();
       for (const side of [-1, 1]) u.ctx.lineTo(u.valToPos(x, "x", true), u.valToPos(y + side * sd, "y", true));
       u.ctx.stroke();

@@ -1,0 +1,117 @@
+"""Answer in words which method is best: by how much, how sure that is, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from fedstrata.base.style import AHEAD, BEHIND, NO_ORDER, Verdict
+from fedstrata.evaluation.history import History
+from fedstrata.reporting import tables
+from fedstrata.reporting.contrasts import Contrast, Contrasts
+from fedstrata.reporting.draw import TRAFFIC
+from fedstrata.reporting.statistics import MIN_SEEDS, seeds_needed
+
+NAMED = 3
+"""The most methods that a sentence names."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of a comparison in sentences.
+
+    Args:
+        headline: Which methods are ahead of the baseline.
+        best: The best method, its difference from the baseline with the interval, and its cost.
+        seeds: The number of seeds that would show the best method's difference, if the spread stays as it is; None if
+            the difference is shown already, or if the runs cannot tell.
+    """
+
+    headline: str
+    best: str
+    seeds: int | None = None
+
+
+def verdict(row: Contrast, direction: int) -> Verdict:
+    """Return whether a label is ahead of the baseline, behind it, or neither is shown.
+
+    Args:
+        row: The comparison of the label with the baseline.
+        direction: 1 if higher is better, -1 if lower is better, and 0 if neither is, so that no order can be shown.
+    """
+    order = row.difference.order() if row.difference is not None else "not run"
+    sign = direction * {"above": 1, "below": -1}.get(order, 0)
+    return AHEAD if sign > 0 else BEHIND if sign < 0 else NO_ORDER
+
+
+def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answer:
+    """Answer by the first measure of a comparison, usually the primary metric at the end.
+
+    Args:
+        runs: The histories of each label's seeds.
+        comparison: The comparison of the same runs.
+    """
+    key = next(iter(comparison.measures), "")
+    rows = {row.label: row for row in comparison.groups.get(key, []) if row.value.mean is not None}
+    if not rows:
+        return Answer("No run has a result.", "")
+    sign = comparison.directions[key] or 1
+    ranked = sorted(rows.values(), key=lambda row: -sign * (row.value.mean or 0.0))
+    how, baseline, best = comparison.measures[key], comparison.baseline, ranked[0]
+    metric = how.heading.removesuffix(", %")
+    value = _value(best.value.mean or 0.0, how)
+    if baseline is None:
+        over = f", mean of {best.value.n} seeds" if best.value.n > 1 else ""
+        return Answer(f"{best.label}: {metric} {value}{over}.", "")
+    orders = {label: verdict(row, comparison.directions[key]) for label, row in rows.items()}
+    ahead = [row.label for row in ranked if orders[row.label] is AHEAD]
+    behind = [row.label for row in ranked if orders[row.label] is BEHIND]
+    verb = {True: "are", False: "is"}
+    sentences = []
+    if ahead:
+        sentences.append(f"{_names(ahead)} {verb[len(ahead) > 1]} ahead of {baseline}.")
+    elif (fewest := min(row.value.n for row in ranked)) < MIN_SEEDS:
+        sentences.append(f"{fewest} seed{'s' if fewest > 1 else ''} cannot show an order.")
+    else:
+        sentences.append(f"No method is shown to be ahead of {baseline}.")
+    if behind:
+        sentences.append(f"{_names(behind)} {verb[len(behind) > 1]} behind.")
+    parts, difference = [f"{'Highest' if sign > 0 else 'Lowest'} {metric}: {best.label}, {value}"], best.difference
+    if difference is not None and difference.mean is not None:
+        unit = " points" if how.factor == 100 else ""
+        text = f"{_number(difference.mean, how, '+')}{unit}"
+        if difference.interval is not None:
+            text += f"; 95 % interval {' to '.join(_number(end, how, '+') for end in difference.interval)}"
+        parts.append(f" ({text})")
+        parts.append(_cost(runs, best.label, baseline))
+    needed = None
+    if difference is not None and orders[best.label] is NO_ORDER and len(set(difference.each)) > 1:
+        needed = seeds_needed(difference, together=len(runs) - 1)
+    return Answer(" ".join(sentences), "".join(parts) + ".", needed)
+
+
+def _names(labels: Sequence[str]) -> str:
+    """List labels in words, such as ``a, b and 3 others``."""
+    *first, last = [*labels[:NAMED], f"{len(labels) - NAMED} others"] if len(labels) > NAMED + 1 else labels
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _value(value: float, how: tables.Measure) -> str:
+    return f"{_number(value, how)} %" if how.factor == 100 else _number(value, how)
+
+
+def _number(value: float, how: tables.Measure, sign: str = "") -> str:
+    digits = 1 if how.factor == 100 else how.digits
+    return f"{value * how.factor:{sign},.{digits}f}".replace("-", "−")
+
+
+def _cost(runs: Mapping[str, Sequence[History]], label: str, baseline: str) -> str:
+    """Say how many bytes a label sent and received beside the baseline; the text is empty if none were recorded."""
+    sent, baseline_sent = (
+        fmean(sum(history.total(column) for column in TRAFFIC) for history in runs[each]) for each in (label, baseline)
+    )
+    if not sent or not baseline_sent:
+        return ""
+    ratio = sent / baseline_sent
+    return f", for {'the same' if abs(ratio - 1) < 0.005 else f'{ratio:.2g} times the'} bytes"
