@@ -17,10 +17,12 @@ from adapters import FOLDER, WORDS, find_example, passages, spec_of, write_passa
 from lazy import Lazy
 from safetensors.torch import load_file
 from torch import nn
+from waiting import free_port
 from workers import two_workers
 
 import fedstrata as fs
 from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.cli import main
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Engine
@@ -344,6 +346,21 @@ def test_two_nvflare_sites_give_the_same_bytes(specs: Any, expected: Any):
 
     for name, history in zip(specs, simulate([(spec, None) for spec in specs.values()], sites=2), strict=True):
         same(history, expected[name])
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("servers")
+@pytest.mark.filterwarnings("ignore:ssl_context is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["fedprox with adamw", "powersgd"])
+def test_two_sites_with_mutual_tls_end_with_the_same_model(name: str, specs: Any, expected: Any, tmp_path: Path):
+    pytest.importorskip("nvflare")
+    (tmp_path / "spec.toml").write_text(specs[name].to_toml())
+    rights = f'allow = ["bert"]\ncatalog = ["{specs[name].data.name}"]\n'
+    parties = (f"[server]\nport = {free_port()}", "[site.one]", "[site.two]")
+    (tmp_path / "sites.toml").write_text("".join(f"{party}\n{rights}" for party in parties))
+    words = (str(tmp_path / "spec.toml"), "--sites", str(tmp_path / "sites.toml"), "--out", str(tmp_path / "kits"))
+    assert main(["deploy", *words, "--try"]) == 0
+    same(fs.History.load(tmp_path / "kits" / "result"), expected[name])
 
 
 @pytest.mark.long

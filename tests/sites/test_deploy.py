@@ -704,7 +704,10 @@ def test_a_site_lets_a_job_name_our_classes_and_bring_no_code(kits: Path) -> Non
     [
         ({"method": {"name": "stratify", "mode": "single"}}, "site.a: would take no part: .*'policy.min_samples'"),
         ({"data": "mnist"}, "site.a: would take no part: .*'data'.*data.name = 'mnist'"),
-        ({"method": "asking:Counted"}, "site.a: would take no part: .*'declared'"),
+        (
+            {"method": "asking:Counted"},
+            "site.a: would take no part: method.name = 'asking:Counted': .*'allow' is empty",
+        ),
     ],
     ids=str,
 )
@@ -715,6 +718,26 @@ def test_a_job_that_its_sites_would_refuse_is_not_deployed(tmp_path: Path, table
     with pytest.raises(SpecError, match=problem):
         provision(spec, Sites.model_validate({"site": {"a": {}, "b": {}}}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@needs_nvflare
+def test_a_request_that_is_not_declared_is_not_deployed(tmp_path: Path) -> None:
+    spec = fs.Experiment.from_table({"partition": {"name": "iid", "clients": 2}, "method": "asking:Counted"})
+    sites = Sites.model_validate({"site": {"a": {"allow": ["asking"]}, "b": {"allow": ["asking"]}}})
+    with pytest.raises(SpecError, match=r"site\.a: would take no part: .*'declared'"):
+        provision(spec, sites, tmp_path / "out")
+
+
+@needs_nvflare
+def test_code_that_the_server_would_refuse_is_not_deployed(tmp_path: Path) -> None:
+    spec = fs.Experiment.from_table({"partition": {"name": "iid", "clients": 2}, "model": "combinations:tiny_norm"})
+    allowed = {"allow": ["combinations"]}
+    sites: dict[str, Any] = {"site": {"a": allowed, "b": allowed}}
+    problem = r"server\.allow = \[\]: the server would refuse the job: model\.name = 'combinations:tiny_norm'"
+    with pytest.raises(SpecError, match=problem):
+        provision(spec, Sites.model_validate(sites), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    provision(spec, Sites.model_validate({**sites, "server": allowed}), tmp_path / "out")
 
 
 @needs_nvflare

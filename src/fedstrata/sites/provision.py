@@ -19,6 +19,7 @@ import tomli_w
 
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import write_json
+from fedstrata.base.loading import only_from
 from fedstrata.sites.certificates import ROOT_DAYS, key_pair, renew
 from fedstrata.sites.check import PART, SPEC
 from fedstrata.sites.configuration import CLASSES, write_job
@@ -79,24 +80,30 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         prepare_server(spec, test, len(site_of_client))
     policy = policy_of(spec, sites)
     settings = {name: sites.settings_of(name, base_dir) for name in sites.site}
+    allow, catalog = sites.server.allow, sites.server.catalog
+    of_server = SiteSettings(data=test, patience=sites.patience, allow=allow, catalog=catalog)
     for name, own in settings.items():
         try:
-            policy.check(declared(spec.to_toml(), own, clients=len(site_of_client), own_data=sites.own_data))
-        except RuleError as error:
+            with only_from(own.packages):
+                policy.check(declared(spec.to_toml(), own, clients=len(site_of_client), own_data=sites.own_data))
+        except (RuleError, SpecError) as error:
             problem = f"would take no part: {str(error).rstrip('.')}. Change the job, or [policy] in the file of sites."
             raise SpecError(f"site.{name}", problem) from None
     try:
-        refuse_files(spec.to_spec(), sites.server.catalog, data=not sites.own_data)
+        refuse_files(spec.to_spec(), catalog, data=not sites.own_data)
+        with only_from(of_server.packages):
+            Experiment.from_table(spec.to_spec())
     except RuleError as error:
-        raise SpecError("server.catalog", f"the server would refuse the job: {error}", sites.server.catalog) from None
+        raise SpecError("server.catalog", f"the server would refuse the job: {error}", catalog) from None
+    except SpecError as error:
+        raise SpecError("server.allow", f"the server would refuse the job: {error}", allow) from None
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
     _certify(sites, out)
     run = run_of(spec.to_toml())
     waits = sites.patience, sites.relay == "direct", sites.least, sites.fewer
     plan = JobSpec("run.toml", run, len(site_of_client), site_of_client, sites.own_data, *waits)
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()])
-    allow, catalog = sites.server.allow, sites.server.catalog
-    _write_settings(out / SERVER, SiteSettings(data=test, patience=sites.patience, allow=allow, catalog=catalog))
+    _write_settings(out / SERVER, of_server)
     for name, own in settings.items():
         _write_settings(out / name, own)
         (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
