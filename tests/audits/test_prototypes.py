@@ -55,6 +55,7 @@ def by_kind(audit, attack, *, sent, size=None):
     ]
 
 
+@pytest.mark.long
 def test_what_is_attacked_is_what_the_run_sent(run, audit):
     [sent] = audit.sent
     stored = records.decode(checkpoint.load(run / "checkpoint").clients[sent.client].read_bytes())["objective"]

@@ -44,6 +44,7 @@ def test_the_number_of_threads_is_put_back() -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an allocator of glibc")
 def test_freed_blocks_are_used_again_and_not_mapped_anew_unless_the_environment_says_otherwise() -> None:

@@ -249,6 +249,7 @@ def test_a_full_disk_is_named_with_the_file(capsys):
     assert re.fullmatch(r"fedstrata: out/\w+\.\w+: File too large\n", capsys.readouterr().err)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_full_memory_is_one_line(tmp_path):
     spec = 'model = { name = "mlp", hidden = [4000, 4000] }\ntraining = { rounds = 1, workers = 1 }\n'

@@ -147,6 +147,7 @@ RUN = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_keeps_no_copy_of_the_inputs_in_memory(tmp_path: Path):
     rows, width = 50_000, 2048

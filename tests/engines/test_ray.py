@@ -125,6 +125,7 @@ def test_failures_are_told_as_in_the_local_engine(pool: WorkerPool) -> None:
     assert any("ValueError: no luck" in reason and "raycases.py:" in reason for _, reason in told[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deaths", [1, engine_module.DEATHS - 1])
 def test_a_worker_that_is_killed_costs_nothing(run: Any, tmp_path: Path, deaths: int) -> None:
     """Its client failed, and the bytes were others."""
@@ -151,6 +152,7 @@ def test_a_worker_that_is_killed_costs_nothing(run: Any, tmp_path: Path, deaths:
     assert rows(there) == rows(here)
 
 
+@pytest.mark.long
 def test_a_client_that_kills_its_workers_fails_alone(pool: WorkerPool) -> None:
     context = context_of(fs.Experiment(partition=fs.IID(clients=5)))
     context = dataclasses.replace(context, handlers=context.handlers + [raycases.deadly])  # noqa: RUF005
@@ -236,6 +238,7 @@ def test_a_world_has_no_more_luggage_than_its_clients_need() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_session_that_was_there_before_stays(pool: WorkerPool) -> None:
     context = context_of(matrix.MATRIX["ask"])
     engine = RayEngine(context, StateStore(), workers=1)
@@ -248,6 +251,7 @@ def test_a_session_that_was_there_before_stays(pool: WorkerPool) -> None:
     assert ray.is_initialized()
 
 
+@pytest.mark.long
 def test_a_cluster_that_reports_no_processors_gets_one_worker(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +290,7 @@ def descendants(pid: int) -> set[int]:
     return found - {pid}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 def test_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text("[training]\nrounds = 100000\n[evaluation]\nevery = 0\n")

@@ -71,6 +71,7 @@ def test_two_processes_give_the_same_bytes_and_a_fused_pass_the_same_numbers(cas
     assert other[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.xdist_group("servers")
 @pytest.mark.parametrize(("case", "way"), RUNS)

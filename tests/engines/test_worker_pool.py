@@ -199,6 +199,7 @@ sys.exit(main(["run", "spec.toml", "--out", "out", "--quiet"]))
 """A run of many clients and workers."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL], ids=lambda kind: kind.name)
 def test_workers_end_with_their_parent(tmp_path, kind):

@@ -12,6 +12,7 @@ import torch
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stratify_from_scratch.py"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_beats_fedavg_and_agrees_with_the_library(capsys):
     with torch.random.fork_rng():

@@ -202,6 +202,7 @@ def test_a_finished_folder_counts_as_done_only_as_the_very_run(unreported, tmp_p
     assert told == []
 
 
+@pytest.mark.long
 def test_a_failing_comparison_ends_its_own_processes_alone(unreported, tmp_path):
     mine = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     mine.start()
@@ -302,6 +303,7 @@ def holds(pid: int, folder: Path) -> bool:
     return any(entry.resolve() == folder / LOCK for entry in Path(f"/proc/{pid}/fd").iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_script_needs_no_main_guard(tmp_path):
     (tmp_path / "script.py").write_text(f"""
@@ -367,6 +369,7 @@ def test_what_is_the_programs_own_needs_no_main_guard(tmp_path, how):
     assert models(tmp_path / "out") == models(tmp_path / "turn")
 
 
+@pytest.mark.long
 def test_a_notebook_compares_what_it_defines(tmp_path):
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("nbclient")

@@ -84,6 +84,7 @@ def test_experiments_may_differ_in_method_and_learning_rate():
     assert {run.training.lr for run in runs.values()} == {0.1}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_rows_of_a_comparison_that_goes_on(tmp_path, capsys):
     own_parts = fs.Evaluation(client_test=0.3, metrics=["macro-f1"])
@@ -134,6 +135,7 @@ def test_a_label_cannot_be_called_like_a_reference(tmp_path):
         fs.compare({"local": spec()}, out=tmp_path / "out", references=["local"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_client_alone_has_its_own_results_in_the_table_of_clients(tmp_path):
     experiment = spec().model_copy(update={"evaluation": fs.Evaluation(client_test=0.3)})

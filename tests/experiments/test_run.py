@@ -270,6 +270,7 @@ def test_a_model_with_batchnorm_trains(tmp_path, method, batch_norm):
     assert all(torch.isfinite(w).all() for w in history.params.values())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_never_write_into_one_folder(tmp_path):
     """A run that is still going is neither begun nor resumed a second time, and what it writes is its own."""

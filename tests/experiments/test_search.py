@@ -176,6 +176,7 @@ def test_only_what_does_worse_than_the_median_is_pruned(whole):
     assert pruned, "this search has to prune for the test to say anything"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_search_that_is_killed_at_random_ends_alike(whole, tmp_path):
     out, found = whole

@@ -479,6 +479,7 @@ def test_nothing_is_said_of_codecs_where_there_are_none() -> None:
     assert Communication().plain
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_codecs_learn_as_much_on_digits_with_a_fraction_of_the_bytes() -> None:
     spec = {

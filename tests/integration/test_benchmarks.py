@@ -11,6 +11,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no benchmarks beside an installed package")
 def test_every_benchmark_can_be_loaded():

@@ -165,6 +165,7 @@ def test_other_engines_have_the_same_results(label: str, engine: str, tmp_path: 
     assert digests(tmp_path / "run") == before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("label", ["rebafl, drop-out", "codec top-k", "stratify, single, drop-out"])
 def test_a_killed_run_ends_with_the_same_results(label: str, tmp_path: Path) -> None:

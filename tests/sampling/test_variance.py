@@ -92,6 +92,7 @@ UNBIASED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNBIASED)
 def test_the_mean_aggregate_is_the_full_one(name, frozen):
@@ -106,6 +107,7 @@ def test_the_mean_aggregate_is_the_full_one(name, frozen):
     assert found.deviation(other) > 8
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_papers_aggregate_of_importance_samples_is_biased(frozen):
     """FedSTS: long updates are drawn more often and not weighted down, so that the aggregate is too long."""
@@ -123,6 +125,7 @@ def test_the_papers_aggregate_of_importance_samples_is_biased(frozen):
     assert repaired.weight == pytest.approx(np.full(N, 1 / N), rel=0.25)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_strata_without_a_draw_bias_the_aggregate(frozen):
     """Neyman's allocation as published: of eight strata and six places some never get one."""

@@ -44,6 +44,7 @@ def same(one: fs.History, other: fs.History) -> None:
     assert all((one.params[name] == other.params[name]).all() for name in one.params)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [near_sites, through_the_server])
 @pytest.mark.parametrize("way", METHODS)

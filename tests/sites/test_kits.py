@@ -132,6 +132,7 @@ def test_a_start_in_the_background_says_first_what_is_wrong(kits: Path) -> None:
     assert not running
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("once", [False, True])
 def test_a_party_is_stopped_without_a_question(kits: Path, tmp_path: Path, once: bool) -> None:
     """It asked, and without a terminal did nothing; a party that was started once it could not stop at all."""

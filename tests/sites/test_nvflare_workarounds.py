@@ -44,6 +44,7 @@ print(most, len(RxTask.rx_task_map), seen() is None)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("whose", "threads"), [("ours", 0), ("nvflare", 200)])
 def test_messages_are_forgotten_by_one_thread_and_what_they_leave_is_freed(whose: str, threads: int) -> None:
@@ -108,6 +109,7 @@ print(*forgotten)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_messages_are_forgotten_in_order_and_once_even_if_forgetting_fails() -> None:
     pytest.importorskip("nvflare")

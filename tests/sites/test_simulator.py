@@ -83,6 +83,7 @@ def starting(*programs: str) -> Iterator[list[Path]]:
         yield started
 
 
+@pytest.mark.long
 @needs_nvflare
 @pytest.mark.slow
 @pytest.mark.parametrize("label", matrix.MATRIX)

@@ -214,6 +214,7 @@ def test_what_fails_again_and_again_is_believed(monkeypatch: pytest.MonkeyPatch)
     assert len(asked) == transport.FAILURES
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_does_not_wait_for_a_call_to_the_dead() -> None:
     """A run with a dead site was over, and its job went on for the whole patience."""

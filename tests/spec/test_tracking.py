@@ -214,6 +214,7 @@ def interrupt(record):
     raise KeyboardInterrupt
 
 
+@pytest.mark.long
 def test_several_at_once_make_a_store_of_their_own(tmp_path, monkeypatch):
     """Two processes begin with neither a store nor an experiment."""
     uri = f"sqlite:///{tmp_path / 'new.db'}"
