@@ -324,6 +324,16 @@ def test_a_site_does_not_tell_counts_of_few_targets(place: Path) -> None:
     assert coarse.statistics.counts["days"].tolist() == [[0, coarse.statistics.samples]]
 
 
+def test_a_spec_can_require_more_samples_than_the_site(place: Path) -> None:
+    task, schema = {**BINS, "step": 2.5}, {**SCHEMA, "columns": {"age": {}, "days": {}}}
+    counts = asked(site(place, spec_of(place, task, schema), min_samples=2)).statistics.counts["days"][:, 1]
+    smallest = int(counts.min())
+    strict = spec_of(place, task, schema, privacy={"min_samples": smallest + 1})
+    refused = asked(site(place, strict, min_samples=2))
+    assert isinstance(refused, Refused)
+    assert f"too few samples (below {smallest + 1})" in refused.reason
+
+
 def test_a_site_tells_of_targets_only_what_the_task_needs(place: Path) -> None:
     schema = {**SCHEMA, "columns": {"age": {}, "days": {}}}
     edges = asked(site(place, spec_of(place, {"name": "regression", "edges": [4, 6]}, schema))).statistics

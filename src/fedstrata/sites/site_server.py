@@ -274,7 +274,7 @@ class SiteServer:
         if self.policy is not None:
             same = self._run is not None and self._run.guard.declaration.job == asked.job
             quota = self._run.guard.quota if self._run is not None and same else Quota(self.folder, asked.job)
-            guard, least = Guard(asked, self.policy, quota), self.policy.min_samples
+            guard, least = Guard(asked, self.policy, quota), self.policy.least(asked.privacy).min_samples
             quota.settle(survey.clients, survey.total, "repeat")
             guard.begin_exchange()
             quota.save()
