@@ -15,6 +15,8 @@ from fedstrata.reporting.statistics import MIN_SEEDS, seeds_needed
 
 NAMED = 3
 """The most methods that a sentence names."""
+FINE = 10
+"""The fewest seeds with which percentages have two digits after the point."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answ
     ranked = sorted(rows.values(), key=lambda row: -sign * (row.value.mean or 0.0))
     how, baseline, best = comparison.measures[key], comparison.baseline, ranked[0]
     metric = how.heading.removesuffix(", %")
-    value = _value(best.value.mean or 0.0, how)
+    value = worded(best.value.mean or 0.0, how)
     if baseline is None:
         over = f", mean of {best.value.n} seeds" if best.value.n > 1 else ""
         return Answer(f"{best.label}: {metric} {value}{over}.", "")
@@ -70,19 +72,19 @@ def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answ
     verb = {True: "are", False: "is"}
     sentences = []
     if ahead:
-        sentences.append(f"{_names(ahead)} {verb[len(ahead) > 1]} ahead of {baseline}.")
+        sentences.append(f"{names(ahead)} {verb[len(ahead) > 1]} ahead of {baseline}.")
     elif (fewest := min(row.value.n for row in ranked)) < MIN_SEEDS:
         sentences.append(f"{fewest} seed{'s' if fewest > 1 else ''} cannot show an order.")
     else:
         sentences.append(f"No method is shown to be ahead of {baseline}.")
     if behind:
-        sentences.append(f"{_names(behind)} {verb[len(behind) > 1]} behind.")
+        sentences.append(f"{names(behind)} {verb[len(behind) > 1]} behind.")
     parts, difference = [f"{'Highest' if sign > 0 else 'Lowest'} {metric}: {best.label}, {value}"], best.difference
     if difference is not None and difference.mean is not None:
         unit = " points" if how.factor == 100 else ""
-        text = f"{_number(difference.mean, how, '+')}{unit}"
+        text = f"{number(difference.mean, how, '+')}{unit}"
         if difference.interval is not None:
-            text += f"; 95 % interval {' to '.join(_number(end, how, '+') for end in difference.interval)}"
+            text += f"; 95 % interval {' to '.join(number(end, how, '+') for end in difference.interval)}"
         parts.append(f" ({text})")
         parts.append(_cost(runs, best.label, baseline))
     needed = None
@@ -91,19 +93,32 @@ def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answ
     return Answer(" ".join(sentences), "".join(parts) + ".", needed)
 
 
-def _names(labels: Sequence[str]) -> str:
+def names(labels: Sequence[str]) -> str:
     """List labels in words, such as ``a, b and 3 others``."""
     *first, last = [*labels[:NAMED], f"{len(labels) - NAMED} others"] if len(labels) > NAMED + 1 else labels
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _value(value: float, how: tables.Measure) -> str:
-    return f"{_number(value, how)} %" if how.factor == 100 else _number(value, how)
+def worded(value: float, how: tables.Measure) -> str:
+    """Return a value in words, such as ``95.5 %``."""
+    return f"{number(value, how)} %" if how.factor == 100 else number(value, how)
 
 
-def _number(value: float, how: tables.Measure, sign: str = "") -> str:
-    digits = 1 if how.factor == 100 else how.digits
-    return f"{value * how.factor:{sign},.{digits}f}".replace("-", "−")
+def number(value: float, how: tables.Measure, sign: str = "", seeds: int = 1) -> str:
+    """Format a number for reading: percentages with one digit after the point, other measures with at most three.
+
+    Args:
+        value: The number, in the recorded unit.
+        how: The display of its measure.
+        sign: ``"+"`` to write the sign of positive numbers too.
+        seeds: The number of seeds of a mean. With at least ``FINE`` seeds, percentages have two digits.
+
+    >>> number(-0.0125, tables.measure("final_accuracy"), "+"), number(0.25, tables.measure("final_auroc"))
+    ('−1.2', '0.250')
+    """
+    digits = (1 if seeds < FINE else 2) if how.factor == 100 else min(how.digits, 3)
+    text = f"{value * how.factor:{sign},.{digits}f}"
+    return (text if float(text.replace(",", "")) else text.replace("-", "+" if sign else "")).replace("-", "−")
 
 
 def _cost(runs: Mapping[str, Sequence[History]], label: str, baseline: str) -> str:
@@ -114,4 +129,5 @@ def _cost(runs: Mapping[str, Sequence[History]], label: str, baseline: str) -> s
     if not sent or not baseline_sent:
         return ""
     ratio = sent / baseline_sent
-    return f", for {'the same' if abs(ratio - 1) < 0.005 else f'{ratio:.2g} times the'} bytes"
+    text = f"{ratio:.2f}" if abs(ratio - 1) < 0.1 else f"{ratio:.2g}"
+    return f", for {'the same' if abs(ratio - 1) < 0.005 else f'{text} times the'} bytes"

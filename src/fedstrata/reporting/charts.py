@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Any
@@ -49,18 +49,33 @@ _NOT_METRICS = ("client", "name", "in_partition", "train_samples", "samples")
 """Columns of the clients' table that are not metrics."""
 
 
-def chart_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Stroke]:
+    """Choose the line of each label. If there are too many for the colours, the baseline and the best ones get one.
+
+    Args:
+        labels: The labels in the order of the comparison, the baseline first.
+        ranked: The same labels, the best one first.
+    """
+    if len(labels) <= len(style.SERIES):
+        return style.lines(labels)
+    coloured = {*labels[:1], *[label for label in ranked if label != labels[0]][: style.COLOURED - 1]}
+    return style.lines(sorted(labels, key=lambda label: label not in coloured))
+
+
+def chart_data(runs: Mapping[str, Sequence[Run]], lines: Mapping[str, style.Stroke]) -> dict[str, Any]:
     """Collect the data of all charts about the runs on one data set, as values for JSON.
 
     Args:
         runs: A mapping from each label to its runs, one per seed.
+        lines: The line of each label.
     """
     members = histories(runs)
-    names, primary, lines = curve_names(members), tables.primary(members), style.lines(list(runs))
+    names, primary = curve_names(members), tables.primary(members)
     final = f"final_{primary}"
     how = tables.measure(final)
     axes = [key for key, budget in BUDGETS.items() if any(_total(h, key) for each in members.values() for h in each)]
     several = any(len(each) > 1 for each in members.values())
+    lower = {metric for each in members.values() for history in each for metric in history.lower}
     points = min(POINTS, NUMBERS // max(len(runs) * len(names) * (2 if several else 1), 1))
     return {
         "methods": [
@@ -78,10 +93,10 @@ def chart_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
         "primary": {
             "key": column_of(primary),
             "final": how.heading,
-            "lower": any(primary in history.lower for each in members.values() for history in each),
+            "lower": primary in lower,
         },
         "axes": [{"key": "round", "name": "round"}] + [{"key": key, "name": BUDGETS[key].axis} for key in axes],
-        "metrics": [{"key": key, "name": named(key).name, "own": is_own(key)} for key in names],
+        "metrics": [_metric(key, lower) for key in names],
         "fates": [[fates(run) for run in each] for each in runs.values()],
         "fate_names": FATE_NAMES,
         "classes": _classes(runs),
@@ -89,8 +104,28 @@ def chart_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     }
 
 
+def has_costs(charts: Mapping[str, Any]) -> bool:
+    """Return True if the methods can be drawn over a cost, such as their bytes."""
+    methods = charts["methods"]
+    return len(methods) > 1 and len(charts["axes"]) > 1 and any(each["final"][0] is not None for each in methods)
+
+
 def _total(history: History, key: str) -> float:
     return BUDGETS[key].factor * sum(history.total(column) for column in BUDGETS[key].columns)
+
+
+def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
+    """Return the name of a column, its limits in the unit of the name, and whether higher or lower is better.
+
+    Args:
+        key: The column.
+        lower: The metrics for which lower is better.
+    """
+    metric, shown = tables.metric_of(key), named(key)
+    ends = (0, 1) if shown.factor == 100 else tables.bounds(key)
+    low, high = (_short(end * shown.factor) if np.isfinite(end) else None for end in ends)
+    better = -1 if metric in lower or metric.endswith("loss") else 1 if high is not None else 0
+    return {"key": key, "name": shown.name, "own": is_own(key), "low": low, "high": high, "better": better}
 
 
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:

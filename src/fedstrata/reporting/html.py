@@ -5,9 +5,12 @@ from __future__ import annotations
 import base64
 import copy
 import hashlib
+import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +19,12 @@ from fedstrata.base import style
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.printable import printable
 from fedstrata.evaluation.history import STANDARD, History
-from fedstrata.reporting import contrasts, plots, tables
-from fedstrata.reporting.charts import DASHES, FATE_NAMES, chart_data, is_own
+from fedstrata.reporting import contrasts, plots, setting, tables
+from fedstrata.reporting.answer import answer, number
+from fedstrata.reporting.charts import DASHES, FATE_NAMES, chart_data, has_costs, is_own, strokes
+from fedstrata.reporting.overview import display, overview
 from fedstrata.reporting.runs import Run, by_data, histories, load_runs
+from fedstrata.reporting.statistics import Estimate
 from fedstrata.reporting.summary import summary_lines
 
 if TYPE_CHECKING:
@@ -50,7 +56,7 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
     """
     out = Path(out)
     out = out / "report.html" if out.is_dir() else out
-    page = render(load_runs(folders))
+    page = render(load_runs(folders), folder=Path(folders[0]) if len(folders) == 1 else None)
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(out, page.encode())
     return out
@@ -69,7 +75,8 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
         DataError: The folder does not contain runs, or their files are damaged.
     """
     folder = Path(folder)
-    runs = load_runs([folder]).finished()
+    every = load_runs([folder])
+    runs = every.finished()
     rows = tables.compare_table(histories(runs))
     text, plain = tables.to_markdown(rows), list[dict[str, Any]]()
     for data, members in (several := by_data(runs)).items():
@@ -80,7 +87,7 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
     replace_file(folder / "table.md", text.encode())
     write_json(folder / "table.json", plain)
     plots.plot_comparison(histories(runs), folder)
-    replace_file(folder / "report.html", render(runs).encode())
+    replace_file(folder / "report.html", render(runs, every=every, folder=folder).encode())
     return rows
 
 
@@ -114,14 +121,27 @@ def assets(names: Sequence[str]) -> dict[str, Any]:
     return {"styles": [Markup(style.style_sheet()), *map(_asset, STYLES)], "scripts": scripts, "trusted": trusted}
 
 
-def render(runs: Mapping[str, Sequence[Run]]) -> str:
-    """Return the HTML report about the runs of each label."""
+def render(
+    runs: Mapping[str, Sequence[Run]], *, every: Mapping[str, Sequence[Run]] | None = None, folder: Path | None = None
+) -> str:
+    """Return the HTML report about the runs of each label.
+
+    Args:
+        runs: The runs to show.
+        every: All runs, with those that are not shown because they have not finished. Default: ``runs``.
+        folder: The folder of the comparison, for the command that adds seeds to it.
+    """
+    every, runs = every or runs, _named(runs)
     several = by_data(runs)
+    blocks = [_comparison(data, members, folder) for data, members in several.items()]
     return template("report.html.j2").render(
         title=_title(runs, list(several)),
         **assets(SCRIPTS),
-        data=_embedded([chart_data(members) for members in several.values()]),
-        comparisons=[_comparison(data, members) for data, members in several.items()],
+        data=_embedded([block.pop("charts") for block in blocks]),
+        comparisons=blocks,
+        setup=setting.setting_line(runs),
+        count=setting.count_runs(every),
+        differences=setting.differences(runs) if len(runs) > 1 else [],
         fates=FATE_NAMES,
         partitions=_partitions(runs),
         events=_event_counts(runs),
@@ -129,9 +149,20 @@ def render(runs: Mapping[str, Sequence[Run]]) -> str:
     )
 
 
+def _named(runs: Mapping[str, Sequence[Run]]) -> Mapping[str, Sequence[Run]]:
+    """Label a single run by its method if its label is only the name of its folder."""
+    members = [run for each in runs.values() for run in each]
+    if len(members) == 1 and (method := members[0].history.method) and not members[0].folder.name.startswith("seed-"):
+        return {method: [replace(members[0], label=method)]}
+    return runs
+
+
 def _title(runs: Mapping[str, Sequence[Run]], data: Sequence[str]) -> str:
     names = ", ".join(runs) if len(runs) <= 4 else f"{len(runs)} methods"
-    return f"{names} on {', '.join(data)}" if all(data) and len(data) <= 4 else names
+    members = [run for each in runs.values() for run in each]
+    if len(members) == 1 and members[0].history.seed is not None:
+        names += f", {members[0].name},"
+    return f"{names} on {', '.join(data)}" if all(data) and len(data) <= 4 else names.removesuffix(",")
 
 
 def _asset(name: str) -> Markup:
@@ -148,38 +179,79 @@ def _embedded(data: object) -> Markup:
     return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
 
 
-def _comparison(data: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Return the values from which the template makes the tables about the runs on one data set."""
+def _comparison(data: str, runs: Mapping[str, Sequence[Run]], folder: Path | None) -> dict[str, Any]:
+    """Return the values from which the template makes the parts about the runs on one data set."""
     members = histories(runs)
-    rows, comparison = tables.compare_table(members), contrasts.contrast(members)
-    timed = any(row.cells["seconds"].mean for row in rows)
-    left_out = ("best_round", "rounds", *(() if timed else ("seconds",)))
-    keys = [key for key in tables.keys(rows) if key not in left_out]
-    other = [key for key in keys if "." in key and not tables.is_target(key)]
-    budgets, lines = list(comparison.budgets), style.lines(list(runs))
-    summary = [column for key in keys if key not in other for column in _columns(rows, key, comparison)]
-    more = [column for key in (*budgets, *other) for column in _columns(rows, key, comparison)]
+    comparison = contrasts.contrast(members)
+    labels = ranked(list(runs), comparison)
+    lines = strokes(list(runs), labels)
+    charts = chart_data({label: runs[label] for label in labels}, lines)
+    said = answer(members, comparison)
     return {
         "data": data,
-        "labels": [
-            (row.marked, lines[row.label].name, " ".join(map(str, DASHES[lines[row.label].dash]))) for row in rows
-        ],
-        "tables": [(title, columns) for title, columns in (("Summary", summary), ("More measures", more)) if columns],
-        "caption": contrasts.caption(comparison),
+        "charts": charts,
+        "answer": said,
+        "command": setting.command(folder, runs, said.seeds) if folder is not None and said.seeds else None,
+        "swatches": {label: (line.name, " ".join(map(str, DASHES[line.dash]))) for label, line in lines.items()},
+        "first": overview(runs, comparison, labels) if comparison.measures else None,
+        **_more(members, comparison, labels),
+        "summary": summary_lines(_without_folder(next(iter(members.values()))[0])) if _is_single(runs) else [],
         "seeds": list(dict.fromkeys(run.name for each in runs.values() for run in each)),
+        "costs": has_costs(charts),
+        "heats": charts["classes"] is not None or bool(charts["clients"]),
     }
+
+
+def _is_single(runs: Mapping[str, Sequence[Run]]) -> bool:
+    return sum(map(len, runs.values())) == 1
+
+
+def ranked(labels: Sequence[str], comparison: contrasts.Contrasts) -> list[str]:
+    """Sort labels by the comparison's first measure, the best one first; labels without a value come last."""
+    if not comparison.measures:
+        return list(labels)
+    key = next(iter(comparison.measures))
+    means = {row.label: row.value.mean for row in comparison.groups[key]}
+    sign = comparison.directions[key] or 1
+    return sorted(labels, key=lambda each: math.inf if (mean := means[each]) is None else -sign * mean)
+
+
+def _more(
+    members: Mapping[str, Sequence[History]], comparison: contrasts.Contrasts, labels: Sequence[str]
+) -> dict[str, Any]:
+    """Return the table of further measures, and sentences about those that are equal for all labels."""
+    every = {row.label: row for row in tables.compare_table(members)}
+    rows = [every[label] for label in labels]
+    left_out = {"best_round", "rounds", *itertools.islice(comparison.measures, 1)}
+    keys = [key for key in tables.keys(rows) if key not in left_out and any(row.cells[key].mean for row in rows)]
+    # Metrics come in the order of the records, which is that of the spec.
+    order = {
+        name: i for i, name in enumerate(name for each in members.values() for run in each for name in run.columns)
+    }
+    plain = [key for key in keys if key not in order]
+    measured = sorted((key for key in keys if key in order), key=order.__getitem__)
+    columns, equal = list[dict[str, Any]](), list[str]()
+    for key in (*plain, *comparison.budgets, *measured):
+        for column in _columns(rows, key, comparison):
+            texts = {(cell["text"], *cell["below"]) for cell in column["cells"]}
+            if len(rows) > 1 and len(texts) == 1:
+                equal.append(f"{column['heading']}: {texts.pop()[0]}")
+            else:
+                columns.append(column)
+    notes = ["A value at an equal budget is that of the last evaluation within it."] if comparison.budgets else []
+    notes += [f"Equal for all methods: {'; '.join(equal)}."] if equal else []
+    return {"more": columns, "notes": notes}
 
 
 def _columns(rows: Sequence[tables.Row], key: str, comparison: contrasts.Contrasts) -> list[dict[str, Any]]:
     """Return a measure as one column of a table, or two columns if it is compared with the baseline."""
     if key not in comparison.measures:
-        cells = [_cell(tables.show(row, key), row.cells[key].mean) for row in rows]
-        return [{"heading": tables.measure(key).heading, "cells": cells}]
-    compared, how = comparison.groups[key], comparison.measures[key]
-    cells = [
-        _cell(tables.shown(row.value, how, row.seeds), row.value.mean, contrasts.range_text(row.value.interval, how))
-        for row in compared
-    ]
+        how = display(key)
+        cells = [_cell(_estimate(row.cells[key], how, row.seeds), row.cells[key].mean) for row in rows]
+        return [{"heading": how.heading, "cells": cells}]
+    how, by_label = comparison.measures[key], {row.label: row for row in comparison.groups[key]}
+    compared = [by_label[row.label] for row in rows]
+    cells = [_cell(_estimate(row.value, how, row.seeds), row.value.mean) for row in compared]
     columns = [{"heading": how.heading, "cells": cells}]
     if any(row.difference is not None and row.difference.mean is not None for row in compared):
         cells = [_difference(row, how, comparison.baseline) for row in compared]
@@ -187,13 +259,20 @@ def _columns(rows: Sequence[tables.Row], key: str, comparison: contrasts.Contras
     return columns
 
 
+def _estimate(value: Estimate, how: tables.Measure, seeds: int) -> str:
+    if value.mean is None:
+        return tables.MISSING
+    spread = "" if value.sd is None else number(value.sd, how, "", seeds)
+    text = number(value.mean, how, "", seeds) + (f" ± {spread}" if spread.strip("0.") else "")
+    return text + (f" ({value.n} of {seeds})" if value.n < seeds else "")
+
+
 def _difference(row: contrasts.Contrast, how: tables.Measure, baseline: str | None) -> dict[str, Any]:
     difference = row.difference
     if difference is None or difference.mean is None:
         return _cell("baseline", 0.0) if row.label == baseline else _cell(tables.MISSING, None)
-    interval = contrasts.range_text(difference.interval, how, "+")
-    p = "" if difference.corrected is None else f"p {contrasts.p_text(difference.corrected)}"
-    return _cell(tables.number(difference.mean, how, "+"), difference.mean, interval, p)
+    ends = [] if difference.interval is None else [number(end, how, "+", row.seeds) for end in difference.interval]
+    return _cell(number(difference.mean, how, "+", row.seeds), difference.mean, " to ".join(ends))
 
 
 def _cell(text: str, value: float | None, *below: str) -> dict[str, Any]:

@@ -26,16 +26,16 @@ function text(value) {
   if (size >= 1e6) return (value / 1e6).toLocaleString("en", {maximumFractionDigits: 1}) + " M";
   if (size >= 1000) return Math.round(value).toLocaleString("en");
   if (size && size < 0.001) return value.toExponential(0);
-  return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
+  return String(Number(value.toPrecision(size >= 100 ? 4 : 3))).replace("-", "−");
 }
 
 // Axes
 
 function logTicks(low, high) {
-  const found = [];
+  const ticks = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
-    for (const digit of [1, 2, 5]) found.push(digit * 10 ** power);
-  const inside = found.filter(tick => tick >= low * 0.999 && tick <= high * 1.001);
+    for (const digit of [1, 2, 3, 5]) ticks.push(digit * 10 ** power);
+  const inside = ticks.filter(tick => tick >= low * 0.999 && tick <= high * 1.001);
   return inside.length > 9 ? inside.filter(tick => Math.abs(Math.log10(tick) % 1) < 1e-6) : inside;
 }
 

@@ -13,7 +13,7 @@ const choice = (options, chosen) => make("select", {}, ...options.map(([value, n
 
 class Block {
   constructor(section, data) {
-    Object.assign(this, {section, data, hidden: new Set(), listeners: [], across: "round", log: false});
+    Object.assign(this, {section, data, hidden: new Set(), listeners: [], across: "round", log: false, last: false});
     this.find = selector => section.querySelector(selector);
     if (data.metrics.length) this.curves();
     this.heats();
@@ -28,7 +28,7 @@ class Block {
 
   curves() {
     const {methods, metrics, axes: across} = this.data;
-    const select = this.find(".axis"), log = this.find(".log");
+    const select = this.find(".axis"), log = this.find(".log"), last = this.find(".last");
     select.append(...choice(across.map(axis => [axis.key, axis.name]), "round").children);
     select.value = "round";
     select.addEventListener("change", () => {
@@ -37,16 +37,15 @@ class Block {
       this.draw();
     });
     log.addEventListener("change", () => { this.log = log.checked; this.draw(); });
-    this.find(".controls").hidden = false;
+    last.addEventListener("change", () => { this.last = last.checked; this.draw(); });
+    this.find(".controls").hidden = this.find(".zoom").hidden = false;
     this.legend();
-    const box = this.find(".charts");
+    const box = this.find(".curves"), costs = this.find(".costs");
     const first = [...new Set([this.data.primary.key, "loss"])].filter(key => metrics.some(metric => metric.key === key));
     const others = metrics.map(metric => metric.key).filter(key => !first.includes(key) && key !== "train_loss");
-    const front = methods.length > 1 && across.length > 1 && methods.some(method => method.final[0] != null);
-    const last = [...others, ...metrics.map(metric => metric.key).filter(key => key === "train_loss")];
-    this.charts = first.map(key => new Chart(this, box, key));
-    if (front) this.charts.push(new Pareto(this, box));
-    this.charts.push(...last.slice(0, front ? 1 : 2).map(key => new Chart(this, box, key)));
+    const order = [...others, ...metrics.map(metric => metric.key).filter(key => key === "train_loss")];
+    this.charts = [...first, ...order.slice(0, 2)].map(key => new Chart(this, box, key));
+    if (costs) this.charts.unshift(new Pareto(this, costs));
     this.draw();
     repaints.push(() => this.draw());
   }
@@ -57,11 +56,11 @@ class Block {
 
   legend() {
     const box = this.find(".legend");
-    const swatches = [...this.section.querySelector("table").querySelectorAll(".swatch")]; // before it is sorted
+    box.classList.toggle("many", this.data.methods.length > 12);
     this.entries = this.data.methods.map((method, index) => {
       const value = make("output");
       const entry = make("button", {type: "button", class: "entry", "aria-pressed": "true", title: method.name},
-        swatches[index].cloneNode(true), make("b", {}, method.name), value);
+        swatch(method), make("b", {}, method.name), value);
       entry.addEventListener("click", () => this.show(index, !this.shown(index)));
       entry.addEventListener("dblclick", () => this.only(new Set([index])));
       for (const [event, focus] of [["mouseenter", true], ["mouseleave", false], ["focus", true], ["blur", false]])
@@ -101,9 +100,9 @@ class Block {
     this.about.textContent = at == null ? `${name}, at the end` : `${name}, at ${place}${text(at)}`;
     this.entries.forEach(({value}, index) => {
       const method = this.data.methods[index], curve = method.y[metric];
-      let found = null;
-      curve?.[0].forEach((y, i) => { if (y != null && (at == null || method[this.across][i] <= at)) found = y; });
-      value.textContent = text(found);
+      let last = null;
+      curve?.[0].forEach((y, i) => { if (y != null && (at == null || method[this.across][i] <= at)) last = y; });
+      value.textContent = text(last);
     });
   }
 
@@ -151,47 +150,86 @@ class Block {
     const box = this.find(".fates"), {methods, fates, fate_names: names} = this.data;
     const longest = Math.max(...fates.flat().map(run => run.rounds), 1);
     const readout = make("output", {class: "readout"});
-    fates.forEach((runs, index) => {
-      for (const run of runs) {
-        const total = run.counts.map(row => row.reduce((a, b) => a + b, 0));
-        const all = total.reduce((a, b) => a + b, 0);
-        const words = counts => counts.map((count, i) => [count, names[i]]).filter(([count]) => count);
-        const share = count => count < all / 100 ? "<1" : Math.round(100 * count / all);
-        const shares = words(total).map(([count, name]) => `${share(count)} % ${name}`).join(", ");
-        const whose = methods.length > 1 ? `${methods[index].name}${runs.length > 1 ? `, ${run.run}` : ""}` : run.run;
-        const bars = run.counts[0].length;
-        const strip = make("svg", {viewBox: `0 0 ${Math.max(longest / run.each, 1)} 1`, preserveAspectRatio: "none",
-          role: "img", "aria-label": `${whose}: ${shares || "nothing recorded"}`, "shape-rendering": "crispEdges"});
-        const base = new Array(bars).fill(0);
-        const sums = base.map((_, bar) => run.counts.reduce((sum, row) => sum + row[bar], 0));
-        run.counts.forEach((row, fate) => {
-          let path = "";
-          row.forEach((count, bar) => {
-            if (!count) return;
-            const height = count / sums[bar];
-            path += `M${bar} ${(1 - base[bar]).toFixed(3)}h1v${(-height).toFixed(3)}h-1z`;
-            base[bar] += height;
-          });
-          if (path) strip.append(make("path", {d: path, class: `fate${fate}`}));
+    const groups = new Map(); // dropouts depend only on the seed, so that many methods have the same strip
+    fates.forEach((runs, index) => runs.forEach(run => {
+      const key = JSON.stringify([run.run, run.rounds, run.counts]);
+      groups.set(key, {run, of: [...(groups.get(key)?.of ?? []), index]});
+    }));
+    for (const {run, of} of groups.values()) {
+      const members = of.map(index => methods[index].name);
+      const who = methods.length === 1 ? "" : of.length === methods.length ? "all methods"
+        : members.slice(0, 3).join(", ") + (of.length > 3 ? ` and ${of.length - 3} more` : "");
+      const whose = [who, methods.length === 1 || fates.some(runs => runs.length > 1) ? run.run : ""].filter(Boolean).join(", ");
+      const words = counts => counts.map((count, i) => [count, names[i]]).filter(([count]) => count);
+      const total = words(run.counts.map(row => row.reduce((a, b) => a + b, 0)));
+      const percents = shares(total.map(([count]) => count));
+      const told = total.map(([, name], i) => `${percents[i] || "<1"} % ${name}`).join(", ");
+      const bars = run.counts[0].length, wide = Math.max(longest / run.each, 1);
+      const strip = make("svg", {viewBox: `0 0 ${wide} 1`, preserveAspectRatio: "none", tabindex: 0,
+        role: "img", "aria-label": `${whose}: ${told || "nothing recorded"}`, "shape-rendering": "crispEdges"});
+      const base = new Array(bars).fill(0);
+      const sums = base.map((_, bar) => run.counts.reduce((sum, row) => sum + row[bar], 0));
+      run.counts.forEach((row, fate) => {
+        let path = "";
+        row.forEach((count, bar) => {
+          if (!count) return;
+          const height = count / sums[bar];
+          path += `M${bar} ${(1 - base[bar]).toFixed(3)}h1v${(-height).toFixed(3)}h-1z`;
+          base[bar] += height;
         });
-        strip.addEventListener("mousemove", event => {
-          const place = strip.getBoundingClientRect();
-          const bar = Math.floor((event.clientX - place.left) / place.width * longest / run.each);
-          if (bar >= bars) return;
-          const first = bar * run.each + 1, last = Math.min(first + run.each - 1, run.rounds);
-          readout.textContent = `${whose}, round ${first === last ? first : `${first} to ${last}`}: ` +
-            words(run.counts.map(row => row[bar])).map(([count, name]) => `${count} ${name}`).join(", ");
-        });
-        const line = make("div", {class: "row"}, make("b", {title: whose}, whose), strip, make("output", {}, shares));
-        box.append(line);
-        this.listeners.push(() => { line.hidden = !this.shown(index); });
-      }
-    });
+        if (path) strip.append(make("path", {d: path, class: `fate${fate}`}));
+      });
+      const tell = bar => {
+        const first = bar * run.each + 1, last = Math.min(first + run.each - 1, run.rounds);
+        readout.textContent = `${whose}, round ${first === last ? first : `${first} to ${last}`}: ` +
+          words(run.counts.map(row => row[bar])).map(([count, name]) => `${count} ${name}`).join(", ");
+      };
+      strip.addEventListener("mousemove", event => {
+        const place = strip.getBoundingClientRect();
+        const bar = Math.floor((event.clientX - place.left) / place.width * wide);
+        if (bar < bars) tell(bar);
+      });
+      let at = -1;
+      strip.addEventListener("keydown", event => {
+        const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
+        if (!step || !bars) return;
+        event.preventDefault();
+        tell(at = Math.min(Math.max(at + step, 0), bars - 1));
+      });
+      const line = make("div", {class: "row"}, make("b", {title: members.join(", ")}, whose), strip, make("output", {}, told));
+      box.append(line);
+      this.listeners.push(() => { line.hidden = !of.some(index => this.shown(index)); });
+    }
     box.append(readout);
   }
 }
 
-// Curves with bands over seeds
+// Whole percentages that add up to 100.
+function shares(counts) {
+  const sum = counts.reduce((a, b) => a + b, 0);
+  const exact = counts.map(count => 100 * count / sum), whole = exact.map(Math.floor);
+  const order = [...counts.keys()].sort((a, b) => exact[b] - whole[b] - exact[a] + whole[a]);
+  for (const i of order.slice(0, 100 - whole.reduce((a, b) => a + b, 0))) whole[i]++;
+  return whole;
+}
+
+function swatch(method) {
+  return make("svg", {class: "swatch", width: 24, height: 4, "aria-hidden": "true"}, make("path", {d: "M0 2h24",
+    stroke: `var(--${method.colour})`, "stroke-width": 3, "stroke-dasharray": method.dash.join(" ")}));
+}
+
+const shortened = (name, length) => name.length > length ? name.slice(0, length - 1) + "…" : name;
+
+// Text with a halo, so that it can be read on lines
+function haloed(ctx, name, left, top) {
+  ctx.strokeStyle = colour("paper");
+  ctx.lineWidth = 4 * devicePixelRatio;
+  ctx.lineJoin = "round";
+  ctx.strokeText(name, left, top);
+  ctx.fillText(name, left, top);
+}
+
+// Curves; the band over seeds is drawn for the method in focus only
 
 class Chart {
   constructor(block, box, metric) {
@@ -220,33 +258,61 @@ class Chart {
 
   draw() {
     const {block} = this, {methods, axes: names, metrics} = block.data;
+    const axis = names.find(each => each.key === block.across), metric = metrics.find(each => each.key === this.metric);
+    this.quantity = metric;
     this.of = methods.map((_, index) => this.points(index));
+    this.drawn = [...methods.keys()].filter(index => block.shown(index) && this.of[index].x.length);
+    this.u?.destroy();
+    this.u = null;
+    const last = index => this.of[index].y.at(-1);
+    const ends = this.drawn.slice(0, 8).map(index => `${methods[index].name} ${text(last(index))}`).join(", ");
+    this.plot.setAttribute("aria-label", `${metric.name} over ${axis.name}, of ${methods.length} methods; at the end: ${ends || "none"}`);
+    if (this.drawn.every(index => this.of[index].x.length === 1)) { // a line needs two points
+      const percent = metric.high === 100 ? " %" : "";
+      this.plot.replaceChildren(make("div", {class: "only"}, ...this.drawn.map(index => make("p", {},
+        `${methods.length > 1 ? `${methods[index].name}, one` : "one"} evaluation: ${text(last(index))}${percent}`))));
+      return;
+    }
+    this.plot.replaceChildren();
+    // Curves that coincide are drawn once: with the name of all methods, or with the names of those that share it.
+    const same = new Map();
+    for (const index of this.drawn) {
+      const key = JSON.stringify([this.of[index].x, this.of[index].y]);
+      same.set(key, [...(same.get(key) ?? []), index]);
+    }
+    this.all = this.drawn.length > 1 && same.size === 1;
+    this.names = new Map([...same.values()].map(group => [group[0],
+      this.all ? "all methods" : group.map(index => methods[index].name).join(", ")]));
     // Two rounds of a method may have cost the same: a table needs its places in order, each once.
     const tables = this.of.map(({x, y}, index) => {
       if (!block.shown(index)) return [[], []];
       const places = new Map(x.map((place, i) => [place, y[i]]));
       return [[...places.keys()], [...places.values()]];
     });
-    this.u?.destroy();
-    const axis = names.find(each => each.key === block.across);
-    this.plot.setAttribute("aria-label",
-      `${metrics.find(each => each.key === this.metric).name} over ${axis.name}, of ${methods.length} methods`);
+    const longest = Math.max(...this.of.map(({x}) => x.length)), end = Math.max(...this.of.map(({x}) => x.at(-1) ?? 0));
     const series = methods.map((method, index) => ({
-      show: block.shown(index), stroke: colour(method.colour), dash: method.dash, width: 1.75, spanGaps: true,
-      points: {show: this.of[index].x.length <= 25, size: 5, fill: colour(method.colour)},
+      show: block.shown(index) && !(this.all && index !== this.drawn[0]),
+      stroke: colour(this.all ? "ink" : method.colour), dash: this.all ? [] : method.dash, spanGaps: true,
+      width: method.colour === "other" ? 1 : 1.8,
+      points: {show: longest <= 25 || this.of[index].x.length === 1, size: 5, fill: colour(this.all ? "ink" : method.colour)},
     }));
+    const width = widthOf(this.plot), labels = width > 380;
     this.u = new uPlot({
-      width: widthOf(this.plot), height: HEIGHT, legend: {show: false}, focus: {alpha: 0.2},
-      cursor: {y: false, points: {show: false}},
+      width, height: HEIGHT, legend: {show: false}, focus: {alpha: 0.25},
+      padding: [null, labels ? Math.min(Math.max(...[...this.names.values()].map(name => shortened(name, 18).length)), 18) * 6.6 + 12 : null, null, null],
+      cursor: {y: false, points: {show: false}, focus: {prox: 16}},
       scales: {
-        x: {time: false, distr: block.log ? 3 : 1, range: (_, low, high) => padded(low, high, block.log)},
+        x: {time: false, distr: block.log ? 3 : 1, range: (_, low, high) =>
+          padded(block.last && low < end / 2 ? end / 2 : low, high, block.log)},
         y: {range: u => this.span(u)},
       },
       axes: axes(axis.name + (block.log ? " (logarithmic)" : ""), block.log, block.across === "round" && !block.log),
       series: [{}, ...series],
       hooks: {
         drawAxes: [u => this.bands(u)],
+        draw: [u => labels && this.ends(u)],
         setCursor: [u => this.point(u)],
+        setSeries: [(_, index) => { this.focused = index == null ? null : index - 1; }],
       },
     }, uPlot.join(tables), this.plot);
   }
@@ -257,40 +323,59 @@ class Chart {
     this.pointed = over;
   }
 
-  span(u) { // of what is seen, bands included
+  // Of what is seen. The worst tenth of the values is cut off, which is where runs begin, but never the end of a curve.
+  span(u) {
     const [first, last] = u.series[0].idxs.map(i => u.data[0][i]); // the scale of x itself is not set yet
-    let low = Infinity, high = -Infinity;
-    this.of.forEach(({x, y, sd}, index) => {
+    const {low: least, high: most, better} = this.quantity, seen = [], ends = [];
+    this.of.forEach(({x, y}, index) => {
       if (!this.block.shown(index)) return;
-      y.forEach((value, i) => {
-        if (x[i] < first || x[i] > last) return;
-        low = Math.min(low, value - (sd?.[i] ?? 0));
-        high = Math.max(high, value + (sd?.[i] ?? 0));
-      });
+      const inside = y.filter((_, i) => x[i] >= first && x[i] <= last && !(this.block.last && x[i] < last / 2));
+      seen.push(...inside);
+      ends.push(...inside.slice(-1));
     });
-    return padded(low, high, false);
+    seen.sort((a, b) => a - b);
+    const at = share => seen[Math.round(share * (seen.length - 1))];
+    const [low, high] = padded(better > 0 ? Math.min(at(0.1), ...ends) : seen[0], better < 0 ? Math.max(at(0.9), ...ends) : seen.at(-1), false);
+    return [Math.max(low, least ?? -Infinity), Math.min(high, most ?? Infinity)];
   }
 
   bands(u) {
+    const index = this.drawn.length === 1 ? this.drawn[0] : this.all ? null : this.focused;
+    const {x, y, sd} = this.of[index] ?? {};
+    if (!sd || !this.block.shown(index)) return;
     const {ctx} = u, {left, top, width, height} = u.bbox;
+    const at = (i, side) => [u.valToPos(x[i], "x", true), u.valToPos(y[i] + side * sd[i], "y", true)];
     ctx.save();
     ctx.beginPath();
     ctx.rect(left, top, width, height);
     ctx.clip();
-    ctx.globalAlpha = 0.15;
-    this.of.forEach(({x, y, sd}, index) => {
-      if (!sd || !this.block.shown(index)) return;
-      const at = (i, side) => [u.valToPos(x[i], "x", true), u.valToPos(y[i] + side * sd[i], "y", true)];
-      ctx.beginPath();
-      for (let i = 0; i < x.length; i++) ctx.lineTo(...at(i, 1));
-      for (let i = x.length - 1; i >= 0; i--) ctx.lineTo(...at(i, -1));
-      ctx.fillStyle = colour(this.block.data.methods[index].colour);
-      ctx.fill();
-    });
+    ctx.globalAlpha = 0.12;
+    ctx.beginPath();
+    for (let i = 0; i < x.length; i++) ctx.lineTo(...at(i, 1));
+    for (let i = x.length - 1; i >= 0; i--) ctx.lineTo(...at(i, -1));
+    ctx.fillStyle = colour(this.block.data.methods[index].colour);
+    ctx.fill();
     ctx.restore();
   }
 
-  focus(index) { this.u.setSeries(index == null ? null : index + 1, {focus: index != null}); }
+  ends(u) { // names at the ends of the lines, where they do not overlap; the method in focus comes first
+    const {ctx} = u, {methods} = this.block.data, high = 13 * devicePixelRatio, places = [];
+    ctx.save();
+    ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textBaseline = "middle";
+    for (const index of [this.focused, ...this.names.keys()]) {
+      const {x, y} = this.of[index] ?? {};
+      if (!x?.length || !this.block.shown(index) || (methods[index].colour === "other" && index !== this.focused && !this.all)) continue;
+      const top = u.valToPos(y.at(-1), "y", true), left = u.valToPos(x.at(-1), "x", true) + 7 * devicePixelRatio;
+      if (places.some(place => Math.abs(place - top) < high) || top < u.bbox.top || top > u.bbox.top + u.bbox.height) continue;
+      places.push(top);
+      ctx.fillStyle = colour(this.all ? "ink" : methods[index].colour === "other" ? "soft" : methods[index].colour);
+      haloed(ctx, shortened(this.names.get(index) ?? methods[index].name, 18), left, top);
+    }
+    ctx.restore();
+  }
+
+  focus(index) { this.u?.setSeries(index == null ? null : index + 1, {focus: index != null}); }
 }
 
 // The final primary metric over what it cost, with those methods marked for which nothing else is both cheaper and better
@@ -326,13 +411,19 @@ class Pareto {
     const data = [points.map(point => point.x), ...points.map((_, i) => points.map((each, j) => i === j ? each.y : null)),
       points.map(point => front.includes(point) ? point.y : null)];
     this.points = points;
+    const {low: least, high: most} = block.data.metrics.find(metric => metric.key === block.data.primary.key) ?? {};
+    this.plot.setAttribute("aria-label", `${block.data.primary.final}, against cost: ` +
+      points.slice(0, 8).map(({index, x, y}) => `${methods[index].name} ${text(y)} for ${text(x)}`).join(", "));
     this.u?.destroy();
     const name = block.data.axes.find(axis => axis.key === this.cost).name;
     this.u = new uPlot({
       width: widthOf(this.plot), height: HEIGHT, legend: {show: false}, cursor: {show: false},
       scales: {
         x: {time: false, distr: 3, range: (_, low, high) => low == null ? [1, 10] : [low / (high / low) ** 0.06 / 1.1, high * (high / low) ** 0.06 * 1.1]},
-        y: {range: () => padded(Math.min(...points.map(p => p.y - (p.sd ?? 0))), Math.max(...points.map(p => p.y + (p.sd ?? 0))))},
+        y: {range: () => {
+          const [low, high] = padded(Math.min(...points.map(p => p.y - (p.sd ?? 0))), Math.max(...points.map(p => p.y + (p.sd ?? 0))));
+          return [Math.max(low, least ?? -Infinity), Math.min(high, most ?? Infinity)];
+        }},
       },
       axes: axes(`${name} (logarithmic)`, true, false),
       series: [{}, ...points.map(point => ({
@@ -350,7 +441,12 @@ class Pareto {
       if (!sd) continue;
       u.ctx.strokeStyle = colour(this.block.data.methods[index].colour);
       u.ctx.beginPath();
-      for (const side of [-1, 1]) u.ctx.lineTo(u.valToPos(x, "x", true), u.valToPos(y + side * sd, "y", true));
+      const across = u.valToPos(x, "x", true), cap = 4 * devicePixelRatio;
+      const [low, high] = [-1, 1].map(side => u.valToPos(y + side * sd, "y", true));
+      for (const [from, to] of [[[across, low], [across, high]], ...[low, high].map(end => [[across - cap, end], [across + cap, end]])]) {
+        u.ctx.moveTo(...from);
+        u.ctx.lineTo(...to);
+      }
       u.ctx.stroke();
     }
     u.ctx.restore();
@@ -362,16 +458,18 @@ class Pareto {
     ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.fillStyle = colour("ink");
     ctx.textAlign = "left";
-    const taken = [];
+    const places = [];
     for (const {index, x, y} of [...front, ...(this.points.length <= 10 ? this.points.filter(p => !front.includes(p)) : [])]) {
-      const full = this.block.data.methods[index].name, name = full.length > 22 ? full.slice(0, 21) + "…" : full;
-      const wide = ctx.measureText(name).width, at = u.valToPos(x, "x", true);
-      const right = at + near + wide < u.bbox.left + u.bbox.width;
-      const place = {left: right ? at + near : at - near - wide, top: u.valToPos(y, "y", true) - near * 0.6, wide};
-      if (taken.some(other => Math.abs(other.top - place.top) < 12 * devicePixelRatio &&
-        other.left < place.left + wide && place.left < other.left + other.wide)) continue; // it would hide another
-      taken.push(place);
-      ctx.fillText(name, place.left, place.top);
+      const name = shortened(this.block.data.methods[index].name, 22), wide = ctx.measureText(name).width;
+      const at = u.valToPos(x, "x", true), middle = u.valToPos(y, "y", true);
+      // Right or left of the point, above or below the error bar's middle: the first place that hides no other name.
+      const place = [[near, -near * 0.6], [near, near * 1.6], [-near - wide, -near * 0.6], [-near - wide, near * 1.6]]
+        .map(([right, down]) => ({left: at + right, top: middle + down, wide}))
+        .find(({left, top}) => left >= u.bbox.left && left + wide < u.bbox.left + u.bbox.width &&
+          !places.some(other => Math.abs(other.top - top) < 12 * devicePixelRatio && other.left < left + wide && left < other.left + other.wide));
+      if (!place) continue;
+      places.push(place);
+      haloed(ctx, name, place.left, place.top);
     }
     ctx.restore();
   }
@@ -392,6 +490,19 @@ function watchWidth(chart) {
 }
 
 // Heat maps: a path for each of some shades
+
+const opacity = shade => 0.06 + 0.94 * shade;
+
+// Black or white: the one with more contrast to the scale's colour with this opacity on the frame
+function onShade(alpha) {
+  const parts = name => colour(name).match(/[\d.]+/g).slice(0, 3).map(Number);
+  const ground = parts("panel"), linear = parts("heat").map((part, i) => {
+    const mixed = (part * alpha + ground[i] * (1 - alpha)) / 255;
+    return mixed <= 0.04045 ? mixed / 12.92 : ((mixed + 0.055) / 1.055) ** 2.4;
+  });
+  const light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  return light > 0.179 ? "black" : "white";
+}
 
 class Heat {
   constructor(block, box, title, selects, of, width) {
@@ -417,7 +528,6 @@ class Heat {
     const map = this.map = this.of(...this.selects.map(select => select.value));
     this.width = this.box.clientWidth;
     const rows = map.rows.map((_, i) => i).filter(i => map.values[i] && (!map.methods || this.block.shown(i)));
-    const short = (name, length) => name.length > length ? name.slice(0, length - 1) + "…" : name;
     const left = Math.min(Math.max(...rows.map(i => map.rows[i].length), 3), 16) * 6.6 + 10;
     const widest = Math.min(Math.max(...map.columns.map(name => name.length)), 12);
     const annotated = map.columns.length <= 30;
@@ -427,13 +537,13 @@ class Heat {
     const turned = annotated && widest * 6.6 > wide;
     const top = annotated ? (turned ? widest * 4.7 + 14 : 18) : 4;
     const size = {w: left + wide * map.columns.length + (turned ? widest * 4 : 2), h: top + high * rows.length + 2};
-    const svg = make("svg", {width: size.w, height: size.h, role: "img", "shape-rendering": "crispEdges",
+    const svg = make("svg", {width: size.w, height: size.h, viewBox: `0 0 ${size.w} ${size.h}`, role: "img", tabindex: 0, "shape-rendering": "crispEdges",
       "aria-label": `${rows.length} rows and ${map.columns.length} columns, from ${text(map.low)} to ${text(map.high)}`});
     const shades = new Map(), numbers = [];
     const edge = column => Math.round(left + wide * column); // whole pixels, or seams would show between cells
     svg.append(make("rect", {class: "frame", x: edge(0), y: Math.round(top), width: edge(map.columns.length) - edge(0), height: high * rows.length}));
     rows.forEach((row, down) => {
-      const label = make("text", {x: left - 6, y: top + high * (down + 0.5) + 4, "text-anchor": "end"}, short(map.rows[row], 16));
+      const label = make("text", {x: left - 6, y: top + high * (down + 0.5) + 4, "text-anchor": "end"}, shortened(map.rows[row], 16));
       label.append(make("title", {}, map.rows[row]));
       svg.append(label);
       map.values[row].forEach((value, column) => {
@@ -442,22 +552,35 @@ class Heat {
         const x = edge(column), y = Math.round(top) + high * down;
         shades.set(shade, (shades.get(shade) ?? "") + `M${x} ${y}H${edge(column + 1)}v${high}H${x}z`);
         if (annotated && high > 14 && value !== map.silent) numbers.push(make("text",
-          {x: x + wide / 2, y: y + high / 2 + 4, class: shade > 0.55 ? "in on" : "in"}, value < 10 ? String(Number(value.toFixed(1))) : Math.round(value)));
+          {x: x + wide / 2, y: y + high / 2 + 4, class: "in on", style: `--on: ${onShade(opacity(shade))}`}, value < 10 ? String(Number(value.toFixed(1))) : Math.round(value)));
       });
     });
-    for (const [shade, d] of shades) svg.append(make("path", {d, class: "cells", "fill-opacity": (0.06 + 0.94 * shade).toFixed(2)}));
+    for (const [shade, d] of shades) svg.append(make("path", {d, class: "cells", "fill-opacity": opacity(shade).toFixed(2)}));
     svg.append(...numbers);
     if (annotated) map.columns.forEach((name, column) => {
       const x = left + wide * (column + 0.5), y = top - 5;
       const place = turned ? {transform: `translate(${x} ${y}) rotate(-45)`} : {x, y, class: "in"};
-      svg.append(make("text", place, short(name, 12)));
+      svg.append(make("text", place, shortened(name, 12)));
     });
+    const tell = (row, column) => {
+      this.readout.textContent = `${map.rowName}${map.rows[row]}, ${map.columnName}${map.columns[column]}: ${text(map.values[row][column])}`;
+    };
     svg.addEventListener("mousemove", event => {
       const place = svg.getBoundingClientRect();
       const column = Math.floor((event.clientX - place.left - left) / wide);
       const row = rows[Math.floor((event.clientY - place.top - top) / high)];
-      if (row == null || !(column in map.columns)) return;
-      this.readout.textContent = `${map.rowName}${map.rows[row]}, ${map.columnName}${map.columns[column]}: ${text(map.values[row][column])}`;
+      if (row != null && column in map.columns) tell(row, column);
+    });
+    const here = [0, -1], frame = make("rect", {class: "here", width: wide, height: high, visibility: "hidden"});
+    svg.append(frame);
+    svg.addEventListener("keydown", event => {
+      const step = {ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0]}[event.key];
+      if (!step || !rows.length) return;
+      event.preventDefault();
+      [rows.length, map.columns.length].forEach((count, i) => { here[i] = Math.min(Math.max(here[i] + step[i], 0), count - 1); });
+      for (const [name, value] of [["x", edge(here[1])], ["y", Math.round(top) + high * here[0]], ["visibility", "visible"]])
+        frame.setAttribute(name, value);
+      tell(rows[here[0]], here[1]);
     });
     this.box.replaceChildren(svg);
     this.note.replaceChildren(text(map.low), make("span", {class: "scale"}), text(map.high), map.note ? ` · ${map.note}` : "");
@@ -468,7 +591,7 @@ class Heat {
 
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0], original = [...body.rows], heads = [...table.tHead.rows[0].cells];
-  heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
+  heads.forEach((head, column) => head.querySelector("button")?.addEventListener("click", () => {
     const words = column === 0, steps = words ? ["ascending", "descending", null] : ["descending", "ascending", null];
     const order = steps[(steps.indexOf(head.getAttribute("aria-sort")) + 1) % 3];
     heads.forEach(each => each.removeAttribute("aria-sort"));
@@ -526,8 +649,19 @@ theme.addEventListener("click", () => {
   repaint();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
-addEventListener("beforeprint", () => { printing = true; setTheme("light"); repaint(); });
-addEventListener("afterprint", () => { printing = false; setTheme(chosen); repaint(); });
+const folded = [...document.querySelectorAll("details.more:not([open])")];
+addEventListener("beforeprint", () => {
+  for (const details of folded) details.open = true;
+  printing = true;
+  setTheme("light");
+  repaint();
+});
+addEventListener("afterprint", () => {
+  for (const details of folded) details.open = false;
+  printing = false;
+  setTheme(chosen);
+  repaint();
+});
 
 for (const section of document.querySelectorAll("[data-block]")) new Block(section, blocks[section.dataset.block]);
 // uPlot paints in a microtask: by the next task everything is there.
