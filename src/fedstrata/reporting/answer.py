@@ -129,5 +129,5 @@ def _cost(runs: Mapping[str, Sequence[History]], label: str, baseline: str) -> s
     if not sent or not baseline_sent:
         return ""
     ratio = sent / baseline_sent
-    text = f"{ratio:.2f}" if abs(ratio - 1) < 0.1 else f"{ratio:.2g}"
+    text = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2f}" if abs(ratio - 1) < 0.1 else f"{ratio:.2g}"
     return f", for {'the same' if abs(ratio - 1) < 0.005 else f'{text} times the'} bytes"

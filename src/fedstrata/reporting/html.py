@@ -307,7 +307,10 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Count the events of each label and kind, and their clients; a client in several events counts several times."""
+    """Count the events of each label and kind, and their clients; a client in several events counts several times.
+
+    Labels with equal counts share a row, because dropouts depend only on the seed.
+    """
     counts = {label: Counter[str]() for label in runs}
     clients = {label: Counter[str]() for label in runs}
     for label, members in runs.items():
@@ -317,9 +320,13 @@ def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
             clients[label][kind] += len(event.get("clients", []))
     total: Counter[str] = sum(counts.values(), Counter())
     kinds = [kind for kind, _ in total.most_common()]
+    groups: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    for label in runs:
+        groups.setdefault(tuple((counts[label][kind], clients[label][kind]) for kind in kinds), []).append(label)
+    alike = len(runs) > 1 and len(groups) == 1
     return {
         "kinds": kinds,
-        "rows": [(label, [(counts[label][kind], clients[label][kind]) for kind in kinds]) for label in runs],
+        "rows": [("all methods" if alike else _first(labels), cells) for cells, labels in groups.items()],
     }
 
 

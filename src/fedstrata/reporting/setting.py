@@ -19,7 +19,7 @@ SEEDS = 40
 """The most seeds of a command that is shown in full."""
 
 Part = tuple[str, str]
-"""A part of the line about the setting: the words that are emphasised, and the words after them."""
+"""A part of the line about the setting: the words that are emphasised, and the text after them."""
 
 _PARAMETERS = ("alpha", "per_client", "exponent", "hidden")
 """The settings that are named with a partition or a model, because its name alone tells little."""
@@ -35,14 +35,15 @@ def setting_line(runs: Mapping[str, Sequence[Run]]) -> list[Part]:
     seeds = sorted({run.history.seed for members in runs.values() for run in members if run.history.seed is not None})
     listed = f" ({', '.join(map(str, seeds))})" if 1 < len(seeds) <= 10 else ""
     clients, partition = _values(specs, "partition.clients"), _named(specs, "partition")
-    parts: list[Part] = [(f"{clients} client{'' if clients == '1' else 's'}" if clients else "", partition)]
+    words = f"{clients} client{'' if clients == '1' else 's'}" if clients else ""
+    parts: list[Part] = [(words, f"{', ' if words and partition else ''}{partition}")]
     online = _values(specs, "availability.p", 100)
     if online:
-        parts.append((f"{online} %", "of the invited clients are online"))
+        parts.append((f"{online} %", " of the invited clients are online"))
     elif _named(specs, "availability") == "always":
-        parts.append(("100 %", "of the invited clients are online"))
+        parts.append(("100 %", " of the invited clients are online"))
     if invited := _values(specs, "training.clients_per_round"):
-        parts.append((invited, "clients invited per round"))
+        parts.append((invited, " clients invited per round"))
     if rounds := _values(specs, "training.rounds"):
         parts.append((f"{rounds} round{'' if rounds == '1' else 's'}", ""))
     parts.append(("", _named(specs, "model")))

@@ -32,11 +32,14 @@ function text(value) {
 // Axes
 
 function logTicks(low, high) {
-  const ticks = [];
+  const ticks = [], digits = high < 4 * low ? [1, 1.5, 2, 3, 4, 5, 6, 8] : [1, 2, 3, 5];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
-    for (const digit of [1, 2, 3, 5]) ticks.push(digit * 10 ** power);
+    for (const digit of digits) ticks.push(digit * 10 ** power);
   const inside = ticks.filter(tick => tick >= low * 0.999 && tick <= high * 1.001);
-  return inside.length > 9 ? inside.filter(tick => Math.abs(Math.log10(tick) % 1) < 1e-6) : inside;
+  if (inside.length <= 9) return inside;
+  const leading = tick => Math.round(tick / 10 ** Math.floor(Math.log10(tick) + 1e-9));
+  const fewer = inside.filter(tick => [1, 3].includes(leading(tick)));
+  return fewer.length <= 9 ? fewer : inside.filter(tick => leading(tick) === 1);
 }
 
 function axes(name, log, whole) {

@@ -95,14 +95,14 @@ class Block {
 
   // Values beside the names: where the pointer is, or at the end.
   values(metric = this.data.metrics[0].key, at = null) {
-    const name = this.data.metrics.find(each => each.key === metric).name;
+    const quantity = this.data.metrics.find(each => each.key === metric);
     const place = this.across === "round" ? "round " : "";
-    this.about.textContent = at == null ? `${name}, at the end` : `${name}, at ${place}${text(at)}`;
+    this.about.textContent = at == null ? `${quantity.name}, at the end` : `${quantity.name}, at ${place}${text(at)}`;
     this.entries.forEach(({value}, index) => {
       const method = this.data.methods[index], curve = method.y[metric];
       let last = null;
       curve?.[0].forEach((y, i) => { if (y != null && (at == null || method[this.across][i] <= at)) last = y; });
-      value.textContent = text(last);
+      value.textContent = measured(last, quantity);
     });
   }
 
@@ -218,6 +218,8 @@ function swatch(method) {
     stroke: `var(--${method.colour})`, "stroke-width": 3, "stroke-dasharray": method.dash.join(" ")}));
 }
 
+// A value of a metric: percentages have one digit after the point.
+const measured = (value, metric) => value != null && metric.high === 100 ? value.toFixed(1) : text(value);
 const shortened = (name, length) => name.length > length ? name.slice(0, length - 1) + "…" : name;
 
 // Text with a halo, so that it can be read on lines
@@ -265,12 +267,12 @@ class Chart {
     this.u?.destroy();
     this.u = null;
     const last = index => this.of[index].y.at(-1);
-    const ends = this.drawn.slice(0, 8).map(index => `${methods[index].name} ${text(last(index))}`).join(", ");
+    const ends = this.drawn.slice(0, 8).map(index => `${methods[index].name} ${measured(last(index), metric)}`).join(", ");
     this.plot.setAttribute("aria-label", `${metric.name} over ${axis.name}, of ${methods.length} methods; at the end: ${ends || "none"}`);
     if (this.drawn.every(index => this.of[index].x.length === 1)) { // a line needs two points
       const percent = metric.high === 100 ? " %" : "";
       this.plot.replaceChildren(make("div", {class: "only"}, ...this.drawn.map(index => make("p", {},
-        `${methods.length > 1 ? `${methods[index].name}, one` : "one"} evaluation: ${text(last(index))}${percent}`))));
+        `${methods.length > 1 ? `${methods[index].name}, one` : "one"} evaluation: ${measured(last(index), metric)}${percent}`))));
       return;
     }
     this.plot.replaceChildren();
@@ -296,7 +298,7 @@ class Chart {
       width: method.colour === "other" ? 1 : 1.8,
       points: {show: longest <= 25 || this.of[index].x.length === 1, size: 5, fill: colour(this.all ? "ink" : method.colour)},
     }));
-    const width = widthOf(this.plot), labels = width > 380;
+    const width = widthOf(this.plot), labels = width > 380 && methods.length > 1;
     this.u = new uPlot({
       width, height: HEIGHT, legend: {show: false}, focus: {alpha: 0.25},
       padding: [null, labels ? Math.min(Math.max(...[...this.names.values()].map(name => shortened(name, 18).length)), 18) * 6.6 + 12 : null, null, null],
@@ -363,6 +365,7 @@ class Chart {
     ctx.save();
     ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textBaseline = "middle";
+    ctx.textAlign = "left";
     for (const index of [this.focused, ...this.names.keys()]) {
       const {x, y} = this.of[index] ?? {};
       if (!x?.length || !this.block.shown(index) || (methods[index].colour === "other" && index !== this.focused && !this.all)) continue;
@@ -552,7 +555,7 @@ class Heat {
         const x = edge(column), y = Math.round(top) + high * down;
         shades.set(shade, (shades.get(shade) ?? "") + `M${x} ${y}H${edge(column + 1)}v${high}H${x}z`);
         if (annotated && high > 14 && value !== map.silent) numbers.push(make("text",
-          {x: x + wide / 2, y: y + high / 2 + 4, class: "in on", style: `--on: ${onShade(opacity(shade))}`}, value < 10 ? String(Number(value.toFixed(1))) : Math.round(value)));
+          {x: x + wide / 2, y: y + high / 2 + 4, class: "in on", style: `--on: ${onShade(opacity(shade))}`}, value < 10 ? String(Number(value.toFixed(map.high <= 2 ? 2 : 1))) : Math.round(value)));
       });
     });
     for (const [shade, d] of shades) svg.append(make("path", {d, class: "cells", "fill-opacity": opacity(shade).toFixed(2)}));
