@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 LEAN   := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 
-.PHONY: demo docs package test test-fast test-long check format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
+.PHONY: accessibility demo docs package test test-fast test-long check format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
 
 # One process more than there are processors, because one mostly waits for servers and sites. Tests start many processes,
 # which would otherwise compile every module anew where the environment forbids to write bytecode. A process that is lost
@@ -65,6 +65,10 @@ check: $(DEV)  ## Format, lint, types, import rules, counts of what is hard to r
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py
+
+accessibility: $(DEV) demo  ## The demo's report against WCAG 2.2 AA, in both themes: needs npm and Chromium.
+	npm install --silent --no-save --prefix build/axe axe-core@4
+	$(BIN)/python tools/accessibility.py build/axe/node_modules/axe-core/axe.min.js demo/report.html
 
 format: $(DEV)
 	$(BIN)/ruff format .

@@ -60,7 +60,7 @@ def test_methods_behind_and_many_names() -> None:
 def test_where_lower_is_better_the_lowest_is_best() -> None:
     headline, best, _ = said(runs_of(fedavg=[2.0, 2.1, 2.2], other=[1.0, 1.11, 1.19], lower=True, megabytes=0))
     assert headline == "other is ahead of fedavg."
-    assert best.startswith("Lowest final rmse: other, 1.1000 (−1.0000; 95 % interval −1.0")
+    assert best.startswith("Lowest final rmse: other, 1.100 (−1.000; 95 % interval −1.0")
 
 
 def test_few_seeds_one_label_and_no_result() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -81,27 +82,65 @@ def test_compare_folder_gets_table_pictures_and_page(compare: Path) -> None:
     assert (compare / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     text = (compare / "report.html").read_text()
     page = Page(text)
-    assert "Mean ± sample standard deviation over 3 seeds" in page.text
+    assert "fedstas is ahead of fedavg." in page.text
+    assert "Means over 3 seeds, ± the sample standard deviation" in page.text
     assert "minus fedavg" in page.text
-    assert [method["name"] for method in page.data[0]["methods"]] == ["fedavg", "fedstas"]
+    assert " p " not in page.text.replace("– p ", ""), "p-values are left to the command table"
+    assert [method["name"] for method in page.data[0]["methods"]] == ["fedstas", "fedavg"], "the best one first"
     assert len(page.ids) == len(set(page.ids))
     write_comparison(compare)
     assert (compare / "report.html").read_text() == text, "the same runs give the same page"
 
 
-def test_cells_of_the_table_say_interval_difference_and_what_they_are_sorted_by(compare: Path, tmp_path: Path) -> None:
+def test_cells_of_the_table_say_value_and_difference_and_what_they_are_sorted_by(compare: Path, tmp_path: Path) -> None:
     text = write_report([compare], tmp_path / "report.html").read_text()
-    cells = re.findall(r'<td data-value="([^"]*)">([^<]*)<', text.partition("<tbody>")[2].partition("</tbody>")[0])
+    first, second = re.findall(r"<tr[^>]*>.*?</tr>", text.partition("<tbody>")[2].partition("</tbody>")[0], re.DOTALL)
     values = [History.load(compare / f"fedstas/seed-{seed}").final_accuracy for seed in range(3)]
     others = [History.load(compare / f"fedavg/seed-{seed}").final_accuracy for seed in range(3)]
     mean, difference = sum(values) / 3, (sum(values) - sum(others)) / 3
-    row = cells[len(cells) // 2 :]
-    assert float(row[0][0]) == pytest.approx(mean)
-    assert row[0][1].startswith(f"{100 * mean:.2f} ± ")
-    assert float(row[1][0]) == pytest.approx(difference)
-    assert row[1][1] == f"{100 * difference:+.2f}"
-    assert cells[1] == ("0", "baseline")
-    assert re.search(r"<small>\[[-+.\d]+, [-+.\d]+\]</small><small>p [<.\d]+</small>", text)
+    cells = re.findall(r'<td data-value="([^"]*)">(.*?)</td>', first)
+    assert float(cells[0][0]) == pytest.approx(mean)
+    assert cells[0][1].startswith(f"<b>{100 * mean:.1f}</b> <small>± ")
+    assert float(cells[1][0]) == pytest.approx(difference)
+    assert cells[1][1] == f"{100 * difference:+.1f}"
+    assert "▲ ahead" in first
+    assert len(re.findall('class="seed"', first)) == 3
+    assert 'class="baseline"' in second
+    low, high = map(float, re.search(r"95 % interval \+([\d.]+) to \+([\d.]+); seeds: ", first).groups())
+    assert 0 < low < 100 * difference < high
+
+
+@pytest.mark.parametrize("data_sets", [1, 2])
+def test_headings_have_no_gap(make_run: Maker, tmp_path: Path, data_sets: int) -> None:
+    folders = [make_run("a"), make_run("b", best=0.7)]
+    if data_sets == 2:
+        spec = folders[1] / "spec.toml"
+        spec.write_text(spec.read_text().replace("digits", "mnist"))
+    page = Page(write_report(folders, tmp_path / "report.html").read_text())
+    levels = [int(tag[1]) for tag in page.tags if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+def test_a_single_run_is_called_by_its_method_and_seed(make_run: Maker, tmp_path: Path) -> None:
+    page = Page(write_report([make_run("one2", seed=4)], tmp_path / "report.html").read_text())
+    assert "fedavg, seed 4, on digits" in page.text
+    assert "one2" not in page.text
+    assert [method["name"] for method in page.data[0]["methods"]] == ["fedavg"]
+
+
+def test_the_command_for_more_seeds_is_shown_for_compare_folders_only(make_run: Maker, tmp_path: Path) -> None:
+    for seed in range(2):
+        make_run(f"cmp/a/seed-{seed}", seed=seed)
+        make_run(f"cmp/b/seed-{seed}", seed=seed, best=0.91)
+    assert "fedstrata compare" not in write_report([tmp_path / "cmp"], tmp_path / "report.html").read_text()
+    keep_order(tmp_path / "cmp", ["a", "b"])
+    page = Page(write_report([tmp_path / "cmp"], tmp_path / "report.html").read_text())
+    seeds = re.search(r"(\d+) seeds would show such a difference", page.text)
+    assert seeds is not None
+    numbers = ",".join(map(str, range(int(seeds[1]))))
+    assert f"fedstrata compare SPEC.toml --seeds {numbers} --out cmp" in page.text
 
 
 def test_page_needs_nothing_from_outside_and_runs_nothing_but_its_own(make_run: Maker, tmp_path: Path) -> None:
@@ -143,7 +182,8 @@ def test_page_tells_about_events_spec_and_own_columns(make_run: Maker) -> None:
     assert 'name = "fedstas"' in page.text
     assert "keep_probability 0.1 in every round" in page.text
     assert "strata_sizes 4, 3, 3 in the last round" in page.text
-    assert {"key": "neyman_sd", "name": "neyman sd", "own": True} in page.data[0]["metrics"]
+    ours = {"key": "neyman_sd", "name": "neyman sd", "own": True, "low": None, "high": None, "better": 0}
+    assert ours in page.data[0]["metrics"]
     assert "estimate.samples" in [metric["key"] for metric in page.data[0]["metrics"]]
 
 

@@ -62,13 +62,14 @@ def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Str
     return style.lines(sorted(labels, key=lambda label: label not in coloured))
 
 
-def chart_data(runs: Mapping[str, Sequence[Run]], lines: Mapping[str, style.Stroke]) -> dict[str, Any]:
+def chart_data(runs: Mapping[str, Sequence[Run]], lines: Mapping[str, style.Stroke] | None = None) -> dict[str, Any]:
     """Collect the data of all charts about the runs on one data set, as values for JSON.
 
     Args:
         runs: A mapping from each label to its runs, one per seed.
-        lines: The line of each label.
+        lines: The line of each label. Default: those of ``style.lines``.
     """
+    lines = style.lines(list(runs)) if lines is None else lines
     members = histories(runs)
     names, primary = curve_names(members), tables.primary(members)
     final = f"final_{primary}"

@@ -236,7 +236,7 @@ function haloed(ctx, name, left, top) {
 class Chart {
   constructor(block, box, metric) {
     Object.assign(this, {block, metric});
-    const {metrics} = block.data, select = choice([], "");
+    const {metrics} = block.data, select = make("select", {class: "quantity"});
     for (const [title, own] of [["evaluation", false], ["recorded by methods", true]]) {
       const group = make("optgroup", {label: title});
       for (const each of metrics.filter(each => each.own === own))
@@ -652,19 +652,8 @@ theme.addEventListener("click", () => {
   repaint();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
-const folded = [...document.querySelectorAll("details.more:not([open])")];
-addEventListener("beforeprint", () => {
-  for (const details of folded) details.open = true;
-  printing = true;
-  setTheme("light");
-  repaint();
-});
-addEventListener("afterprint", () => {
-  for (const details of folded) details.open = false;
-  printing = false;
-  setTheme(chosen);
-  repaint();
-});
+addEventListener("beforeprint", () => { printing = true; setTheme("light"); repaint(); });
+addEventListener("afterprint", () => { printing = false; setTheme(chosen); repaint(); });
 
 for (const section of document.querySelectorAll("[data-block]")) new Block(section, blocks[section.dataset.block]);
 // uPlot paints in a microtask: by the next task everything is there.
