@@ -286,22 +286,26 @@ class Chart {
     this.names = new Map([...same.values()].map(group => [group[0],
       this.all ? "all methods" : group.map(index => methods[index].name).join(", ")]));
     // Two rounds of a method may have cost the same: a table needs its places in order, each once.
-    const tables = this.of.map(({x, y}, index) => {
+    // Grey lines are drawn first, so that they do not hide coloured ones.
+    this.order = [...methods.keys()].sort((a, b) => (methods[b].colour === "other") - (methods[a].colour === "other"));
+    const tables = this.order.map(index => {
+      const {x, y} = this.of[index];
       if (!block.shown(index)) return [[], []];
       const places = new Map(x.map((place, i) => [place, y[i]]));
       return [[...places.keys()], [...places.values()]];
     });
     const longest = Math.max(...this.of.map(({x}) => x.length)), end = Math.max(...this.of.map(({x}) => x.at(-1) ?? 0));
-    const series = methods.map((method, index) => ({
+    const series = this.order.map(index => [index, methods[index]]).map(([index, method]) => ({
       show: block.shown(index) && !(this.all && index !== this.drawn[0]),
-      stroke: colour(this.all ? "ink" : method.colour), dash: this.all ? [] : method.dash, spanGaps: true,
+      stroke: () => colour(this.all ? "ink" : method.colour === "other" && index === this.focused ? "soft" : method.colour),
+      dash: this.all ? [] : method.dash, spanGaps: true,
       width: method.colour === "other" ? 1 : 1.8,
       points: {show: longest <= 25 || this.of[index].x.length === 1, size: 5, fill: colour(this.all ? "ink" : method.colour)},
     }));
     const width = widthOf(this.plot), labels = width > 380 && methods.length > 1;
     this.u = new uPlot({
       width, height: HEIGHT, legend: {show: false}, focus: {alpha: 0.25},
-      padding: [null, labels ? Math.min(Math.max(...[...this.names.values()].map(name => shortened(name, 18).length)), 18) * 6.6 + 12 : null, null, null],
+      padding: [null, labels ? Math.max(...[...this.names.values()].map(name => shortened(name, 18).length)) * 6.6 + 12 : null, null, null],
       cursor: {y: false, points: {show: false}, focus: {prox: 16}},
       scales: {
         x: {time: false, distr: block.log ? 3 : 1, range: (_, low, high) =>
@@ -314,7 +318,7 @@ class Chart {
         drawAxes: [u => this.bands(u)],
         draw: [u => labels && this.ends(u)],
         setCursor: [u => this.point(u)],
-        setSeries: [(_, index) => { this.focused = index == null ? null : index - 1; }],
+        setSeries: [(_, index) => { this.focused = index == null ? null : this.order[index - 1]; }],
       },
     }, uPlot.join(tables), this.plot);
   }
@@ -337,7 +341,8 @@ class Chart {
     });
     seen.sort((a, b) => a - b);
     const at = share => seen[Math.round(share * (seen.length - 1))];
-    const [low, high] = padded(better > 0 ? Math.min(at(0.1), ...ends) : seen[0], better < 0 ? Math.max(at(0.9), ...ends) : seen.at(-1), false);
+    const from = better > 0 ? Math.min(at(0.1), ...ends) : seen[0], to = better < 0 ? Math.max(at(0.9), ...ends) : seen.at(-1);
+    const [low, high] = padded(from, to, false);
     return [Math.max(low, least ?? -Infinity), Math.min(high, most ?? Infinity)];
   }
 
@@ -378,7 +383,7 @@ class Chart {
     ctx.restore();
   }
 
-  focus(index) { this.u?.setSeries(index == null ? null : index + 1, {focus: index != null}); }
+  focus(index) { this.u?.setSeries(index == null ? null : this.order.indexOf(index) + 1, {focus: index != null}); }
 }
 
 // The final primary metric over what it cost, with those methods marked for which nothing else is both cheaper and better
