@@ -26,7 +26,8 @@ BAR = 56
 """The width of the longest bar, in pixels."""
 CUT = 3.0
 """How many times as far as three quarters of the rows a row may reach, before it is cut off at the edge."""
-MEGA = 1e-6
+UNITS = (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3))
+"""The units of traffic with their factors, the largest unit first."""
 
 Estimates = dict[str, Estimate]
 """A mapping from each label to an estimate."""
@@ -221,12 +222,16 @@ def _traffic(members: Mapping[str, Sequence[History]], target: float | None) -> 
         return None if round is None else float(spent(history, TRAFFIC, np.array([round]))[0])
 
     values = {label: Estimate.over(bytes_of(history) for history in each) for label, each in members.items()}
-    largest = max((each.mean for each in values.values() if each.mean is not None), default=0.0)
-    if not largest:
+    means = [each.mean for each in values.values() if each.mean is not None]
+    if not any(means):
         return []
-    unit, factor = ("GB", 1e-9) if largest >= 1e9 else ("MB", MEGA)
+    unit, factor = next(
+        (unit, factor) for unit, factor in UNITS if max(means) * factor >= (1 if unit == "GB" else 0.1) or unit == "kB"
+    )
+    least, largest = min(means) * factor, max(means) * factor
+    digits = 1 if least >= 1 or (least >= 0.1 and largest >= 10) else 2
     until = "in total" if target is None else f"to {_target(members, target)}"
-    return [Column(unit, until, values, lambda x: _amount(x * factor), -1, bars=True)]
+    return [Column(unit, until, values, lambda x: f"{x * factor:,.{digits}f}", -1, bars=True)]
 
 
 def _rounds(members: Mapping[str, Sequence[History]], target: float | None) -> Column | None:
@@ -242,11 +247,6 @@ def _rounds(members: Mapping[str, Sequence[History]], target: float | None) -> C
 def _target(members: Mapping[str, Sequence[History]], target: float) -> str:
     metric = tables.primary(members)
     return f"{target * 100:g} %" if metric == "accuracy" else f"{metric} {target_text(target)}"
-
-
-def _amount(value: float) -> str:
-    """Format an amount with one digit after the point, or with two significant digits if it is small."""
-    return f"{value:,.1f}" if value >= 1 or not value else f"{value:.2g}"
 
 
 def _cards(
