@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedstrata.base import style
 from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import SpecError
-from fedstrata.base.style import Dash
+from fedstrata.base.style import Stroke
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.colors import Colormap
 
     from fedstrata.evaluation.history import History
 
@@ -22,10 +23,16 @@ Curves: TypeAlias = "Mapping[str, Sequence[History]]"
 """A mapping from each label to the histories of its seeds."""
 
 INK, GRID = style.INK.light, style.GRID.light
-PAIR = tuple(style.SERIES[index].colour.light for index in (1, 2))
-"""The colours of two curves in one chart that are not methods."""
-MARKED = 25
-"""A curve with at most this many points has a marker at each point."""
+PAIR = style.SERIES[1:3]
+"""The lines of two curves in one chart that are not methods."""
+BANDS = 3
+"""The most curves in a chart that all have a band. If there are more, only the baseline and the best have bands."""
+BAND = 0.12
+"""The opacity of a band."""
+EARLY = 10
+"""Curves with fewer points are shown from their first point on, even if only their ends differ."""
+LONGEST = 24
+"""The most characters of a label in a chart."""
 
 TRAFFIC = ("bytes_up", "bytes_down")
 
@@ -78,6 +85,23 @@ class Band(NamedTuple):
     sd: Floats
 
 
+class Line(NamedTuple):
+    """A curve as it is drawn: its horizontal places, and mean and standard deviation over seeds there, (R,)."""
+
+    x: Ints | Floats
+    mean: Floats
+    sd: Floats
+
+
+class End(NamedTuple):
+    """The last point of a curve, with the curve's label and colour."""
+
+    x: float
+    y: float
+    label: str
+    colour: str
+
+
 def over_seeds(histories: Sequence[History], column: str) -> Band:
     """Compute a column's mean and standard deviation over seeds, in each round in which all seeds have a value.
 
@@ -107,8 +131,59 @@ def over_seeds(histories: Sequence[History], column: str) -> Band:
     return Band(np.array(common, dtype=np.int64), table.mean(axis=0), sd)
 
 
-def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "round") -> None:
+def rising(drawn: Mapping[str, Line]) -> bool:
+    """Return whether curves rise on average from their first to their last point."""
+    return sum(float(line.mean[-1] - line.mean[0]) for line in drawn.values()) >= 0
+
+
+def ranked(drawn: Mapping[str, Line]) -> list[str]:
+    """Return the labels of curves, the one with the best last point first. In rising curves, the highest is best."""
+    sign = -1 if rising(drawn) else 1
+    return sorted(drawn, key=lambda label: sign * float(drawn[label].mean[-1]))
+
+
+def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, Line]:
+    """Compute the curves of a chart in the units that it shows.
+
+    Args:
+        curves: The histories of each label.
+        column: The column.
+        against: The horizontal axis: ``"round"``, or ``"bytes"`` for the MB sent since the start.
+
+    Returns:
+        A mapping from each label to its curve. Labels without a value are omitted.
+
+    Raises:
+        SpecError: No history has such a column.
+    """
+    factor, problem = quantity(column).factor, None
+    drawn = dict[str, Line]()
+    missing = 0
+    for label, histories in curves.items():
+        try:
+            rounds, mean, sd = over_seeds(histories, column)
+        except SpecError as error:  # this label does not have the column, but others may
+            problem, missing = error, missing + 1
+            continue
+        x = rounds.astype(np.float64) if against == "round" else sent(histories, rounds)
+        if (positive := x > 0).any():  # a logarithmic axis has no 0
+            drawn[label] = Line(x[positive], mean[positive] * factor, sd[positive] * factor)
+    if problem is not None and missing == len(curves):
+        raise problem
+    return drawn
+
+
+def banded(drawn: Mapping[str, Line]) -> list[str]:
+    """Return the labels of the curves that have a band, because several seeds differ and there are not too many."""
+    labels = drawn if len(drawn) <= BANDS else dict.fromkeys((next(iter(drawn)), ranked(drawn)[0]))
+    return [label for label in labels if drawn[label].sd.any()]
+
+
+def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "round") -> list[End]:
     """Draw a column as a curve per label, with a band of one standard deviation.
+
+    If there are more labels than colours, the baseline (the first label) and the best labels have a colour, and the
+    others are grey. A vertical axis begins where the curves begin to differ.
 
     Args:
         axes: The axes to draw into.
@@ -117,32 +192,50 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
         against: The horizontal axis: ``"round"``, or ``"bytes"`` for the MB sent since the start, on a logarithmic
             scale.
 
+    Returns:
+        The last points of the curves that have a colour of their own, for ``label_ends``.
+
     Raises:
         SpecError: No history has such a column.
     """
-    shown = quantity(column)
-    problem: SpecError | None = None
-    drawn = 0
-    lines = style.lines(list(curves))
-    for label, histories in curves.items():
-        try:
-            rounds, mean, sd = over_seeds(histories, column)
-        except SpecError as error:  # this label does not have the column, but others may
-            problem = error
-            continue
-        drawn += 1
-        x = rounds.astype(np.float64) if against == "round" else sent(histories, rounds)
-        positive = x > 0  # a logarithmic axis has no 0
-        if positive.any():
-            _band(axes, x[positive], mean[positive] * shown.factor, sd[positive] * shown.factor, *light(lines[label]))
-    if problem is not None and not drawn:
-        raise problem
+    drawn = lines_of(curves, column, against)
+    labels = list(curves)
+    if len(labels) > len(style.SERIES) and drawn:
+        labels = list(dict.fromkeys([next(iter(drawn)), *ranked(drawn), *labels]))
+    strokes, with_band = style.lines(labels), banded(drawn)
+    for label, line in drawn.items():
+        _curve(axes, line, strokes[label], has_band=label in with_band)
+    low, high = _view(axes, drawn, percent=quantity(column).factor == 100) if drawn else (0.0, 1.0)
+    axes.set_ylim(low, high)
     if against == "round":
-        _style_rounds(axes, shown.name)
+        _style_rounds(axes, quantity(column).name)
     else:
-        _style(axes, "sent and received since the start, MB", shown.name)
-        if axes.has_data():
+        style_axes(axes, "sent and received since the start, MB", quantity(column).name)
+        if drawn:
             axes.set_xscale("log")  # methods send amounts of data that differ by orders of magnitude
+            visible = [float(x) for line in drawn.values() for x in line.x[(low <= line.mean) & (line.mean <= high)]]
+            axes.set_xlim(0.9 * min(visible), 1.05 * max(visible))
+            log_ticks(axes.xaxis)
+    return [
+        End(float(line.x[-1]), float(line.mean[-1]), label, strokes[label].colour.light)
+        for label, line in drawn.items()
+        if strokes[label] is not style.OTHER
+    ]
+
+
+def _view(axes: Axes, drawn: Mapping[str, Line], *, percent: bool) -> tuple[float, float]:
+    """Return the range of the vertical axis: without the steep beginning of long curves, and from 0 to 100 percent."""
+    low, high = axes.dataLim.y0, axes.dataLim.y1
+    if max(len(line.mean) for line in drawn.values()) >= EARLY:
+        values = np.concatenate([line.mean for line in drawn.values()])
+        ends = [line.mean[-1] - line.sd[-1] * sign for line in drawn.values() for sign in (-1, 1)]
+        if rising(drawn):
+            low = max(low, min(float(np.percentile(values, 10)), *ends))
+        else:
+            high = min(high, max(float(np.percentile(values, 90)), *ends))
+    margin = 0.05 * (high - low) or 1.0
+    low, high = low - margin, high + margin
+    return (max(low, 0.0), min(high, 100.0)) if percent else (low, high)
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
@@ -171,7 +264,10 @@ def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
         if len(base) != len(band.rounds):  # a column with values in other rounds cannot be stacked
             continue
         low, high = (np.append(values, values[-1]) for values in (base, base + band.mean))
-        axes.fill_between(_edges(band), low, high, step="post", color=style.FATES[name].light, linewidth=0, label=name)
+        axes.fill_between(
+            _edges(band), low, high, step="post", label=name, facecolor=style.FATES[name].light,
+            edgecolor=style.PAPER.light, linewidth=0.6, hatch="////" if name == "dropped out" else None,
+        )  # fmt: skip
         base = base + band.mean
     invited = over_seeds(histories, "clients_invited")
     if len(invited.rounds):
@@ -186,53 +282,141 @@ def _edges(band: Band) -> Floats:
 
 def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
     """Draw the data sent since the start, by clients and to clients, averaged over seeds."""
-    for column, name, colour in zip(TRAFFIC, ("by clients", "to clients"), PAIR, strict=True):
+    for column, name, stroke in zip(TRAFFIC, ("by clients", "to clients"), PAIR, strict=True):
         rounds, mean, sd = over_seeds(histories, column)
-        _band(axes, rounds, np.cumsum(mean) * 1e-6, np.zeros_like(sd), colour, label=name)
+        _curve(axes, Line(rounds, np.cumsum(mean) * 1e-6, np.zeros_like(sd)), stroke, name)
     _style_rounds(axes, "sent since the start, MB", from_zero=True)
 
 
 def draw_losses(axes: Axes, histories: Sequence[History]) -> None:
     """Draw the mean test loss and training loss over seeds, with bands of one standard deviation."""
-    for column, name, colour in zip(("loss", "train_loss"), ("test", "training"), PAIR, strict=True):
-        _band(axes, *over_seeds(histories, column), colour, label=name)
+    for column, name, stroke in zip(("loss", "train_loss"), ("test", "training"), PAIR, strict=True):
+        _curve(axes, Line(*over_seeds(histories, column)), stroke, name)
     _style_rounds(axes, "loss")
 
 
-def light(line: style.Stroke) -> tuple[str, Dash]:
-    """Return the colour on light ground and the dashes of a line."""
-    return line.colour.light, line.dash
-
-
-def _band(
-    axes: Axes, x: NDArray[Any], mean: Floats, sd: Floats, colour: str, dash: Dash = "-", label: str | None = None
-) -> None:
+def _curve(axes: Axes, line: Line, stroke: Stroke, label: str | None = None, *, has_band: bool = True) -> None:
+    x, mean, sd = line
     if not len(x):
         return
-    marker = "o" if len(mean) <= MARKED else ""  # without markers, a single round would be invisible
-    axes.plot(x, mean, dash, color=colour, marker=marker, markersize=3, linewidth=1.6, label=label)
-    if sd.any():
-        axes.fill_between(x, mean - sd, mean + sd, color=colour, alpha=0.18, linewidth=0)
+    colour = stroke.colour.light
+    width, order = (1.0, 1.5) if stroke is style.OTHER else (1.8, 2.0)
+    marker = "o" if len(mean) == 1 else ""  # without a marker, a single round would be invisible
+    axes.plot(
+        x, mean, stroke.dash, color=colour, label=label, linewidth=width, zorder=order, marker=marker, markersize=4
+    )
+    if has_band and sd.any():
+        axes.fill_between(x, mean - sd, mean + sd, color=colour, alpha=BAND, linewidth=0)
 
 
-def _style(axes: Axes, xlabel: str, ylabel: str) -> None:
-    axes.set_xlabel(literal(xlabel), color=INK, fontsize=9)
-    axes.set_ylabel(literal(ylabel), color=INK, fontsize=9)
-    axes.tick_params(colors=INK, labelsize=8)
+def heat_map(colour: str = style.SCALE.light, ground: str = style.PAPER.light) -> Colormap:
+    """Return the colour map of heat maps, from the background to a colour."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("fedstrata", [ground, colour])
+
+
+def style_axes(axes: Axes, xlabel: str, ylabel: str, *, size: float = 9) -> None:
+    """Give axes their names, and the spines, ticks and grid of all charts.
+
+    Args:
+        axes: The axes.
+        xlabel: The name of the horizontal axis, with its unit.
+        ylabel: The name of the vertical axis.
+        size: The size of the names in points; that of the ticks is one point less, but at least 8 points.
+    """
+    axes.set_xlabel(literal(xlabel), color=INK, fontsize=size)
+    axes.set_ylabel(literal(ylabel), color=INK, fontsize=size)
+    axes.tick_params(colors=INK, labelsize=max(8, size - 1))
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[:].set_color(INK)
     axes.set_axisbelow(True)
-    axes.grid(color=GRID, linewidth=0.6)
+    axes.grid(visible=False)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.margins(x=0.02)
     if not axes.has_data():
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color=INK)
+
+
+def log_ticks(axis: Axis) -> None:
+    """Set the ticks of a logarithmic axis to plain numbers: 1, 3, 10, or fewer or more if the range needs it."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    low, high = axis.get_view_interval()
+    decades = float(np.log10(high / low))
+    subs = (1.0,) if decades > 5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 3.0, 5.0)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=12) if decades > 0.4 else MaxNLocator(4))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+def short(label: str, longest: int = LONGEST) -> str:
+    """Cut a long label in its middle, because the ends of labels often differ.
+
+    >>> short("fedavg"), short("stratify, powersgd of rank 2")
+    ('fedavg', 'stratify, power…f rank 2')
+    """
+    if len(label) <= longest:
+        return label
+    tail = longest // 3
+    return f"{label[: longest - tail - 1]}…{label[-tail:]}"
+
+
+def label_ends(
+    axes: Axes, ends: Sequence[End], *, size: float = 9, longest: int = LONGEST, ground: str = style.PAPER.light
+) -> None:
+    """Write the labels of lines right of the axes, at the heights of the lines' ends, moved apart where they overlap.
+
+    Args:
+        axes: The axes, with all lines and limits. Their figure must have its final size.
+        ends: The ends of the lines.
+        size: The size of the text in points.
+        longest: The most characters of a label.
+        ground: The colour of the background.
+    """
+    from matplotlib.patheffects import withStroke
+
+    figure, halo = axes.get_figure(root=True), [withStroke(linewidth=2, foreground=ground)]
+    assert figure is not None
+    figure.draw_without_rendering()  # only then, the layout is known
+    heights = [float(axes.transData.transform((end.x, end.y))[1]) for end in ends]
+    places = separated(heights, 1.15 * size * figure.dpi / 72)
+    for end, place in zip(ends, places, strict=True):
+        height = float(axes.transAxes.inverted().transform((0, place))[1])
+        thread = {"arrowstyle": "-", "color": end.colour, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2}
+        axes.annotate(
+            literal(short(end.label, longest)), (end.x, end.y), (1.015, height), textcoords="axes fraction",
+            va="center", color=end.colour, fontsize=size, annotation_clip=False, path_effects=halo,
+            arrowprops={**thread, "relpos": (0, 0.5)},
+        )  # fmt: skip
+
+
+def separated(wanted: Sequence[float], gap: float) -> list[float]:
+    """Return positions near the wanted positions, in the same order, that are at least a gap apart.
+
+    The sum of the squared distances from the wanted positions is as small as possible.
+
+    >>> separated([5.0, 5.0, 0.0], 2.0)
+    [4.0, 6.0, 0.0]
+    """
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    blocks = list[tuple[float, int]]()  # the mean position of a block of neighbours, without gaps; and its size
+    for rank, index in enumerate(order):
+        mean, size = wanted[index] - rank * gap, 1
+        while blocks and blocks[-1][0] > mean:
+            before, members = blocks.pop()
+            mean, size = (before * members + mean * size) / (members + size), size + members
+        blocks.append((mean, size))
+    flat = [mean for mean, size in blocks for _ in range(size)]
+    moved = {index: flat[rank] + rank * gap for rank, index in enumerate(order)}
+    return [moved[index] for index in range(len(wanted))]
 
 
 def _style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
     """Style axes whose horizontal axis is the round, with a legend above the axes if lines have labels."""
     from matplotlib.ticker import MaxNLocator
 
-    _style(axes, "round", ylabel)
+    style_axes(axes, "round", ylabel)
     if from_zero:
         axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))

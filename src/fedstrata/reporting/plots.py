@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from fedstrata.base import style
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import column_of
 from fedstrata.reporting import draw
+from fedstrata.reporting.answer import answer
+from fedstrata.reporting.contrasts import contrast
 from fedstrata.reporting.draw import Curves
 from fedstrata.reporting.tables import primary
 
@@ -20,20 +25,46 @@ if TYPE_CHECKING:
     from fedstrata.evaluation.history import History
 
 
+class Format(NamedTuple):
+    """The format of a figure: its width and height in inches, and its type size in points.
+
+    ``longest`` is the most characters of a label, and ``across`` those of a line of the title.
+    """
+
+    width: float
+    height: float
+    size: float
+    longest: int
+    across: int
+
+
+SCREEN = Format(7.0, 4.2, 9, 24, 74)
+PAPER = Format(3.5, 2.6, 8, 16, 40)
+"""One column of a paper."""
+
+
 def plot(
     history: History | Mapping[str, Sequence[History]],
     column: str = "accuracy",
     path: Path | str | None = None,
     *,
     against: str = "round",
+    title: str = "",
+    narrow: bool = False,
 ) -> Figure:
     """Draw a column over the rounds: the mean over seeds as a line, and one standard deviation as a band.
+
+    Names of methods are beside the ends of their lines. Of more than 8 methods, the baseline (the first method) and the
+    five best have a colour and a name, and the others are grey. Of more than 3 methods, only the baseline and the best
+    have a band. The vertical axis begins where the lines begin to differ.
 
     Args:
         history: The history of a run, or a mapping from each label to its histories, as ``compare`` returns it.
         column: A column of numbers, such as ``accuracy`` or ``bytes_up``.
         path: The file to write; optional. Its suffix is the format, such as ``.png`` or ``.pdf``.
         against: ``"round"``, or ``"bytes"`` for the data sent since the start.
+        title: The title; optional.
+        narrow: Make the figure 3.5 inches wide with type of 8 points, for one column of a paper.
 
     Raises:
         SpecError: No run has the column.
@@ -41,14 +72,24 @@ def plot(
     if against not in ("round", "bytes"):
         raise SpecError("against", "must be 'round' or 'bytes'.", against)
     curves = history if isinstance(history, Mapping) else {history.method or "run": [history]}
-    figure = _figure()
-    draw.draw_curves(figure.subplots(), curves, column, against=against)
-    _legend(figure, curves)
+    form = PAPER if narrow else SCREEN
+    figure = _figure(form)
+    axes = figure.subplots()
+    ends = draw.draw_curves(axes, curves, column, against=against)
+    for name in (axes.xaxis.label, axes.yaxis.label):
+        name.set_fontsize(form.size)
+    if title:
+        text = textwrap.fill(draw.literal(title), form.across)
+        figure.suptitle(text, x=0.01, ha="left", fontsize=form.size + 1, fontweight="bold", color=draw.INK)
+    note = textwrap.fill(draw.literal(_note(curves, column, against)), form.across)
+    axes.set_title(note, loc="left", fontsize=form.size, color=style.SOFT.light)
+    if len(curves) > 1:
+        draw.label_ends(axes, ends, size=form.size, longest=form.longest)
     return _saved(figure, path)
 
 
 def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
-    """Write the primary metric over the rounds and over the data sent, as PNG and as PDF.
+    """Write the primary metric over the rounds and over the data sent, as PNG, and as PDF for one column of a paper.
 
     The files of the first figure are named after the metric, such as ``accuracy.png``; the others are ``traffic.*``.
 
@@ -56,12 +97,49 @@ def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
         The paths of the files.
     """
     files, metric = [], primary(curves)
+    titles = {"round": _verdict(curves), "bytes": _cheapest(curves, column_of(metric))}
     for name, against in ((metric, "round"), ("traffic", "bytes")):
-        figure = plot(curves, column_of(metric), against=against)
         for suffix in (".png", ".pdf"):
             files.append(Path(folder) / f"{name}{suffix}")
-            _saved(figure, files[-1])
+            is_paper = suffix == ".pdf"
+            plot(curves, column_of(metric), files[-1], against=against, title=titles[against], narrow=is_paper)
     return files
+
+
+def _verdict(curves: Curves) -> str:
+    """Say which methods are ahead of the baseline; the text is empty if there is only one method."""
+    return answer(curves, contrast(curves)).headline.rstrip(".") if len(curves) > 1 else ""
+
+
+def _cheapest(curves: Curves, column: str) -> str:
+    """Say which method reaches with the fewest bytes what all methods reach; the text is empty if several do."""
+    drawn = draw.lines_of(curves, column, "bytes")
+    if len(drawn) < 2 or len(drawn) < len(curves):
+        return ""
+    sign = 1 if draw.rising(drawn) else -1
+    common = min(float((sign * line.mean).max()) for line in drawn.values())
+    needed = {label: float(line.x[np.argmax(sign * line.mean >= common)]) for label, line in drawn.items()}
+    first, second, *_ = sorted(needed, key=needed.__getitem__)
+    if needed[second] < 1.005 * needed[first]:
+        return ""
+    shown = draw.quantity(column)
+    name, _, unit = shown.name.partition(", ")
+    level = f"{sign * common:.1f} {unit}" if unit else f"{sign * common:.3f}"
+    return f"{first} reaches a {name} of {level} with the fewest bytes, {needed[first]:,.3g} MB"
+
+
+def _note(curves: Curves, column: str, against: str) -> str:
+    """Say over how many seeds lines are means, what bands are, and how many methods are grey."""
+    drawn, parts = draw.lines_of(curves, column, against), []
+    seeds = {len(curves[label]) for label in drawn}
+    if max(seeds, default=1) > 1:
+        parts.append(f"mean of {'–'.join(map(str, dict.fromkeys((min(seeds), max(seeds)))))} seeds")
+    if labels := draw.banded(drawn):
+        of = "" if len(drawn) <= draw.BANDS else f" ({', '.join(map(draw.short, labels))})"
+        parts.append(f"band 1 sd{of}")
+    if len(curves) > len(style.SERIES):
+        parts.append(f"grey: {len(curves) - style.COLOURED} others")
+    return ", ".join(parts)
 
 
 def plot_run(history: History, folder: Path | str) -> list[Path]:
@@ -72,7 +150,7 @@ def plot_run(history: History, folder: Path | str) -> list[Path]:
     Returns:
         The paths of the files.
     """
-    pictures: dict[str, Callable[[Axes], None]] = {
+    pictures: dict[str, Callable[[Axes], object]] = {
         history.primary: lambda axes: draw.draw_curves(axes, {"": [history]}, column_of(history.primary)),
         "loss": lambda axes: draw.draw_losses(axes, [history]),
         "participation": lambda axes: draw.draw_participation(axes, [history]),
@@ -87,38 +165,23 @@ def plot_run(history: History, folder: Path | str) -> list[Path]:
     return files
 
 
-def _figure() -> Figure:
+def _figure(form: Format = SCREEN) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(7.0, 4.2), dpi=130, layout="constrained")
+    return Figure(figsize=(form.width, form.height), dpi=130, layout="constrained")
 
 
 def _saved(figure: Figure, path: Path | str | None) -> Figure:
-    if path is None:
-        return figure
-    import matplotlib
-
-    # Journals require TrueType fonts (type 42). The date is omitted, so that equal pictures are equal files.
-    metadata = {"CreationDate": None} if Path(path).suffix.lower() == ".pdf" else None
-    with matplotlib.rc_context({"pdf.fonttype": 42}):
-        figure.savefig(path, metadata=metadata)
+    if path is not None:
+        save(figure, path)
     return figure
 
 
-def _legend(figure: Figure, curves: Curves) -> None:
-    from matplotlib.lines import Line2D
+def save(figure: Figure, path: Path | str) -> None:
+    """Write a figure. Equal figures are equal files."""
+    import matplotlib
 
-    if len(curves) == 1 and not any(len(histories) > 1 for histories in curves.values()):
-        return
-    handles = []
-    lines = style.lines(list(curves))
-    for label, histories in curves.items():
-        colour, dash = draw.light(lines[label])
-        seeds = f" ({len(histories)} seeds)" if len(histories) > 1 else ""
-        handles.append(
-            Line2D([], [], color=colour, linestyle=dash, linewidth=1.6, label=" " + draw.literal(label + seeds))
-        )
-    columns = min(len(handles), 4)
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=draw.INK
-    )
+    # Journals require TrueType fonts (type 42).
+    dates = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
+    with matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedstrata"}):
+        figure.savefig(path, metadata=dates.get(Path(path).suffix.lower()))
