@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,3 +114,23 @@ def test_every_variable_has_both_colours() -> None:
     sheet = style.style_sheet()
     assert sheet.count("light-dark(#") == len(style.VARIABLES) > 20
     assert "--grey: light-dark(#4d5560, #c2c9d1);" in sheet
+
+
+def test_categories_have_24_colours() -> None:
+    categories = style.categories(24)
+    assert len(set(categories)) == 24
+    assert categories[:8] == [line.colour for line in style.SERIES]
+    assert style.categories(25)[24] == categories[0]
+
+
+def test_no_other_file_defines_a_colour() -> None:
+    root = Path(__file__).resolve().parents[2]
+    files = [path for folder in ("src", "examples", "benchmarks") for path in sorted((root / folder).rglob("*.py"))]
+    forbidden = re.compile(r"#[0-9a-fA-F]{6}\b|tab10|tab20|viridis|prop_cycle")
+    wrong = {
+        str(path.relative_to(root)): forbidden.findall(path.read_text(encoding="utf-8"))
+        for path in [*files, *sorted((root / "docs").glob("*.py"))]
+        if path != Path(style.__file__)
+    }
+    assert len(wrong) > 300
+    assert {path: colours for path, colours in wrong.items() if colours} == {}, "use fedstrata.base.style"

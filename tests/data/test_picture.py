@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 
 import pytest
+from canvas import assert_inside
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from fedstrata.data.partitions.picture import draw_partition, render_table
@@ -55,3 +57,20 @@ def test_pictures_are_written(labelled, tmp_path, clients, classes):
     assert pixels.shape[1] > 600
     ink = (pixels[..., 2] - pixels[..., 0] > 0.15).mean()  # bluish: bars, and bubbles or cells
     assert 0.02 < ink < 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clients", [1, 10, 100, 130])
+def test_clients_are_whole_numbers_and_nothing_is_cut_off(labelled, tmp_path, monkeypatch, clients):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    dataset = labelled([number % 10 for number in range(3000)])
+    draw_partition(Dirichlet(clients=clients, min_size=0).split(dataset, 0), dataset, tmp_path)
+    assert_inside(figures[0])
+    main = figures[0].axes[1]
+    assert all(place == round(place) for place in main.get_xticks())
+    for bubbles in main.collections:
+        figure_box, radius = main.get_window_extent(), bubbles.get_sizes() ** 0.5 / 2 * figures[0].dpi / 72
+        places = main.transData.transform(bubbles.get_offsets())
+        assert (places[:, 0] - radius > figure_box.x0).all()
+        assert (places[:, 0] + radius < figure_box.x1).all()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from canvas import assert_inside
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 import fedstrata as fs
+from fedstrata.base import style
 from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.cli import main
 from fedstrata.reporting.replayed_strata import View, strata_after, strata_of_folder
-from fedstrata.reporting.strata import draw_strata, plane
+from fedstrata.reporting.strata import draw_strata, outline, plane
 
 
 def spec(method: object, **training: object) -> fs.Experiment:
@@ -92,8 +95,26 @@ def test_a_picture_of_pies_or_of_dots(clients, tmp_path):
     draw_strata(view, tmp_path / "strata.png")
     picture = imread(tmp_path / "strata.png")[..., :3]
     right = picture[:, picture.shape[1] // 2 :].reshape(-1, 3)
-    for colour in ((31, 119, 180), (255, 127, 14)):
-        assert (np.abs(right * 255 - colour).max(axis=1) < 3).sum() > 200
+    for colour in (bytes.fromhex(each.light[1:]) for each in style.categories(2)):
+        assert (np.abs(right * 255 - [*colour]).max(axis=1) < 3).sum() > 200
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])  # one point, and two or three on a line, have a hull only with a margin
+def test_an_outline_has_a_margin_around_every_point(n):
+    points, pad = np.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0], [4.0, 0.0]])[:n], np.array([0.5, 0.25])
+    corners = outline(points, pad)
+    np.testing.assert_allclose(corners.min(axis=0), points.min(axis=0) - pad)
+    np.testing.assert_allclose(corners.max(axis=0), points.max(axis=0) + pad)
+
+
+@pytest.mark.slow
+def test_no_text_leaves_the_picture_of_strata(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    points = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    labels, names = np.ones((40, 20), dtype=np.int64), tuple(f"a very long name of label {n}" for n in range(20))
+    draw_strata(View(1, np.arange(40), points, np.arange(40) % 20, labels, "a long title " * 20, names), tmp_path)
+    assert_inside(figures[0])
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ distinguish the colours of the series; ``tests/base/test_style.py`` checks both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 
@@ -61,6 +61,8 @@ ACCENT = Colour("#0a62b8", "#7cbcff")
 """Links, and the outline of what has the keyboard's focus."""
 BORDER = Colour("#8a94a0", "#5d6773")
 """The border of buttons and of other controls."""
+MIDDLE = "#7a7f86"
+"""Text and axes of pictures that stand on light and on dark ground."""
 SCALE = Colour("#08519c", "#6db3f2")
 """The upper end of a heat map's scale, which begins at the background."""
 
@@ -131,3 +133,23 @@ def lines(labels: Sequence[str]) -> dict[str, Stroke]:
     for label, index in zip((each for each in coloured if chosen[each] is OTHER), rest, strict=False):
         chosen[label] = free[index]
     return chosen
+
+
+def categories(count: int) -> list[Colour]:
+    """Return colours of categories that are not methods, such as the labels of samples.
+
+    They are the colours of ``SERIES``, then lighter shades of these, then darker ones, and then the same again.
+
+    >>> [colour.light for colour in categories(10)[-3:]]
+    ['#492e63', '#aaaeb4', '#acccfb']
+    """
+    shades = [Colour(*map(_shade(step), stroke.colour)) for step in (0.0, 0.525, -0.45) for stroke in SERIES]
+    return [shades[index % len(shades)] for index in range(count)]
+
+
+def _shade(step: float) -> Callable[[str], str]:
+    """Return a function that moves a colour a fraction of the way to white, or to black if ``step`` is negative."""
+    aim = 255 if step > 0 else 0
+    return lambda colour: (
+        "#" + "".join(f"{round(value + abs(step) * (aim - value)):02x}" for value in bytes.fromhex(colour[1:]))
+    )

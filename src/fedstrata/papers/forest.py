@@ -6,13 +6,14 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fedstrata.base import style
 from fedstrata.papers.judging import Judgement
 from fedstrata.papers.tables import PAPERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, SUPPORTS, OPPOSES = "#7a7f86", "#3587c9", "#dd6b10"
+INK, SUPPORTS, OPPOSES = style.MIDDLE, style.SERIES[1].colour.dark, style.SERIES[2].colour.dark
 """Colours that can be read on white and on dark pages: text and differences that are not significant; differences as
 claimed; and the opposite."""
 ROW = 0.17

@@ -1,14 +1,16 @@
-"""Draw the strata (client groups): the clients as points in the plane, coloured by stratum and by their labels."""
+"""Draw the strata (client groups): the clients as points in the plane, with a line around each stratum."""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedstrata.base import style
 from fedstrata.base.arrays import Floats, Floats32, Ints
-from fedstrata.reporting.draw import GRID, INK
+from fedstrata.reporting.draw import INK, literal, short, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,14 +46,34 @@ def plane(points: Floats32) -> tuple[Floats, float]:
     return where, float(values[:2].sum()) / total if total > 0 else 1.0
 
 
+def outline(points: Floats, pad: Floats) -> Floats:
+    """Return the convex hull around points with a rounded margin.
+
+    Args:
+        points: The points, shape (n, 2), n ≥ 1.
+        pad: The width of the margin in each direction, shape (2,).
+
+    Returns:
+        The corners in order, shape (k, 2).
+    """
+    from scipy.spatial import ConvexHull
+
+    angles = np.linspace(0, 2 * np.pi, 24, endpoint=False)
+    around: Floats = points[:, None] + pad * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    around = around.reshape(-1, 2)
+    corners: Floats = around[ConvexHull(around).vertices]
+    return corners
+
+
 def draw_strata(view: View, path: Path | str) -> None:
-    """Write a picture with two charts of the clients: coloured by stratum on the left, by their labels on the right.
+    """Write a picture with two charts of the clients: as the server groups them, and with the labels that they hold.
+
+    A line is around the clients of each stratum, and the number above it counts them. Colours are labels.
 
     Args:
         view: The strata.
         path: The file to write; its suffix is the format.
     """
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     points, strata, labels = view.points, view.strata, view.labels
@@ -59,48 +81,66 @@ def draw_strata(view: View, path: Path | str) -> None:
     count, classes = int(strata.max()) + 1, labels.shape[1]
     figure = Figure(figsize=(11.5, 5.4), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)
-    strata_colours = [colormaps["tab20"](h % 20) for h in range(count)]
-    left.scatter(*where.T, c=[strata_colours[h] for h in strata], s=46, linewidths=0.4, edgecolors="white")
-    for h in range(count):
-        middle = where[strata == h].mean(axis=0)
-        left.annotate(str(int((strata == h).sum())), middle, color=INK, fontsize=9, ha="center", va="center")
-    left.set_title(f"{count} strata; the numbers are their clients", fontsize=10, loc="left")
-
-    colours = [colormaps["tab10" if classes <= 10 else "tab20"](c % 20) for c in range(classes)]
+    left.scatter(*where.T, color=style.SOFT.light, s=24, linewidths=0)
+    left.set_title(f"what the server sees: {count} strata, with their numbers of clients", fontsize=10, loc="left")
+    colours = [colour.light for colour in style.categories(classes)]
     if len(points) <= PIES:
         _pies(right, where, labels, colours)
     else:
         right.scatter(*where.T, c=[colours[c] for c in labels.argmax(axis=1)], s=14, linewidths=0)
     criterion = "labels held" if len(points) <= PIES else "the label most held"
-    right.set_title(f"the same clients by {criterion}", fontsize=10, loc="left")
+    right.set_title(f"what it does not see: {criterion}", fontsize=10, loc="left")
     if classes <= 20:
         names = view.class_names or tuple(map(str, range(classes)))
         for name, colour in zip(names, colours, strict=True):
-            right.scatter([], [], color=colour, s=40, label=name if len(name) <= 14 else name[:13] + "…")
-        right.legend(loc="best", fontsize=7, frameon=False, ncols=2)
+            right.scatter([], [], color=colour, s=40, label=literal(short(name, 14)))
+        figure.legend(loc="outside right center", fontsize=8, frameon=False, labelcolor=INK, title="label")
+    outline_strata(left, where, strata)
+    outline_strata(right, where, strata, has_numbers=False)
     for axes in (left, right):
-        axes.set_xlabel(f"first of two principal components ({share:.0%} of the variance)")
-        axes.grid(color=GRID, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        style_axes(axes, f"first of two principal components ({share:.0%} of the variance)", "")
         axes.margins(0.08)
-    left.set_ylabel("second")
+    left.set_ylabel("second", color=INK, fontsize=9)
     if view.title:
-        figure.suptitle(view.title, fontsize=11, x=0.01, ha="left", color=INK)
+        figure.suptitle(textwrap.fill(literal(view.title), 120), fontsize=11, x=0.01, ha="left", color=INK)
     figure.savefig(path)
 
 
-def _pies(axes: Axes, where: Floats, labels: Ints, colours: list[tuple[float, float, float, float]]) -> None:
+def outline_strata(axes: Axes, where: Floats, strata: Ints, *, has_numbers: bool = True) -> None:
+    """Draw a line around the points of each stratum, and optionally their number above it.
+
+    Args:
+        axes: The axes.
+        where: The points, shape (n, 2).
+        strata: The stratum of each point, shape (n,).
+        has_numbers: Whether to write the numbers of points.
+    """
+    from matplotlib.patches import Polygon
+    from matplotlib.patheffects import withStroke
+
+    pad = np.maximum(0.025 * np.ptp(where, axis=0), 1e-9)
+    for h in range(int(strata.max()) + 1):
+        corners = outline(where[strata == h], pad)
+        edge, width = (style.SOFT, 1.2) if has_numbers else (style.OTHER.colour, 0.8)
+        axes.add_patch(Polygon(corners, fill=False, edgecolor=edge.light, linewidth=width, zorder=0.9))
+        if has_numbers:
+            axes.annotate(
+                str(int((strata == h).sum())), corners[corners[:, 1].argmax()], (0, 2), textcoords="offset points",
+                color=INK, fontsize=10, fontweight="bold", ha="center", va="bottom",
+                path_effects=[withStroke(linewidth=2.5, foreground=style.PAPER.light)],
+            )  # fmt: skip
+
+
+def _pies(axes: Axes, where: Floats, labels: Ints, colours: list[str]) -> None:
     """Draw a small pie chart per client. Each slice is drawn as a marker of a scatter plot."""
     from matplotlib.path import Path as Outline
 
-    axes.scatter(where[:, 0], where[:, 1], s=110, facecolors="white", edgecolors=GRID, linewidths=0.8)
     for (x, y), held in zip(where, labels, strict=True):
         ends = np.concatenate([[0.0], np.cumsum(held) / max(int(held.sum()), 1)])
         for c in np.flatnonzero(held):
             angle = 2 * np.pi * np.linspace(ends[c], ends[c + 1], max(3, int(40 * (ends[c + 1] - ends[c]))))
             rim = np.stack([np.sin(angle), np.cos(angle)], axis=1)
-            outline = Outline(np.concatenate([[[0.0, 0.0]], rim, [[0.0, 0.0]]]))
+            slice = Outline(np.concatenate([[[0.0, 0.0]], rim, [[0.0, 0.0]]]))
             # Matplotlib scales a marker by its extent. With this size, all slices of a pie have the same radius.
-            size = 90 * float(np.abs(rim).max()) ** 2
-            axes.scatter([x], [y], marker=outline, s=size, color=colours[c], linewidths=0)
+            size = 140 * float(np.abs(rim).max()) ** 2
+            axes.scatter([x], [y], marker=slice, s=size, color=colours[c], linewidths=0)

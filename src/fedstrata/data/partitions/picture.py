@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedstrata.base import style
 from fedstrata.base.arrays import Ints
 from fedstrata.base.printable import printable
 from fedstrata.data.dataset import Dataset
@@ -23,7 +25,9 @@ NAMED = 20
 """Largest number of clients in a picture that writes the clients' names below it."""
 COLUMNS = 1000
 """Largest number of clients that a picture shows. If there are more, it shows an evenly spaced selection."""
-INK = "#1f4e79"
+LARGEST = 0.95
+"""The width of the largest bubble, as a fraction of the height of a row."""
+SHADE = style.SCALE.light
 
 
 def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -> None:
@@ -37,8 +41,9 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
         dataset: The data set that was divided.
         path: The file; its suffix, such as ``.png``, is the format.
     """
-    from matplotlib.colors import PowerNorm
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     table = assignment.counts(*dataset.strata_or_one)
     clients, classes = table.shape
@@ -57,23 +62,30 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
     figure = Figure(figsize=(width, height + 1.8), dpi=130, layout="constrained")
     top, main = figure.subplots(2, 1, sharex=True, height_ratios=(1.0, max(height, 1.0)))
     _draw_sizes(top, table.sum(axis=1))
+    edge = 0.1
     if bubbles:
+        column = 72 * (width - 1.6) / len(table)
         # Bubbles of neighbouring clients may overlap, but bubbles of neighbouring labels may not.
-        _draw_bubbles(main, table, 72 * min(2.5 * (width - 1.6) / len(table), height / classes))
+        widest = LARGEST * min(2.5 * column, 72 * height / classes)
+        _draw_bubbles(main, table, widest)
+        edge = max(edge, widest / column / 2 - 0.4)
     else:
         # Colours follow the square root of the counts, so that small counts are visible beside large ones.
         norm = PowerNorm(0.5, vmin=0, vmax=max(int(table.max()), 1))
-        image = main.imshow(table.T, aspect="auto", cmap="Blues", interpolation="nearest", norm=norm)
+        scale = LinearSegmentedColormap.from_list("samples", [style.PAPER.light, SHADE])
+        image = main.imshow(table.T, aspect="auto", cmap=scale, interpolation="nearest", norm=norm)
         figure.colorbar(image, ax=main, label="samples", pad=0.01)
-    main.set_xlim(-0.6, len(table) - 0.4)
+    main.set_xlim(-0.5 - edge, len(table) - 0.5 + edge)
     main.set_ylim(-0.6, classes - 0.4)
     if assignment.codes is not None and bubbles and len(table) <= NAMED:
         main.set_xticks(range(len(table)), map(_short, assignment.names(dataset)), rotation=30, ha="right")
+    else:
+        main.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
     main.set_xlabel(xlabel)
     main.set_ylabel("label")
     if classes <= 30:
         main.set_yticks(range(classes), map(_short, _names(dataset, classes)))
-    top.set_title(title, loc="left", fontsize=10)
+    top.set_title(textwrap.fill(title, int(10 * width)), loc="left", fontsize=10)
     figure.savefig(path)
 
 
@@ -83,7 +95,7 @@ def _short(name: str) -> str:
 
 
 def _draw_sizes(axes: Axes, sizes: Ints) -> None:
-    axes.bar(np.arange(len(sizes)), sizes, width=0.8 if len(sizes) <= BUBBLES else 1.0, color=INK)
+    axes.bar(np.arange(len(sizes)), sizes, width=0.8 if len(sizes) <= BUBBLES else 1.0, color=SHADE)
     axes.set_ylabel("samples")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.tick_params(labelbottom=False)
@@ -95,12 +107,12 @@ def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
     client, label = np.nonzero(table)
     amounts = table[client, label]
     largest = max(int(amounts.max(initial=1)), 1)
-    area = np.maximum(amounts / largest * (0.95 * widest) ** 2, 0.6)
+    area = np.maximum(amounts / largest * widest**2, 0.6)
     axes.set_axisbelow(True)
-    axes.grid(color="0.92", linewidth=0.6)
-    axes.scatter(client, label, s=area, color=INK, alpha=0.8, linewidths=0)
+    axes.grid(color=style.GRID.light, linewidth=0.6)
+    axes.scatter(client, label, s=area, color=SHADE, alpha=0.8, linewidths=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"largest bubble: {largest:,} samples", loc="right", fontsize=8, color="0.35")
+    axes.set_title(f"largest bubble: {largest:,} samples", loc="right", fontsize=8, color=style.SOFT.light)
 
 
 def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30) -> Table:
