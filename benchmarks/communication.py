@@ -29,6 +29,8 @@ import torch
 from marks import write
 
 import fedstrata as fs
+from fedstrata.base import style
+from fedstrata.reporting.draw import log_ticks, style_axes
 
 RESULTS = Path(__file__).parent / "results" / "communication.json"
 RANK1 = {"name": "powersgd", "rank": 1, "factors": "bfloat16"}
@@ -75,6 +77,7 @@ MNIST = {"data": "mnist", "partition": {"name": "dirichlet", "alpha": 0.01, "cli
 FASHION = {"data": "fashion_mnist", "partition": {"name": "classes", "per_client": 2, "clients": 20}}
 HALF = {"availability": {"name": "bernoulli", "p": 0.5}}
 STUDIES: dict[str, dict[str, Any]] = {"mnist": MNIST, "mnist-half": MNIST | HALF, "fashion": FASHION | HALF}
+TITLES = {"mnist": "MNIST", "mnist-half": "MNIST, half of the clients away", "fashion": "Fashion-MNIST, half away"}
 AIMS = ((0.975, 0.25, 0.5), (0.98, 0.8, 1.6))
 """The aims for Stratify on MNIST: an accuracy, and the gigabytes up and down at which it should be reached."""
 
@@ -212,7 +215,7 @@ def aims() -> list[list[Any]]:
 
 
 def draw(path: Path) -> None:
-    """Draw the accuracy against the bytes: the end of every run, and the whole curves of those on the Pareto front."""
+    """Draw the accuracy against the bytes at the ends of runs. A line joins the Pareto front; others are grey."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -220,26 +223,31 @@ def draw(path: Path) -> None:
 
     shown = [study for study in STUDIES if by_label(study)]
     figure, axes = plt.subplots(1, len(shown), figsize=(5.2 * len(shown), 5.2), squeeze=False, sharey=True)
-    colours = dict(zip(METHODS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+    lines = style.lines(["fedavg", "stratify", "scaffold", "fedstas", "rebafl"])
+    colours = {method: lines[method.partition(",")[0]].colour.light for method in METHODS}
     markers = dict(zip(CODECS, "os^XPdDvp", strict=True))
     for axis, study in zip(axes[0], shown, strict=True):
         found = by_label(study)
         best = set(front(ends(found)))
         for label, of in found.items():
             method, codec = label.split(" | ")
-            total = [up + down for up, down in zip(of[0]["up"], of[0]["down"], strict=True)]
-            if label in best:
-                axis.plot(total, [100 * a for a in of[0]["accuracy"]], color=colours[method], lw=1, alpha=0.5)
             at, accuracy = ends({label: of})[label]
-            edge = "black" if label in best else "none"
+            colour = colours[method] if label in best else style.OTHER.colour.light
             axis.scatter(
-                at, 100 * accuracy, s=48, color=colours[method], marker=markers[codec], edgecolor=edge, zorder=3
+                1000 * at, 100 * accuracy, s=48, color=colour, marker=markers[codec], zorder=2 + (label in best)
             )
-        axis.set(xscale="log", xlabel="GB up and down", title=study)
-        axis.grid(alpha=0.25)
+        points = sorted(ends(found)[label] for label in best)
+        axis.plot(
+            [1000 * at for at, _ in points], [100 * a for _, a in points], color=style.INK.light, lw=1.2, zorder=1
+        )
+        style_axes(axis, "MB up and down", "")
+        axis.set(xscale="log", title=TITLES[study])
+        log_ticks(axis.xaxis)
     axes[0][0].set_ylabel("accuracy on the test set, %")
     handles = [plt.Line2D([], [], color=colour, marker="o", ls="", label=method) for method, colour in colours.items()]
-    handles += [plt.Line2D([], [], color="grey", marker=m, ls="", label=codec) for codec, m in markers.items()]
+    handles += [
+        plt.Line2D([], [], color=style.SOFT.light, marker=m, ls="", label=codec) for codec, m in markers.items()
+    ]
     figure.legend(handles=handles, loc="lower center", ncols=7, frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0.13, 1, 1))
     figure.savefig(path, dpi=110)

@@ -32,6 +32,7 @@ import torch
 from marks import write as write_between
 from torch import nn
 
+from fedstrata.base import style
 from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import from_arrays
@@ -43,6 +44,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.settings import Training
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy
+from fedstrata.reporting.draw import log_ticks
 from fedstrata.runs.simulation import HANDLERS
 from fedstrata.stratify.masking import enrolment
 from fedstrata.stratify.masking.enrolment import enrol
@@ -209,20 +211,32 @@ def picture(runs: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(2, 2, figsize=(8, 5.5), sharex="col", sharey="row", layout="constrained")
     for column, (axis, fixed) in enumerate((("clients", "classes"), ("classes", "clients"))):
-        for masking, style in (("ckks", "o-"), ("prf", "s--")):
+        for masking, line in (("ckks", style.SERIES[1]), ("prf", style.SERIES[2])):
             part = sorted(
                 (run for run in runs if run["masking"] == masking and run[fixed] == 100), key=lambda run: run[axis]
             )
             x = [run[axis] for run in part]
-            axes[0, column].loglog(x, [run["seconds"] for run in part], style, label=f"masking = {masking}")
-            axes[1, column].loglog(x, [(run["up"] + run["down"]) / 1e6 for run in part], style)
+            look = {"color": line.colour.light, "linestyle": line.dash, "marker": "o"}
+            axes[0, column].loglog(
+                x,
+                [run["seconds"] for run in part],
+                "o" + line.dash,
+                color=line.colour.light,
+                label=f"masking = {masking}",
+            )
+            axes[1, column].loglog(
+                x, [(run["up"] + run["down"]) / 1e6 for run in part], "o" + line.dash, color=line.colour.light
+            )
         axes[0, column].set_title(f"100 {fixed}, {GROWTH_LABELS} labels per client", fontsize=10)
         axes[1, column].set_xlabel(axis)
     axes[0, 0].set_ylabel("seconds, all clients")
     axes[1, 0].set_ylabel("MB per client, sent + received")
     axes[0, 0].legend(frameon=False)
     for axis in axes.flat:
-        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color=style.GRID.light)
+        log_ticks(axis.xaxis)
+        log_ticks(axis.yaxis)
     figure.savefig(path, dpi=90)
 
 

@@ -39,7 +39,9 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 import fedstrata as fs
+from fedstrata.base import style
 from fedstrata.evaluation.history import History
+from fedstrata.reporting.draw import style_axes
 
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "rebafl.json"
@@ -61,6 +63,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 FIVE = ["fedavg", "rebafl", "fedrs", "feddyn", "bsm-fedavg"]
 SIX = ["rebafl", "fedavg", "feddyn", "bsm-fedavg", "fedrs", "scaffold"]
+DRAWN = ["fedavg", "rebafl", "feddyn", "fedrs", "bsm-fedavg", "scaffold", "R-BSM", "F-Aug"]
+"""The methods and parts that have a colour, which is the same in all pictures."""
 PAIRED = (2, 3, 4)
 """The seeds that all methods in ``SIX`` run in addition to 0 and 1. The main table ranks methods by all five."""
 COMPOSED = {"fedsts + rebafl": {"name": "fedsts", "objective": {"name": "rebafl"}}}
@@ -570,28 +574,36 @@ def draw(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
         )
         for place, (title, curves) in zip(axes.flat, panels.items(), strict=False):
             for name, points in curves.items():
-                look = look_of(names.index(name), name)
+                look = look_of(name)
                 curve = np.array(points)
                 place.plot(np.arange(1, len(curve) + 1), curve, **{**look, "alpha": 0.15, "linewidth": 0.8})
                 if len(curve) >= 5:
                     place.plot(np.arange(3, len(curve) - 1), np.convolve(curve, np.full(5, 0.2), mode="valid"), **look)
-            place.set(xlabel="round", title=title if len(panels) > 1 else "")
-            place.grid(alpha=0.3)
+            style_axes(place, "round", "")
+            place.set(title=in_words(title) if len(panels) > 1 else "")
         for place in list(axes.flat)[len(panels) :]:
             place.set_axis_off()
         for row in axes:
-            row[0].set_ylabel("test accuracy, %, mean of 5 rounds")
-        lines = [Line2D([], [], **look_of(number, name)) for number, name in enumerate(names)]
+            row[0].set_ylabel("test accuracy, %, mean of 5 rounds (faint: each)")
+        lines = [Line2D([], [], **look_of(name)) for name in names]
         figure.legend(lines, names, loc="outside lower center", fontsize="small", ncols=min(len(names), 5))
         figure.savefig(RESULTS / f"rebafl_{table}.png", dpi=100)
         plt.close(figure)
 
 
-def look_of(number: int, name: str) -> dict[str, Any]:
-    """Return the style of a line. FedAvg is dashed and FedLC dotted, and both are on top of similar lines."""
-    if name in ("fedavg", "none", "fedlc"):
-        return {"color": "black", "linestyle": ":" if name == "fedlc" else "--", "zorder": 3}
-    return {"color": plt.get_cmap("tab20")(2 * number % 20 + number // 10 % 2)}
+def in_words(title: str) -> str:
+    """Return the title of a panel in words, such as ``10 % answer`` for ``p = 0.1``."""
+    setting, _, value = title.partition(" = ")
+    if setting == "p":
+        return f"{100 * float(value):.0f} % answer"
+    return f"absent for {value} rounds" if setting == "s" else title
+
+
+def look_of(name: str) -> dict[str, Any]:
+    """Return the style of a line, which is the same in all pictures."""
+    name = name.partition(",")[0]
+    line = style.lines(DRAWN)[{"none": "fedavg", "both": "rebafl"}.get(name, name)]
+    return {"color": line.colour.light, "linestyle": line.dash, "zorder": 1 if line is style.OTHER else 2}
 
 
 def main() -> None:

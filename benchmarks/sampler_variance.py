@@ -27,7 +27,9 @@ from marks import write
 
 import fedstrata as fs
 from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBySize, StratumMean
+from fedstrata.base import style
 from fedstrata.federation.messages import Fit, Weights
+from fedstrata.reporting.draw import log_ticks, style_axes
 from fedstrata.runs.simulation import Simulation
 from fedstrata.sampling.allocation import Allocation, allocated, spread
 from fedstrata.sampling.base import Selection
@@ -206,12 +208,15 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(5.6 * len(balances), 4.4), dpi=130, layout="constrained")
     for axes, balance in zip(figure.subplots(1, len(balances), sharey=True, squeeze=False)[0], balances, strict=True):
         mine = [row for row in rows if row["balance"] == balance][::-1]
-        axes.barh([row["sampler"] for row in mine], [row["ratio"] for row in mine], color="#0072b2")
-        axes.axvline(1, color="#22272e", linewidth=0.8)
+        # Dots, because the length of a bar on a logarithmic axis has no meaning.
+        axes.plot(
+            [row["ratio"] for row in mine], [row["sampler"] for row in mine], "o", color=style.SERIES[1].colour.light
+        )
+        axes.axvline(1, color=style.SOFT.light, linewidth=1)
         axes.set_xscale("log")
-        axes.set_xlabel("variance of the aggregate / that of uniform sampling")
-        axes.set_title(f"Dirichlet(0.01) over {balance}", fontsize=10, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
+        style_axes(axes, "variance of the aggregate / that of uniform sampling", "")
+        log_ticks(axes.xaxis)
+        axes.set_title(f"← less noise; Dirichlet(0.01) over {balance}", fontsize=10, loc="left")
     figure.savefig(path)
 
 

@@ -23,11 +23,13 @@ import torch
 import torch.nn.functional as F
 
 import fedstrata as fs
+from fedstrata.base import style
 from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.reporting.draw import log_ticks
 from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.runs.simulation import make_context
 from fedstrata.stratify.client_single import stepper_of
@@ -185,12 +187,16 @@ def draw_hops(found: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
-    for name, curve in found.items():
-        if name.startswith(("uniform", "weighted")):
-            axes.plot(found["chunk_sizes"], curve, marker="o", markersize=3, label=name)
-    axes.axvline(5, color="0.8", zorder=0)
+    rules = [name for name in found if name.startswith(("uniform", "weighted"))]
+    for name, line in zip(rules, style.SERIES[1:], strict=False):
+        axes.plot(
+            found["chunk_sizes"], found[name], line.dash, color=line.colour.light, marker="o", markersize=3, label=name
+        )
+    axes.axvline(5, color=style.GRID.light, zorder=0)
     axes.set(xscale="log", xlabel="chunk size", ylabel="hops / samples", ylim=(0, 1.02))
     axes.set_title("CIFAR-10, Dirichlet(0.5), 10 clients", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    log_ticks(axes.xaxis)
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
 

@@ -11,50 +11,62 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
+from fedstrata.base import style
+from fedstrata.reporting.draw import End, label_ends, log_ticks
+
 ROOT = Path(__file__).resolve().parents[1]
 STUDY, SEEDS = "mnist-half", 3
 LINES = {
-    "FedAvg": ("fedavg | none", "-", {"light": "#5a6570", "dark": "#aab4be"}),
-    "SCAFFOLD": ("scaffold | none", "-.", {"light": "#1f77b4", "dark": "#6cb6ff"}),
-    "ReBaFL": ("rebafl | none", ":", {"light": "#2e7d32", "dark": "#7ee787"}),
-    "Stratify": ("stratify, dense | none", "--", {"light": "#b8860b", "dark": "#e3b341"}),
-    "Stratify, compressed": (
-        "stratify, 18 epochs | powersgd, rank 1 in bytes",
-        "-",
-        {"light": "#c0392b", "dark": "#ff7b72"},
-    ),
+    "FedAvg": ("fedavg | none", "-"),
+    "SCAFFOLD": ("scaffold | none", "--"),
+    "ReBaFL": ("rebafl | none", "-."),
+    "Stratify": ("stratify, dense | none", "--"),
+    "Stratify, compressed": ("stratify, 18 epochs | powersgd, rank 1 in bytes", "-"),
 }
-INK = {"light": "#1f2328", "dark": "#e6edf3"}
+"""A mapping from each name to the label of its runs and its dashes."""
+THEMES = ("light", "dark")
+SHAPES = {"": (8.4, 4.2), "-narrow": (4.2, 4.4)}
+"""The size in inches of the picture, and of that for phones."""
 
 
 def main() -> None:
-    """Draw the picture in both themes."""
+    """Draw the picture in both themes, for wide screens and for phones."""
     cells = json.loads((ROOT / "benchmarks" / "results" / "communication.json").read_text(encoding="utf-8"))
-    for theme, ink in INK.items():
+    runs = {name: [cells[f"{STUDY} | {label} | {seed}"] for seed in range(SEEDS)] for name, (label, _) in LINES.items()}
+    lines = style.lines(["fedavg", "scaffold", "rebafl", "stratify"])
+    for theme in THEMES:
+        ink = getattr(style.INK, theme)
         names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-        with plt.rc_context(dict.fromkeys(names, ink) | {"font.size": 11}):
-            figure, axes = plt.subplots(figsize=(8.4, 4.2), layout="constrained")
-            for name, (label, style, colours) in LINES.items():
-                runs = [cells[f"{STUDY} | {label} | {seed}"] for seed in range(SEEDS)]
-                draw(axes, name, runs, style, colours[theme])
-            axes.set(xscale="log", ylim=(0, 100), xlabel="traffic in both directions, GB", ylabel="test accuracy, %")
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(loc="center right", frameon=False)
-            figure.savefig(Path(__file__).parent / "_static" / f"difference-{theme}.png", dpi=150, transparent=True)
-            plt.close(figure)
+        for shape, size in SHAPES.items():
+            with plt.rc_context(dict.fromkeys(names, ink) | {"font.size": 11}):
+                figure, axes = plt.subplots(figsize=size, layout="constrained")
+                ends = []
+                for name, (label, dash) in LINES.items():
+                    colour = getattr(lines[label.partition(" ")[0].rstrip(",")].colour, theme)
+                    ends.append(draw(axes, name, runs[name], dash, colour))
+                axes.set(xscale="log", ylim=(0, 100), xlabel="traffic in both directions, GB")
+                axes.set_ylabel("test accuracy, %")
+                log_ticks(axes.xaxis)
+                axes.grid(axis="y", color=getattr(style.GRID, theme))
+                axes.spines[["top", "right"]].set_visible(False)
+                label_ends(axes, ends, size=11 if not shape else 9, ground=getattr(style.PAPER, theme))
+                path = Path(__file__).parent / "_static" / f"difference{shape}-{theme}.png"
+                figure.savefig(path, dpi=150, transparent=True)
+                plt.close(figure)
 
 
-def draw(axes: plt.Axes, name: str, runs: list[dict[str, list[float]]], style: str, colour: str) -> None:
+def draw(axes: plt.Axes, name: str, runs: list[dict[str, list[float]]], dash: str, colour: str) -> End:
     """Draw the mean over runs at equal traffic, and the range of the runs as a band.
 
     Args:
         axes: The axes.
-        name: The line's name in the legend.
+        name: The name of the line.
         runs: The accuracy, and the gigabytes up and down, after each evaluated round of each run.
-        style: The line's style.
-        colour: The line's colour.
+        dash: The dashes of the line.
+        colour: The colour of the line.
+
+    Returns:
+        The end of the line.
     """
     costs = [np.add(run["up"], run["down"]) for run in runs]
     grid = np.geomspace(max(cost[0] for cost in costs), min(cost[-1] for cost in costs), 200)
@@ -63,8 +75,9 @@ def draw(axes: plt.Axes, name: str, runs: list[dict[str, list[float]]], style: s
         for run, cost in zip(runs, costs, strict=True)
     ]
     curves = 100 * np.array(at_grid)
-    axes.plot(grid, curves.mean(0), style, color=colour, lw=2, label=name)
-    axes.fill_between(grid, curves.min(0), curves.max(0), color=colour, alpha=0.18, lw=0)
+    axes.plot(grid, curves.mean(0), dash, color=colour, lw=2)
+    axes.fill_between(grid, curves.min(0), curves.max(0), color=colour, alpha=0.15, lw=0)
+    return End(grid[-1], curves.mean(0)[-1], name, colour)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import matplotlib.pyplot as plt
 from sklearn.decomposition import PCA
 
 import fedstrata as fs
+from fedstrata.base import style
+from fedstrata.reporting.strata import outline_strata
 
 spec = fs.Experiment(
     partition=fs.Classes(clients=40, per_client=1),
@@ -32,11 +34,13 @@ components = PCA(2)
 where = components.fit_transform(view.points)
 share = components.explained_variance_ratio_.sum()
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.4), sharex=True, sharey=True, layout="constrained")
-left.scatter(*where.T, c=view.strata, cmap="tab20", s=50)
-left.set_title(f"the {len(view.sizes())} clusters that OPTICS found", fontsize=10)
-dots = right.scatter(*where.T, c=view.labels.argmax(axis=1), cmap="tab10", vmin=0, vmax=9, s=50)
+left.scatter(*where.T, color=style.SOFT.light, s=30)
+outline_strata(left, where, view.strata)
+left.set_title(f"the {len(view.sizes())} clusters that OPTICS found, with their numbers of clients", fontsize=10)
+for label, colour in enumerate(style.categories(10)):
+    right.scatter(*where[view.labels.argmax(axis=1) == label].T, color=colour.light, s=50, label=label)
 right.set_title("the label that each client holds", fontsize=10)
-figure.colorbar(dots, ax=right, ticks=range(10), label="label")
+figure.legend(loc="outside right center", frameon=False, title="label")
 for axes in (left, right):
     axes.set_xlabel(f"first of two principal components ({share:.0%} of the variance)")
 figure.show()

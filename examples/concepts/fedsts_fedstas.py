@@ -22,6 +22,8 @@ import numpy as np
 from sklearn.decomposition import PCA
 
 import fedstrata as fs
+from fedstrata.base import style
+from fedstrata.reporting.strata import outline_strata
 
 spec = fs.Experiment(
     partition=fs.Dirichlet(alpha=0.05, clients=60, balance="client"),
@@ -45,10 +47,13 @@ where = components.fit_transform(view.points)
 share = components.explained_variance_ratio_.sum()
 drawn = np.isin(view.clients, invited[-1])
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.4), sharex=True, sharey=True, layout="constrained")
-left.scatter(*where.T, c=view.strata, cmap="tab10", vmax=9, s=45)
-left.scatter(*where[drawn].T, s=130, facecolors="none", edgecolors="0.2", lw=1.2)
-left.set_title("by stratum; rings: drawn in the last round", fontsize=10)
-right.scatter(*where.T, c=view.labels.argmax(axis=1), cmap="tab10", vmin=0, vmax=9, s=45)
+left.scatter(*where.T, color=style.SOFT.light, s=30)
+outline_strata(left, where, view.strata)
+left.scatter(*where[drawn].T, s=130, facecolors="none", edgecolors=style.ACCENT.light, lw=1.2)
+left.set_title("strata with their numbers of clients; rings: drawn in the last round", fontsize=10)
+for label, colour in enumerate(style.categories(10)):
+    right.scatter(*where[view.labels.argmax(axis=1) == label].T, color=colour.light, s=45, label=label)
+figure.legend(loc="outside right center", frameon=False, title="label")
 right.set_title("by the label that each client holds most of", fontsize=10)
 for axes in (left, right):
     axes.set_xlabel(f"first of two principal components ({share:.0%} of the variance)")
@@ -63,8 +68,8 @@ deviations = [np.sqrt(view.points[view.strata == h].var(axis=0).mean()) for h in
 by_size, by_neyman = 15 * sizes / sizes.sum(), 15 * sizes * deviations / (sizes @ deviations)
 figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
 place = np.arange(len(sizes))
-axes.bar(place - 0.2, by_size, 0.4, label="in proportion to size", color="0.7")
-axes.bar(place + 0.2, by_neyman, 0.4, label="Neyman", color="#1f77b4")
+axes.bar(place - 0.2, by_size, 0.4, label="in proportion to size", color=style.SERIES[0].colour.light)
+axes.bar(place + 0.2, by_neyman, 0.4, label="Neyman", color=style.SERIES[2].colour.light)
 axes.set_xticks(place, [f"{n} clients\nS = {s:.2g}" for n, s in zip(sizes, deviations, strict=True)], fontsize=8)
 axes.set_ylabel("draws")
 axes.legend(frameon=False)

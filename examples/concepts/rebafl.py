@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import PrivateAttr
 
 import fedstrata as fs
+from fedstrata.base import style
 
 NINE, ROUNDS, GONE = 9, 30, range(10, 21)
 
@@ -58,9 +59,15 @@ def recalls(method):
 figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
 for axes, method in zip(panels, (fs.FedAvg(), fs.ReBaFL()), strict=True):
     nine, others = recalls(method)
-    axes.axvspan(GONE[0] - 0.5, GONE[-1] + 0.5, color="0.92", label="nobody brings a nine")
-    axes.plot(np.arange(1, ROUNDS + 1), 100 * others, color="#1f77b4", label="the other digits, mean")
-    axes.plot(np.arange(1, ROUNDS + 1), 100 * nine, color="#c0392b", lw=2.2, label="the nine")
+    axes.axvspan(GONE[0] - 0.5, GONE[-1] + 0.5, color=style.GRID.light, label="nobody brings a nine")
+    axes.plot(
+        np.arange(1, ROUNDS + 1),
+        100 * others,
+        color=style.SERIES[1].colour.light,
+        ls="--",
+        label="the other digits, mean",
+    )
+    axes.plot(np.arange(1, ROUNDS + 1), 100 * nine, color=style.SERIES[4].colour.light, lw=2.2, label="the nine")
     axes.set(title=method.name, xlabel="round", ylim=(0, 102))
     missed = np.array(GONE) - 1
     print(f"{method.name}: recall of the nine while it is missing: {nine[missed].mean():.0%} on average")

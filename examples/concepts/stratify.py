@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import fedstrata as fs
+from fedstrata.base import style
 
 CLIENTS, SHOWN, CHUNK = 12, 60, 10
 data = fs.Data("digits").load()
@@ -46,7 +47,7 @@ while position < SHOWN:
     position += longest
 
 figure, (top, axes) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, height_ratios=[1, 6], layout="constrained")
-colours = [plt.colormaps["tab10"](label) for label in labels]
+colours = [style.categories(10)[label].light for label in labels]
 top.bar(np.arange(SHOWN), 1, width=1, color=colours, edgecolor="white")
 for place, label in enumerate(labels):
     top.text(place, 0.5, str(label), ha="center", va="center", fontsize=8, color="white")

@@ -12,6 +12,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
+from fedstrata.base import style
+
 file = Path.cwd().resolve().parents[1] / "benchmarks/results/communication.json"
 results = json.loads(file.read_text())
 study = {}
@@ -26,14 +28,14 @@ print(len(study), "runs on MNIST with seed 0")
 # **The curves.** Bytes that clients have sent, on a logarithmic axis; each line is one method with one codec, as
 # the mean of five rounds.
 
-COLOURS = {"fedavg": "#5a6570", "scaffold": "#1f77b4", "fedstas": "#b8860b", "rebafl": "#2e8b57", "stratify": "#c0392b"}
+LINES = style.lines(["fedavg", "stratify", "scaffold", "fedstas", "rebafl"])
 STYLES = {"none": "-", "bf16": (0, (1, 1)), "qsgd": "--", "top-k": ":", "powersgd, rank 2": (0, (5, 1))}
 figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
 for (method, codec), (up, accuracy) in study.items():
     family = method.split(",")[0]
     style = STYLES.get(codec, "-.")
     smooth = np.convolve(100 * accuracy, np.ones(5) / 5, mode="valid")
-    axes.plot(up[4:], smooth, ls=style, color=COLOURS[family], lw=1.8, label=f"{method}: {codec}")
+    axes.plot(up[4:], smooth, ls=style, color=LINES[family].colour.light, lw=1.8, label=f"{method}: {codec}")
 axes.set(xscale="log", xlabel="MB sent by clients", ylabel="test accuracy, %", ylim=(20, 100))
 axes.xaxis.set_major_formatter("{x:g}")
 axes.legend(fontsize=8, frameon=False, bbox_to_anchor=(1, 1), loc="upper left")

@@ -11,6 +11,7 @@ import numpy as np
 import torch.nn.functional as F
 
 import fedstrata as fs
+from fedstrata.base import style
 
 # %%
 # **Who takes part**: those who have not been invited for the longest time.
@@ -78,12 +79,13 @@ methods = {
     "+ server Adam": fs.FedAvg(aggregator=adam),
     "all three": fs.FedAvg(client_sampler=LongestAway(), objective=Smoothed(smoothing=0.05), aggregator=adam),
 }
+lines = dict(zip(methods, style.SERIES, strict=False))  # grey is FedAvg in all pictures
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
 for name, method in methods.items():
     history = fs.run(spec.replace(method=method))
     rounds, accuracy = history.column("accuracy")
     smooth = np.convolve(100 * accuracy, np.ones(5) / 5, mode="valid")
-    axes.plot(rounds[4:], smooth, label=name, lw=2)
+    axes.plot(rounds[4:], smooth, lines[name].dash, color=lines[name].colour.light, label=name, lw=2)
     print(f"{name}: {accuracy[-10:].mean():.1%} over the last ten rounds")
 axes.set(xlabel="round", ylabel="test accuracy, %, mean of five rounds", ylim=(0, 100))
 axes.legend(frameon=False)

@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import fedstrata as fs
+from fedstrata.base import style
 
 ROOT = Path.cwd().resolve().parents[1]
 
@@ -46,15 +47,16 @@ print(f"AUROC of the shared model on all hospitals' test patients: {history[-1][
 
 study = json.loads((ROOT / "benchmarks/results/hospitals.json").read_text())["hospitals"]
 methods = ["local", "fedavg", "scaffold", "fedstas", "rebafl", "stratify", "centralised"]
+lines = style.lines(methods)
 figure, panels = plt.subplots(1, 4, figsize=(11, 3.6), sharey=True, layout="constrained")
 for axes, (name, found) in zip(panels, study.items(), strict=True):
     for place, method in enumerate(reversed(methods)):
         cell = found["after rounds"]["10"][method]
         low, high = cell["interval"]
-        colour = {"local": "#c0392b", "centralised": "0.5"}.get(method, "#1f77b4")
+        colour = lines[method].colour.light
         axes.plot([low, high], [place, place], color=colour, lw=2)
         axes.plot(cell["auroc"], place, "o", color=colour)
-    axes.axvline(found["after rounds"]["10"]["local"]["auroc"], color="#c0392b", lw=0.8, ls=":")
+    axes.axvline(found["after rounds"]["10"]["local"]["auroc"], color=lines["local"].colour.light, lw=0.8, ls=":")
     axes.set(title=f"{name}\n{found['patients']} patients, {found['well']} well", xlabel="AUROC", xlim=(0.4, 1))
 panels[0].set_yticks(np.arange(len(methods)), list(reversed(methods)))
 figure.show()

@@ -8,8 +8,11 @@ found. Which ones does the model forget?
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.patches import Rectangle
 
 import fedstrata as fs
+from fedstrata.base import style
+from fedstrata.reporting.draw import heat_map
 
 METHODS = {"FedAvg": fs.FedAvg(), "balanced softmax": fs.BSMFedAvg(), "ReBaFL": fs.ReBaFL()}
 spec = fs.Experiment(
@@ -33,7 +36,7 @@ for name, method in METHODS.items():
     )
 
 # %%
-# One row a digit, one column a round; light is learnt, dark is forgotten. A dot marks the rounds in which nobody who
+# One row a digit, one column a round; dark is learnt, light is forgotten. Hatching marks the rounds in which nobody who
 # holds the digit was there.
 
 prepared = fs.prepare(spec)
@@ -43,11 +46,17 @@ gone = ~(there.astype(int) @ held.astype(int) > 0)
 
 figure, panels = plt.subplots(3, 1, figsize=(9, 8), sharex=True, layout="constrained")
 for axes, (name, classes) in zip(panels, found.items(), strict=True):
-    image = axes.imshow(100 * classes.T, aspect="auto", vmin=0, vmax=100, extent=(0.5, 32.5, 9.5, -0.5))
+    image = axes.imshow(
+        100 * classes.T, aspect="auto", cmap=heat_map(), vmin=0, vmax=100, extent=(0.5, 32.5, 9.5, -0.5)
+    )
     round_, digit = np.nonzero(gone)
-    axes.plot(round_ + 1, digit, ".", color="#ff5f52", ms=4)
+    for x, y in zip(round_ + 0.5, digit - 0.5, strict=True):
+        absent = axes.add_patch(
+            Rectangle((x, y), 1, 1, fill=False, hatch="////", edgecolor=style.FATES["failed"].light, lw=0)
+        )
     axes.set(title=name, ylabel="digit", yticks=range(10))
 panels[-1].set_xlabel("round")
+figure.legend([absent], ["nobody who holds the digit is there"], loc="outside upper right", frameon=False)
 figure.colorbar(image, ax=panels, label="recall, %", shrink=0.6)
 figure.show()
 
