@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import collections.abc
+import inspect
 import os
 import re
+import types
+import typing
 import warnings
 from pathlib import Path
+from typing import Annotated, Any
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
+from pydantic import BaseModel
 from sphinx.application import Sphinx
+from sphinx.util.inspect import stringify_signature
 
 import fedstrata
+from fedstrata.base.style import style_sheet
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,6 +48,7 @@ version = release = fedstrata.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_gallery.gen_gallery",
     "sphinx_design",
@@ -55,8 +64,10 @@ myst_heading_anchors = 4
 myst_links_external_new_tab = False
 
 # Docstrings: Google style; the types are in the signatures.
+autosummary_generate = False
 autodoc_default_options = {"members": True, "member-order": "bysource", "exclude-members": "model_config"}
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
@@ -122,7 +133,7 @@ redirects = {old: f"{'../' * old.count('/')}{new}.html" for old, new in MOVED.it
 html_theme = "pydata_sphinx_theme"
 html_title = "fedstrata"
 html_static_path = ["_static"]
-html_css_files = ["site.css"]
+html_css_files = ["palette.css", "site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
@@ -212,6 +223,11 @@ def write_copies(app: Sphinx) -> None:
         write(Path(app.srcdir) / page, text)
 
 
+def write_palette(app: Sphinx) -> None:
+    """Write the colours of ``fedstrata.base.style`` as a style sheet."""
+    write(Path(app.srcdir) / "_static" / "palette.css", f"{style_sheet()}\n")
+
+
 def pack_hospitals(app: Sphinx) -> None:
     """What a reader of the site alone needs for the study of hospitals, as one file."""
     source, target = ROOT / "examples" / "hospitals", Path(app.srcdir) / "_static" / "hospitals.zip"
@@ -232,6 +248,53 @@ def _if_copied(link: str, folder: Path) -> str:
     target = Path(os.path.normpath(folder / link))
     inside = target.relative_to(ROOT).as_posix() if target.is_relative_to(ROOT) else ""
     return f"/{PAGES[inside]}" if inside in PAGES else link
+
+
+ARRAY = re.compile(r"~?(?:numpy\.)?ndarray\[tuple\[~?(?:typing\.)?Any, \.\.\.\], ~?(?:numpy\.)?dtype\[([^\]]+)\]\]")
+"""The type that ``numpy.typing.NDArray`` stands for."""
+
+
+def shorten(
+    app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """Return a signature whose types a reader can write: without what pydantic stores beside them."""
+    if isinstance(obj, type) and issubclass(obj, BaseModel):
+        whole = inspect.signature(obj)
+        parameters = [each.replace(annotation=plain(each.annotation)) for each in whole.parameters.values()]
+        whole = whole.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+        signature = stringify_signature(whole, unqualified_typehints=True, short_literals=True)
+    if signature is not None:
+        # What a dataclass makes for each object has no text that Sphinx can read.
+        signature = ARRAY.sub(r"~numpy.typing.NDArray[\1]", signature.replace("<factory>", "..."))
+    return signature, returned if returned is None else ARRAY.sub(r"~numpy.typing.NDArray[\1]", returned)
+
+
+def plain(annotation: Any) -> Any:
+    """Return a type without the constraints of ``Annotated``, also inside other types.
+
+    >>> plain(list[Annotated[int, "positive"]] | None)
+    list[int] | None
+    """
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return plain(arguments[0])
+    if origin in (None, typing.Literal, collections.abc.Callable):
+        return annotation
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(map(plain, arguments))]  # noqa: UP007
+    return origin[tuple(map(plain, arguments))]
+
+
+ENTRY = re.compile(r"^\.\. auto(?:class|function|data|exception):: (\S+)$", re.MULTILINE)
+
+
+def summarise(app: Sphinx, name: str, source: list[str]) -> None:
+    """Insert a table with the first sentence of each entry before the entries of a page of the Python interface."""
+    if name.startswith("reference/api-"):
+        names = "\n".join(f"   {entry.removeprefix('fedstrata.')}" for entry in ENTRY.findall(source[0]))
+        table = f"```{{eval-rst}}\n.. autosummary::\n   :nosignatures:\n\n{names}\n```\n"
+        before, heading, after = source[0].partition("\n## ")
+        source[0] = f"{before}\n{table}{heading}{after}"
 
 
 def write_command_line(app: Sphinx) -> None:
@@ -279,4 +342,7 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", write_command_line)
     app.connect("builder-inited", write_copies)
     app.connect("builder-inited", pack_hospitals)
+    app.connect("builder-inited", write_palette)
     app.connect("source-read", relink)
+    app.connect("source-read", summarise)
+    app.connect("autodoc-process-signature", shorten)
