@@ -3,12 +3,13 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from fedstrata.papers import pages
-from fedstrata.papers.judging import claims, judged, summary
+from fedstrata.papers.judging import VERDICTS, claims, judged, summary
 from fedstrata.papers.pages import overview, page, speeds
 from fedstrata.papers.readings import readings
 from fedstrata.papers.running import known
@@ -166,9 +167,21 @@ def test_every_claim_is_once_on_the_page_of_claims_and_in_its_csv():
     rows = list(csv.DictReader(io.StringIO(pages.contents(Path("nowhere"))["claims.csv"])))
     assert len(rows) == len(claims())
     for claim in claims():
-        assert text.count(f"| {claim.statement} |") == 1
+        assert text.count(f"<span>{claim.statement}</span></summary>") == 1
         assert sum((row["paper"], row["claim"]) == (claim.paper, claim.statement) for row in rows) == 1
     assert "not tested" in text
+
+
+def test_claims_with_results_come_first_and_figures_are_behind_a_click():
+    judgements = [judged(claim, known(DOCS)) for claim in claims()]
+    for group in pages.page_of_claims(judgements).split("\n## ")[1:5]:
+        order = re.findall(r'<details class="claim"><summary><span class="chip [a-z-]+">. ([^<]+)</span>', group)
+        assert order == sorted(order, key=VERDICTS.index)
+        for verdict, count in Counter(order).items():
+            assert f"{pages.SIGNS[verdict]} {count} {verdict}</span>" in group.partition("<details")[0]
+        before, _, folded = group.partition("<details><summary>")
+        assert set(re.findall(r'details class="claim"><summary><span class="chip (not-[a-z-]+)', before)) == set()
+        assert folded
 
 
 def test_the_first_page_has_twelve_headlines_and_a_sentence_for_each_paper():

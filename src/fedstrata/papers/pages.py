@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import statistics
 from collections import Counter
@@ -109,10 +110,10 @@ def first_page(judgements: Sequence[Judgement], results: Results, *, quick: bool
     """Return the generated lines of the first page: a summary of each paper, and the verdicts on headline claims."""
     runs = progress(tables().values(), results, quick=quick)
     cells, done, hours = (sum(row[key] for row in runs) for key in ("cells", "done", "hours"))
-    lines = [QUICK] * quick + [f"{_counts(each.verdict for each in judgements)}.", ""]
+    lines = [QUICK] * quick + [_counts(each.verdict for each in judgements), ""]
     rows = [["paper", "our results in one sentence", "verdicts"]]
     for paper in PAPERS:
-        counts = _counts(each.verdict for each in judgements if each.claim.paper == paper).partition(": ")[2]
+        counts = " ".join(_chips(each.verdict for each in judgements if each.claim.paper == paper))
         link = f"[{PAPERS[paper].partition(' ')[0]}]({paper}.md)"
         rows.append([link, "" if quick else judging.summary(paper), counts])
     claims = [["claim", "verdict", "difference or figure", "data"]]
@@ -120,42 +121,93 @@ def first_page(judgements: Sequence[Judgement], results: Results, *, quick: bool
         if title := each.claim.about.get("headline"):
             seeds = sorted({f"{comparison.alone.n} seeds" for comparison, _ in each.decisive})
             data = ", ".join([each.claim.about["data"], *seeds])
-            claims.append([title, each.verdict, each.evidence, data])
+            claims.append([title, chip(each.verdict), each.evidence, data])
     lines += [*_markdown(rows), "", "## Headline claims", "", *_markdown(claims), "", ABOUT_FOREST, ""]
     left = f"{cells - done:,} of {cells:,} runs are missing, about {hours:.0f} core hours"
     return "\n".join([*lines, f"{left} (`fedstrata reproduce --list`). {DOWNLOADS}"])
 
 
-def _counts(verdicts: Iterable[str]) -> str:
-    """Return the number of claims with each verdict as text.
+SIGNS: dict[judging.Verdict, str] = {
+    "confirmed": "▲",
+    "partly": "◐",
+    "contradicted": "▼",
+    "inconclusive": "○",
+    "not tested": "…",
+    "not testable here": "–",
+}
+"""A mapping from each verdict to its sign."""
+UNTESTED = ("not tested", "not testable here")
+"""The verdicts of claims without results."""
 
-    >>> _counts(["partly", "confirmed", "partly"])
-    '3 claims: 1 confirmed, 2 partly'
+
+def chip(verdict: judging.Verdict, count: int | None = None) -> str:
+    """Return a verdict as HTML with its sign, and the number of claims that have it.
+
+    >>> chip("partly", 2)
+    '<span class="chip partly">◐ 2 partly</span>'
     """
+    number = "" if count is None else f"{count} "
+    return f'<span class="chip {verdict.replace(" ", "-")}">{SIGNS[verdict]} {number}{verdict}</span>'
+
+
+def _chips(verdicts: Iterable[judging.Verdict]) -> list[str]:
+    """Return a chip with its number of claims for each verdict."""
     count = Counter(verdicts)
-    return f"{count.total()} claims: " + ", ".join(f"{count[each]} {each}" for each in judging.VERDICTS if count[each])
+    return [chip(each, count[each]) for each in judging.VERDICTS if count[each]]
+
+
+def _counts(verdicts: Iterable[judging.Verdict]) -> str:
+    """Return the number of claims, and of claims with each verdict, as one line of HTML."""
+    verdicts = list(verdicts)
+    return f"{len(verdicts)} claims: {' '.join(_chips(verdicts))}"
 
 
 def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> str:
-    """Return the page with all claims, which a reader unfolds, and with an explanation of how they are judged."""
+    """Return the page with all claims, one group per paper, and with an explanation of how they are judged."""
     about = f"This page has every quantitative claim of the four papers, with its verdict ([CSV]({CLAIMS_CSV}))."
     how = files(__package__).joinpath("how.md").read_text(encoding="utf-8")
     how = how.format(MIN_SEEDS=MIN_SEEDS, FEW_MORE=FEW_MORE)
-    lines = ["# All claims", QUICK if quick else "", about, "", how, "## Claims"]
+    lines = [NARROW, "# All claims", QUICK if quick else "", WIDE, "", about]
+    lines += ["", _counts(each.verdict for each in judgements), "", "Click on a claim to see the figures."]
     for paper in PAPERS:
         of_paper = [each for each in judgements if each.claim.paper == paper]
-        rows = [_row(each)[1:-1] for each in of_paper]
-        summary = f"{PAPERS[paper]}: {_counts(each.verdict for each in of_paper)}"
-        lines += ["", *_folded(summary, _markdown([HEADS[1:-1], *rows]))]
-    return "\n".join(lines) + "\n"
+        tested = [each for each in of_paper if each.verdict not in UNTESTED]
+        rest = [each for each in of_paper if each.verdict in UNTESTED]
+        lines += ["", f"## {PAPERS[paper].partition(' ')[0]}", "", _counts(each.verdict for each in of_paper), ""]
+        lines += _claims(tested)
+        if rest:
+            lines += ["", *_folded(" ".join(_chips(each.verdict for each in rest)), _claims(rest))]
+    return "\n".join([*lines, "", how.rstrip()]) + "\n"
 
 
-def _folded(summary: str, lines: Sequence[str]) -> list[str]:
+NARROW = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n"
+"""The first lines of a page without a list of its sections."""
+WIDE = '<div class="wide-page"></div>'
+"""An element that gives a page the whole width of the window."""
+
+
+def _claims(judgements: Sequence[Judgement]) -> list[str]:
+    """Return an HTML element for each claim, sorted by verdict, with figures that a reader can unfold."""
+    lines = []
+    for each in sorted(judgements, key=lambda each: judging.VERDICTS.index(each.verdict)):
+        _, statement, where, _, figures, _ = _row(each)
+        summary = f"{chip(each.verdict)} <span>{html.escape(statement, quote=False)}</span>"
+        lines += _folded(summary, [f"{figures}. Place of the claim: {where}."], "claim")
+    return lines
+
+
+def _folded(summary: str, lines: Sequence[str], kind: str = "") -> list[str]:
     """Return an HTML element of which a reader sees ``summary`` and can unfold ``lines``.
 
     Blank lines around ``lines`` let a Markdown renderer read them as Markdown inside HTML.
+
+    Args:
+        summary: HTML.
+        lines: Markdown.
+        kind: The element's class in the style sheet.
     """
-    return [f"<details><summary>{summary}</summary>", "", *lines, "", "</details>"]
+    start = f'<details class="{kind}">' if kind else "<details>"
+    return [f"{start}<summary>{summary}</summary>", "", *lines, "", "</details>"]
 
 
 HEADS = ["paper", "claim", "where", "verdict", "figures", "command"]
@@ -254,24 +306,20 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
     """Return the page of a paper: its claims, its tables, and how our experiments differ from the paper's."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
     counts = f"{_counts(each.verdict for each in of_paper)} ([all claims, and how we judge]({CLAIMS}))."
-    lines = [f"# {PAPERS[paper]}", QUICK if quick else "", counts, "", "## Claims", ""]
-    heads = [HEADS[1], *HEADS[3:5]]
-    runs, computed = [heads], [heads]
-    for each in of_paper:
-        if each.decisive or each.verdict not in ("not tested", "not testable here"):
-            _, statement, _, verdict, figures, _ = _row(each)
-            (computed if each.claim.kind == "reading" else runs).append([statement, verdict, figures])
-    lines += _markdown(runs)
-    if len(computed) > 1:
-        lines += ["", "## Properties of the algorithms, computed without training", "", *_markdown(computed)]
-    shown, waiting = [], []
+    lines = [f"# {PAPERS[paper]}", QUICK if quick else "", WIDE, "", counts, "", "## Claims", ""]
+    shown = [each for each in of_paper if each.decisive or each.verdict not in UNTESTED]
+    computed = [each for each in shown if each.claim.kind == "reading"]
+    lines += _claims([each for each in shown if each.claim.kind != "reading"])
+    if computed:
+        lines += ["", "## Computed without training", "", "Properties of the algorithms:", "", *_claims(computed)]
+    tables_shown, waiting = [], []
     for name, table in tables().items():
         if table.paper == paper:
             lines_of_table = _table(name, table, results, quick=quick)
-            shown += ["", f"### {table.title}", "", *lines_of_table] if lines_of_table else []
+            tables_shown += ["", f"### {table.title}", "", *lines_of_table] if lines_of_table else []
             waiting += [] if lines_of_table else [f"`{table.name}` ({_missing(table, results) or 'one seed'})"]
-    if shown:
-        lines += ["", "## Results", "", ABOUT_TABLES.strip(), *shown]
+    if tables_shown:
+        lines += ["", "## Results", "", ABOUT_TABLES.strip(), *tables_shown]
     differences = files(__package__).joinpath(paper, "differs.md").read_text(encoding="utf-8")
     lines += ["", differences.strip()]
     if waiting:
