@@ -6,6 +6,8 @@ import collections.abc
 import inspect
 import os
 import re
+import shutil
+import sys
 import types
 import typing
 import warnings
@@ -137,7 +139,8 @@ html_css_files = ["palette.css", "site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
-    "logo": {"text": "fedstrata"},
+    "logo": {"text": f"fedstrata {version}"},
+    "github_url": "https://github.com/fedstrata/fedstrata",
     "header_links_before_dropdown": 10,
     "navbar_align": "left",
     "show_prev_next": True,
@@ -226,6 +229,16 @@ def write_copies(app: Sphinx) -> None:
 def write_palette(app: Sphinx) -> None:
     """Write the colours of ``fedstrata.base.style`` as a style sheet."""
     write(Path(app.srcdir) / "_static" / "palette.css", f"{style_sheet()}\n")
+
+
+def make_demo(app: Sphinx) -> None:
+    """Run the first comparison, and put its report on the site. Finished runs are kept in ``build/demo``."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    from screens import compare
+
+    target = Path(app.outdir) / "demo"
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copy(compare(Path(app.srcdir).parent / "build" / "demo"), target / "report.html")
 
 
 def pack_hospitals(app: Sphinx) -> None:
@@ -343,6 +356,7 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", write_copies)
     app.connect("builder-inited", pack_hospitals)
     app.connect("builder-inited", write_palette)
+    app.connect("builder-inited", make_demo)
     app.connect("source-read", relink)
     app.connect("source-read", summarise)
     app.connect("autodoc-process-signature", shorten)

@@ -3,7 +3,7 @@
 A page's blocks run one after another in an empty folder, beside copies of ``examples``:
 
 - ``python`` runs, in one namespace a page; ``text`` right after it is what it prints;
-- ``bash`` runs, with ``fedstrata`` on the path;
+- ``bash`` runs, with ``fedstrata`` on the path; so do the lines of ``console`` after a ``$``;
 - ``toml`` is a spec or a part of one;
 - a first line such as ``# mine.py`` is the name of a file, which the block is written to instead.
 
@@ -47,6 +47,7 @@ PAGES = sorted(
 FENCE = re.compile(
     r"(?P<note><!-- not run: [^>]*-->\s*\n)?^(?P<indent> *)```(?P<kind>\w*)\n(?P<text>.*?)^ *```", re.M | re.S
 )
+TYPED = re.compile(r"^\$ (.*)$", re.MULTILINE)
 FILE = re.compile(r"# ([\w.-]+\.(?:py|toml|csv))\s*\n")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
@@ -79,7 +80,7 @@ def commands(text: str) -> list[list[str]]:
     found = []
     for line in lines:
         for part in re.split(r"&&|\|", line):
-            words = shlex.split(part, comments=True) if re.match(r"\s*(\w+=\S+ )*fedstrata ", part) else []
+            words = shlex.split(part, comments=True) if re.match(r"\s*(\$ )?(\w+=\S+ )*fedstrata ", part) else []
             if "fedstrata" in words:
                 found.append(words[words.index("fedstrata") + 1 :])
     return found
@@ -148,7 +149,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-RUN = [page for page in PAGES if any(b.kind in ("python", "bash") and not b.shown for b in blocks(page))]
+RUN = [page for page in PAGES if any(b.kind in ("python", "bash", "console") and not b.shown for b in blocks(page))]
 
 
 @pytest.mark.long
@@ -176,9 +177,10 @@ def test_blocks_run(page, folder, monkeypatch):
                 except Exception as error:
                     raise AssertionError(f"{where}: {error!r}") from error
             printed = out.getvalue()
-        elif block.kind == "bash":
+        elif block.kind in ("bash", "console"):
+            text = "\n".join(TYPED.findall(block.text)) if block.kind == "console" else block.text
             done = subprocess.run(
-                ["bash", "-e", "-o", "pipefail", "-c", block.text], capture_output=True, text=True, check=False
+                ["bash", "-e", "-o", "pipefail", "-c", text], capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{where}: {done.stderr[-2000:]}"
             printed = done.stdout
