@@ -23,6 +23,7 @@ import fedstrata
 from fedstrata.base.style import style_sheet
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
 
 
 class Order:
@@ -86,7 +87,6 @@ sphinx_gallery_conf = {
     "ignore_pattern": r"__init__\.py|/own_[a-z]+\.py",
     "within_subsection_order": Order,
     "download_all_examples": False,
-    "default_thumb_file": str(ROOT / "docs" / "_static" / "difference-light.png"),
     "remove_config_comments": True,
     "show_signature": False,
     "show_memory": False,
@@ -233,12 +233,18 @@ def write_palette(app: Sphinx) -> None:
 
 def make_demo(app: Sphinx) -> None:
     """Run the first comparison, and put its report on the site. Finished runs are kept in ``build/demo``."""
-    sys.path.insert(0, str(ROOT / "docs"))
     from screens import compare
 
     target = Path(app.outdir) / "demo"
     target.mkdir(parents=True, exist_ok=True)
     shutil.copy(compare(Path(app.srcdir).parent / "build" / "demo"), target / "report.html")
+
+
+def draw_thumbnails(app: Sphinx) -> None:
+    """Draw the pictures of the gallery's pages, after the gallery has made its own."""
+    import thumbnails
+
+    thumbnails.write(Path(app.srcdir))
 
 
 def pack_hospitals(app: Sphinx) -> None:
@@ -357,6 +363,7 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", pack_hospitals)
     app.connect("builder-inited", write_palette)
     app.connect("builder-inited", make_demo)
+    app.connect("builder-inited", draw_thumbnails, priority=900)
     app.connect("source-read", relink)
     app.connect("source-read", summarise)
     app.connect("autodoc-process-signature", shorten)

@@ -2,7 +2,7 @@
 Compose your own
 ================
 
-A method is four choices. Take FedAvg, and replace one at a time: a client sampler and an objective of your own, a drop-out
+A method is four choices. Take FedAvg, and replace one at a time: a client sampler and an objective of your own, a dropout
 model of your own, and a server optimiser that is there already.
 """
 
