@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -14,8 +15,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from browser import PROGRAM, browser
 
 import fedstrata
+from fedstrata.base.style import ACCENT
 
 pytest.importorskip("sphinx", reason="the site needs the extra docs")
 ROOT = Path(__file__).parents[2]
@@ -157,3 +160,60 @@ def test_with_the_gallery_executed(tmp_path):
         for page in (ROOT / "examples" / folder).glob("*.py"):
             text = (site / folder / f"{page.stem}.html").read_text(encoding="utf-8")
             assert "sphx_glr_" in text or "sphx-glr-script-out" in text, page.name
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_the_search_finds_dropout_in_the_title_of_its_guide(site):
+    text = (site / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
+    assert "guides/dropouts" in {index["docnames"][page] for page in index["titleterms"]["dropout"]}
+
+
+def test_dropout_has_one_spelling():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    assert [path.name for path in pages if re.search("drop-out", path.read_text(encoding="utf-8"), re.I)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_signatures_have_types_that_a_reader_can_write_and_a_summary_comes_first(site):
+    for page in sorted((site / "reference").glob("api-*.html")):
+        text = page.read_text(encoding="utf-8")
+        signatures = [re.sub("<[^>]+>", "", each) for each in re.findall(r'<dt class="sig.*?</dt>', text, re.DOTALL)]
+        assert not [each for each in signatures if re.search(r"Annotated|object at|fedstrata\.|&lt;factory", each)]
+        assert text.index('class="autosummary') < text.index('<dl class="py')
+    methods = (site / "reference" / "api-methods.html").read_text(encoding="utf-8")
+    proximal = re.search(r'<dt class="sig[^>]*id="fedstrata.FedProx">.*?</dt>', methods, re.DOTALL)
+    assert re.search(r"mu:\s*float\s*=\s*0.01", re.sub("<[^>]+>", "", proximal[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_each_page_of_the_gallery_has_a_square_picture_of_its_own_and_a_text(site):
+    Image = pytest.importorskip("PIL.Image")
+    for folder in ("gallery", "concepts"):
+        pages = {page.stem for page in (ROOT / "examples" / folder).glob("*.py") if not page.stem.startswith("own_")}
+        pictures = {name: site / "_images" / f"sphx_glr_{name}_thumb.png" for name in pages}
+        for path in pictures.values():
+            with Image.open(path) as picture:
+                assert picture.width == picture.height
+        assert len({path.read_bytes() for path in pictures.values()}) == len(pages)
+        texts = re.findall(
+            r'class="sphx-glr-thumbcontainer" tooltip="([^"]+)"', (site / folder / "index.html").read_text()
+        )
+        assert len(texts) == len(pages)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_links_and_copy_buttons_can_be_seen_in_both_themes(site, theme, tmp_path):
+    with browser(tmp_path) as page:
+        page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        page.send("Page.navigate", url=(site / "start" / "first-comparison.html").as_uri())
+        page.wait("document.querySelector('button.copybtn')")
+        colour = page.value("getComputedStyle(document.querySelector('article p a')).color")
+        assert "#{:02x}{:02x}{:02x}".format(*map(int, re.findall(r"\d+", colour)[:3])) == getattr(ACCENT, theme)
+        assert float(page.value("getComputedStyle(document.querySelector('button.copybtn')).opacity")) >= 0.5
