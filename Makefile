@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 LEAN   := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 
-.PHONY: accessibility demo docs package test test-fast test-long check format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
+.PHONY: accessibility demo docs screens package test test-fast test-long check format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
 
 # One process more than there are processors, because one mostly waits for servers and sites. Tests start many processes,
 # which would otherwise compile every module anew where the environment forbids to write bytecode. A process that is lost
@@ -37,6 +37,9 @@ docs: $(DEV)  ## The site, with its gallery executed, every warning an error: bu
 	rm -rf build/site docs/gallery docs/concepts
 	$(BIN)/python -m sphinx -q -b html -W --keep-going docs build/site
 	@echo "open build/site/index.html"
+
+screens: $(DEV)  ## The outputs and pictures of the first comparison, on its page and the front page. Needs Chromium.
+	$(BIN)/python docs/screens.py
 
 package:  ## Wheel and sdist, checked; then the demo from the wheel in an empty environment. Before a release.
 	rm -rf build/package dist

@@ -216,7 +216,6 @@ def picture(runs: list[dict[str, Any]], path: Path) -> None:
                 (run for run in runs if run["masking"] == masking and run[fixed] == 100), key=lambda run: run[axis]
             )
             x = [run[axis] for run in part]
-            look = {"color": line.colour.light, "linestyle": line.dash, "marker": "o"}
             axes[0, column].loglog(
                 x,
                 [run["seconds"] for run in part],
