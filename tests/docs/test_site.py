@@ -213,7 +213,7 @@ def test_links_and_copy_buttons_can_be_seen_in_both_themes(site, theme, tmp_path
     with browser(tmp_path) as page:
         page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
         page.send("Page.navigate", url=(site / "start" / "first-comparison.html").as_uri())
-        page.wait("document.querySelector('button.copybtn')")
+        page.wait("document.querySelector('button.copybtn') !== null")
         colour = page.value("getComputedStyle(document.querySelector('article p a')).color")
         assert "#{:02x}{:02x}{:02x}".format(*map(int, re.findall(r"\d+", colour)[:3])) == getattr(ACCENT, theme)
         assert float(page.value("getComputedStyle(document.querySelector('button.copybtn')).opacity")) >= 0.5
