@@ -585,8 +585,14 @@ def draw(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
             place.set_axis_off()
         for row in axes:
             row[0].set_ylabel("test accuracy, %, mean of 5 rounds (faint: each)")
-        lines = [Line2D([], [], **look_of(name)) for name in names]
-        figure.legend(lines, names, loc="outside lower center", fontsize="small", ncols=min(len(names), 5))
+        named = [name for name in names if look_of(name)["color"] != style.OTHER.colour.light]
+        lines = [Line2D([], [], **look_of(name)) for name in named]
+        if grey := [name for name in names if name not in named]:
+            lines.append(Line2D([], [], **look_of(grey[0])))
+            named.append(f"grey: {', '.join(grey)}")
+        figure.legend(
+            lines, named, loc="outside lower center", fontsize="small", ncols=min(len(named), 4), frameon=False
+        )
         figure.savefig(RESULTS / f"rebafl_{table}.png", dpi=100)
         plt.close(figure)
 
@@ -602,7 +608,7 @@ def in_words(title: str) -> str:
 def look_of(name: str) -> dict[str, Any]:
     """Return the style of a line, which is the same in all pictures."""
     name = name.partition(",")[0]
-    line = style.lines(DRAWN)[{"none": "fedavg", "both": "rebafl"}.get(name, name)]
+    line = style.lines(DRAWN).get({"none": "fedavg", "both": "rebafl"}.get(name, name), style.OTHER)
     return {"color": line.colour.light, "linestyle": line.dash, "zorder": 1 if line is style.OTHER else 2}
 
 

@@ -17,7 +17,9 @@ from fedstrata.cli.common import Commands, add_command, add_output, located, pri
 if TYPE_CHECKING:
     from fedstrata.evaluation.history import History
     from fedstrata.experiments.sweep import Sweep
+    from fedstrata.reporting.contrasts import Contrasts
 
+FIGURES = (".pdf", ".png", ".svg")
 FORMATS = ("console", "markdown", "latex", "csv", "json")
 
 
@@ -27,6 +29,7 @@ def add_table(commands: Commands) -> None:
         fedstrata table runs/first
         fedstrata table runs/first --baseline fedavg --format latex
         fedstrata table runs/first --metric best_accuracy,rounds_to_0.8 --at bytes=5e7
+        fedstrata table runs/first --figure forest.pdf
         fedstrata table runs/hospitals --by-client auroc --format latex
     """
     help = "print a table that compares methods with a baseline"
@@ -46,6 +49,8 @@ def add_table(commands: Commands) -> None:
     parser.add_argument("--test", choices=("t", "wilcoxon"), default="t", help=tests)
     by_client = "show this result of each client on its own test samples, a row per client (default: accuracy)"
     parser.add_argument("--by-client", nargs="?", const="accuracy", metavar="RESULT", help=by_client)
+    figure = "also draw the differences with their intervals into this .pdf, .png or .svg file, 3.5 inches wide"
+    parser.add_argument("--figure", type=Path, metavar="FILE", help=figure)
     parser.add_argument("--format", choices=FORMATS, default="console", help="format of the table (default: console)")
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="same as --format json")
 
@@ -56,6 +61,11 @@ def _table(options: argparse.Namespace) -> None:
     from fedstrata.reporting import contrasts
     from fedstrata.reporting.runs import by_data, histories, load_runs
 
+    if options.figure is not None:
+        if options.figure.suffix.lower() not in FIGURES:
+            raise SpecError("--figure", f"must end with {', '.join(FIGURES)}.", str(options.figure))
+        if options.by_client is not None:
+            raise SpecError("--figure", "shows differences between methods. Remove --by-client.", str(options.figure))
     runs = load_runs(options.folders)
     finished = runs.finished()
     if left_out := sum(map(len, runs.values())) - sum(map(len, finished.values())):
@@ -81,6 +91,8 @@ def _table(options: argparse.Namespace) -> None:
             tables[data] = contrasts.contrast(of_data, metrics, at, baseline=baseline, test=options.test)
         except SpecError as error:
             raise SpecError(f"--{error.key}", error.problem, error.value) from None
+    if options.figure is not None:
+        _draw_forest(tables, options.figure)
     if options.format == "json":
         from fedstrata.reporting.tables import compare_table
 
@@ -95,6 +107,16 @@ def _table(options: argparse.Namespace) -> None:
             rich.print(contrasts.to_rich(table))
         else:
             sys.stdout.write({"markdown": contrasts.to_markdown, "latex": contrasts.to_latex}[options.format](table))
+
+
+def _draw_forest(tables: Mapping[str, Contrasts], path: Path) -> None:
+    from fedstrata.reporting.forest import draw_forest
+
+    with_baseline = {data: table for data, table in tables.items() if table.baseline is not None}
+    if not with_baseline:
+        raise SpecError("--figure", "shows differences, and there is only one method. Name more folders.", str(path))
+    draw_forest(with_baseline, path)
+    print(f"fedstrata: note: drew {path}", file=sys.stderr)
 
 
 def _print_heading(format: str, data: str, tables: int) -> None:
