@@ -13,7 +13,9 @@ def test_methods_and_datasets_are_listed(capsys):
     listed = capsys.readouterr().out
     for name in ("fedavg", "scaffold", "fedsts", "fedstas", "stratify"):
         assert name in listed
-    assert "Karimireddy" in listed
+    assert "Karimireddy" not in listed
+    assert main(["methods", "--papers"]) == 0
+    assert "Karimireddy" in capsys.readouterr().out
     assert main(["datasets"]) == 0
     assert "digits" in capsys.readouterr().out
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_formats_and_choices(compared, capsys):
     ]
     assert main([*choice, "--format", "markdown"]) == 0
     text = capsys.readouterr().out
-    assert "| best accuracy, % | plain | 55.00 ± 7.07 | -25.00 | 0.126 |" in text
+    assert "| best accuracy, % | plain | 55.00 ± 7.07 | −25.00 | 0.126 |" in text
     assert "| rounds to 50 % | plain | 2 | +0 | – |" in text
     assert "| accuracy at equal bytes (0.5 MB), % | best | 40.00 |" in text
     assert main([*choice, "--format", "csv"]) == 0
@@ -126,7 +127,8 @@ def test_a_sweep_prints_its_table_and_writes_the_best_spec(capsys):
     command = ["sweep", "s.toml", "--set", "training.lr=0.0001,0.1", "--set", "model.hidden=[8, 8]"]
     assert main([*command, "--set", "training.batch_size=20", "--out", "out", "--jobs", "1", "--quiet"]) == 0
     shown = capsys.readouterr().out
-    assert "| 0.1 | **" in shown
+    assert re.search(r"^0\.1  +\d+\.\d\d$", shown, flags=re.MULTILINE)
+    assert "| 0.1 | **" in Path("out/sweep.md").read_text()
     assert "Best: lr=0.1; its test accuracy is " in shown
     best = Experiment.from_toml("out/best.toml")
     assert (best.training.lr, best.training.batch_size, best.model.hidden) == (0.1, 20, (8, 8))

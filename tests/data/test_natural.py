@@ -148,8 +148,8 @@ def test_a_run_on_them_and_their_names_in_the_pictures(tmp_path):
     assignment = fs.Natural().split(dataset, 0)
     draw_partition(assignment, dataset, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
-    first = list(render_table(assignment, dataset).columns[0].cells)
-    assert [str(cell) for cell in first[:4]] == ["ann", "bob", "eve", "zoe"]
+    table = render_table(assignment, dataset)
+    assert [row[0] for row in table.rows[:4]] == ["ann", "bob", "eve", "zoe"]
     history = fs.run(
         fs.Experiment(partition=fs.Natural(), training={"rounds": 1, "clients_per_round": 4}), data=dataset
     )

@@ -18,8 +18,8 @@ def read(table):
 
 
 def rows(text):
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
-    return {row[0]: row[1:] for row in cells}
+    cells = [line.split() for line in text.splitlines()[3:]]
+    return {row[0]: row[1:] for row in cells if len(row) > 1 and row[0] != "The"}
 
 
 def test_the_table_by_hand(labelled):
@@ -41,7 +41,7 @@ def test_many_clients_and_many_labels_are_summarised(labelled):
     dataset = labelled([number % 20 for number in range(2000)])
     text = read(render_table(Dirichlet(clients=50).split(dataset, 0), dataset))
     assert [*rows(text)] == [*map(str, range(30)), "min", "mean", "max"]
-    assert "the first 30 of 50 clients" in text
+    assert "The first 30 of 50 clients" in text
     assert "labels held" in text
 
 

@@ -21,6 +21,7 @@ from fedstrata.base.printable import csv_cell, printable
 from fedstrata.cli import main
 from fedstrata.evaluation.history import History
 from fedstrata.reporting import contrasts, tables
+from fedstrata.reporting.ending import ending
 from fedstrata.reporting.progress import Progress
 from fedstrata.sites.cli.deploy import _report
 from fedstrata.sites.ledger import PLACE, Entry, Ledger
@@ -152,10 +153,8 @@ def runs() -> dict[str, list[History]]:
 
 
 def test_labels_in_tables_of_a_terminal() -> None:
-    rows, comparison = tables.compare_table(runs()), contrasts.contrast(runs())
-    harmless(rendered(tables.to_rich(rows, HOSTILE)), times=5)
-    harmless(rendered(tables.to_rich(rows * 2)), times=5)
-    harmless(rendered(contrasts.to_rich(comparison)), times=5)
+    harmless(rendered(ending(runs()).table), times=3)
+    harmless(rendered(contrasts.to_screen(contrasts.contrast(runs()))), times=5)
 
 
 def test_labels_in_markdown() -> None:

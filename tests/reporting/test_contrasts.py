@@ -20,7 +20,7 @@ from fedstrata.reporting.contrasts import (
     to_json,
     to_latex,
     to_markdown,
-    to_rich,
+    to_screen,
     value_at,
 )
 from fedstrata.reporting.tables import compare_table
@@ -226,7 +226,7 @@ def test_one_label_alone_has_an_interval_and_no_difference() -> None:
 
 def test_a_terminal_of_80_columns_shows_whole_numbers_and_labels_as_they_are() -> None:
     console = Console(file=io.StringIO(), width=80)
-    console.print(to_rich(contrast({"[one]": THREE["base"], "two": THREE["better"]})))
+    console.print(to_screen(contrast({"[one]": THREE["base"], "two": THREE["better"]})))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in text
     for shown in ("[one]", "55.00 ± 5.00", "[42.58, 67.42]", "+12.00", "[+7.03, +16.97]", "0.009"):

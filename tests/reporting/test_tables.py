@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
 from fedstrata.evaluation.history import History
 from fedstrata.reporting.contrasts import caption, contrast
-from fedstrata.reporting.tables import compare_table, keys, show, to_json, to_markdown, to_rich
+from fedstrata.reporting.statistics import Estimate
+from fedstrata.reporting.tables import Measure, compare_table, keys, show, shown, to_json, to_markdown
 
 
 def run(accuracies: list[float], seed: int = 0) -> History:
@@ -64,16 +62,11 @@ def test_markdown_has_the_same_columns_in_every_line() -> None:
     assert "Mean" not in to_markdown(compare_table({"one": [run([0.5])]}))
 
 
-@pytest.mark.parametrize("copies", [1, 4])
-def test_terminal_shows_whole_numbers_and_labels_as_they_are(copies: int) -> None:
-    rows = compare_table({label + "'" * i: runs for label, runs in RUNS.items() for i in range(copies)})
-    console = Console(file=io.StringIO(), width=80)
-    console.print(to_rich(rows))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "…" not in text
-    assert "[one]" in text
-    assert text.count("60.00") == copies
-    assert text.count("± 14.14") == copies
+def test_a_spread_that_rounds_to_0_is_left_out() -> None:
+    how = Measure("seconds", 1, 1)
+    assert shown(Estimate(0.6, 0.04, 3), how, 3) == "0.6"
+    assert shown(Estimate(0.6, 0.06, 3), how, 3) == "0.6 ± 0.1"
+    assert shown(Estimate(-0.6, 1500.0, 3), how, 3) == "−0.6 ± 1,500.0"
 
 
 def measured(seed: int, *values: tuple[float, float, float], primary: str = "auroc") -> History:
@@ -131,8 +124,8 @@ def test_other_metrics_have_a_column_each_by_the_last_evaluation() -> None:
     extra = [key for key in keys(rows) if "." in key and not key.startswith("rounds")]
     assert extra == ["clients.accuracy.worst_10", "test.macro-f1"]
     assert show(rows[0], "test.macro-f1") == "0.2500"
-    assert show(rows[0], "clients.accuracy.worst_10") == "0.4000"
+    assert show(rows[0], "clients.accuracy.worst_10") == "40.00"
     assert show(rows[1], "test.macro-f1") == "–"
     head = to_markdown(rows).splitlines()[0]
     assert "| final macro-f1 |" in head
-    assert "| final accuracy, worst tenth of the clients |" in head
+    assert "| final accuracy, worst tenth of the clients, % |" in head

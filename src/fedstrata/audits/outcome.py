@@ -16,6 +16,7 @@ from fedstrata.audits.prototypes import BASELINE, Audit, Finding
 from fedstrata.audits.similarity import mean_of
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.printable import printable
+from fedstrata.base.screen import ScreenTable
 from fedstrata.reporting.tables import markdown_table
 
 NAME = "prototypes"
@@ -104,22 +105,16 @@ def caption(audit: Audit) -> str:
 def print_table(audit: Audit) -> None:
     """Print the caption and the main columns of the table, which fit a terminal of 80 characters."""
     import rich
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("reconstruction from")
-    for heading in ("PSNR", "nearest", "stranger", "SSIM", "nearest", "stranger"):
-        table.add_column(heading, justify="right")
-    last = ""
+    headings = ["reconstruction from", "PSNR", "nearest", "stranger", "SSIM", "nearest", "stranger"]
+    lines, last = list[list[str]](), ""
     for row in rows(audit):
         if row.feature != last:
-            table.add_row(f"[bold]{row.feature}[/]")
+            lines.append([row.feature])
             last = row.feature
         _, attack, *numbers = cells(row)
-        table.add_row(f"  {attack}", *numbers[:3], *numbers[4:7])
-    rich.print(Text(printable(caption(audit))))
-    rich.print(table)
+        lines.append([f"  {attack}", *numbers[:3], *numbers[4:7]])
+    rich.print(ScreenTable(headings, lines, more="in the Markdown table", note=caption(audit)))
 
 
 def to_markdown(audit: Audit) -> str:

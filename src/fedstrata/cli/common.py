@@ -16,6 +16,8 @@ from fedstrata.base.jsonl import jsonable
 from fedstrata.base.printable import print_lines
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from fedstrata.evaluation.history import History
     from fedstrata.spec.experiment import Experiment
 
@@ -66,6 +68,30 @@ def add_output(parser: argparse.ArgumentParser, progress: bool = True) -> None:
     if progress:
         parser.add_argument("--quiet", action="store_true", help="do not print the progress")
     parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
+
+
+def add_columns(parser: argparse.ArgumentParser) -> None:
+    """Add the argument ``--columns``."""
+    help = "columns of tables to print: those that fit the terminal (default), or all"
+    parser.add_argument("--columns", choices=("fit", "all"), default="fit", help=help)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print tables and texts of Rich, without cutting lines off that are wider than the terminal."""
+    from rich.console import Console
+
+    console = Console()
+    for part in parts:
+        console.print(part, crop=False)
+
+
+def show_link(word: str, path: Path) -> None:
+    """Print the URL of a file, which terminals open on a click."""
+    from rich.console import Console
+    from rich.text import Text
+
+    url = path.resolve().as_uri()
+    Console().print(Text.assemble(f"{word}: ", (url, f"link {url}")), soft_wrap=True)
 
 
 def print_json(result: object) -> None:

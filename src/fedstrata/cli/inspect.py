@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.printable import print_lines, printable
+from fedstrata.base.screen import ScreenTable
 from fedstrata.cli import common
 from fedstrata.cli.common import Commands, add_command, add_output, print_json, print_result
 
@@ -16,9 +17,11 @@ def add_methods(commands: Commands) -> None:
     """Add the command ``fedstrata methods``."""
     examples = """
         fedstrata methods
+        fedstrata methods --papers
         fedstrata settings method stratify
     """
     parser = add_command(commands, "methods", "list the methods", examples, work=_methods)
+    parser.add_argument("--papers", action="store_true", help="show the paper of each method")
     add_output(parser, progress=False)
 
 
@@ -28,7 +31,9 @@ def _methods(options: argparse.Namespace) -> None:
     if options.json:
         print_json([dict(zip(("method", "about", "paper"), row, strict=True)) for row in known()["methods"]])
     else:
-        _columns(("method", "what it does", "paper"), known()["methods"])
+        papers = options.papers
+        rows = [(name, paper if papers else about) for name, about, paper in known()["methods"]]
+        _columns(("method", "paper" if papers else "what it does"), rows, one_line=True)
 
 
 def add_datasets(commands: Commands) -> None:
@@ -47,8 +52,8 @@ def _datasets(options: argparse.Namespace) -> None:
     if options.json:
         print_json([dict(zip(("data", "about", "found"), row, strict=True)) for row in available()])
         return
-    rows = [(name, about, "yes" if present else "no") for name, about, present in available()]
-    _columns(("data set", "what it is", "found"), rows)
+    rows = [(name, "yes" if present else "no", about) for name, about, present in available()]
+    _columns(("data set", "found", "what it is"), rows)
     print(f"NAME.npz is looked for in {', '.join(map(str, folders()))}; a path and hub:owner/name work too")
 
 
@@ -110,16 +115,10 @@ def _keys(title: str, about: str, rows: Sequence[Sequence[str]]) -> None:
     print()
 
 
-def _columns(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table whose cells wrap to the width of the terminal."""
-    import rich
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*headings, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    rich.print(table)
+def _columns(headings: Sequence[str], rows: Iterable[Sequence[str]], one_line: bool = False) -> None:
+    """Print a table of words, which wrap to the width of the terminal, or are cut to one line each."""
+    words = range(1, len(headings))
+    common.show(ScreenTable(headings, list(rows), words=words, every=True, one_line=one_line))
 
 
 def add_partition(commands: Commands) -> None:
@@ -136,12 +135,11 @@ def add_partition(commands: Commands) -> None:
         "--out", type=Path, default=Path("partition.png"), help="image file to write (default: partition.png)"
     )
     common.add_trust(parser)
+    common.add_columns(parser)
     add_output(parser, progress=False)
 
 
 def _partition(options: argparse.Namespace) -> None:
-    import rich
-
     from fedstrata.base.config import under
     from fedstrata.data.partitions.picture import draw_partition, render_table
 
@@ -157,7 +155,7 @@ def _partition(options: argparse.Namespace) -> None:
         classes = [*data.stratum_names] or ["all samples"]
         print_json({"picture": str(options.out), "classes": classes, "samples": table.tolist()})
     else:
-        rich.print(render_table(assignment, data))
+        common.show(render_table(assignment, data, every=options.columns == "all"))
         print_lines(f"picture: {options.out}")
 
 

@@ -52,12 +52,11 @@ def add_table(commands: Commands) -> None:
     figure = "also draw the differences with their intervals into this .pdf, .png or .svg file, 3.5 inches wide"
     parser.add_argument("--figure", type=Path, metavar="FILE", help=figure)
     parser.add_argument("--format", choices=FORMATS, default="console", help="format of the table (default: console)")
+    common.add_columns(parser)
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="same as --format json")
 
 
 def _table(options: argparse.Namespace) -> None:
-    import rich
-
     from fedstrata.reporting import contrasts
     from fedstrata.reporting.runs import by_data, histories, load_runs
 
@@ -82,7 +81,7 @@ def _table(options: argparse.Namespace) -> None:
     if options.by_client is not None:
         for data, of_data in members.items():
             _print_heading(options.format, data, len(members))
-            _print_by_client(of_data, options.by_client, options.format)
+            _print_by_client(of_data, options.by_client, options.format, options.columns == "all")
         return
     tables = {}
     for data, of_data in members.items():
@@ -104,7 +103,7 @@ def _table(options: argparse.Namespace) -> None:
     for data, table in tables.items():
         _print_heading(options.format, data, len(tables))
         if options.format == "console":
-            rich.print(contrasts.to_rich(table))
+            common.show(contrasts.to_screen(table, options.columns == "all"))
         else:
             sys.stdout.write({"markdown": contrasts.to_markdown, "latex": contrasts.to_latex}[options.format](table))
 
@@ -125,14 +124,12 @@ def _print_heading(format: str, data: str, tables: int) -> None:
         print({"latex": "% ", "markdown": "\n", "console": ""}[format] + f"On {printable(data or 'unnamed data')}:\n")
 
 
-def _print_by_client(runs: Mapping[str, Sequence[History]], column: str, format: str) -> None:
-    import rich
-
+def _print_by_client(runs: Mapping[str, Sequence[History]], column: str, format: str, every: bool) -> None:
     from fedstrata.reporting import by_client
 
     table = by_client.by_client(runs, column)
     if format == "console":
-        rich.print(by_client.to_rich(table, column))
+        common.show(by_client.to_screen(table, column, every))
     elif format == "json":
         print_json({name: {label: asdict(each) for label, each in row.items()} for name, row in table.items()})
     elif format == "csv":
@@ -177,11 +174,12 @@ def add_sweep(commands: Commands) -> None:
     )
     parser.add_argument("--out", type=Path, help="folder to store the sweep in (default: runs/sweep-DATA-TIME)")
     parser.add_argument("--jobs", type=int, help="how many runs to do at the same time (default: one per processor)")
+    common.add_columns(parser)
     add_output(parser)
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from fedstrata.experiments.sweep import BEST, FIGURES, TABLE, TUNED, figures, to_markdown
+    from fedstrata.experiments.sweep import BEST, FIGURES, TABLE, TUNED, figures, to_screen
     from fedstrata.spec.experiment import Experiment, read_table
 
     jobs, seeds = common.jobs(options), common.seeds(options)
@@ -199,7 +197,9 @@ def _sweep(options: argparse.Namespace) -> int:
     with run_folder(options.out, f"sweep-{Path(spec.data.name).stem}") as out:
         settings = {"seeds": seeds, "out": out, "jobs": jobs}
         result = _search(options, table, settings) if options.search else _grid_search(options, table, grid, settings)
-    lines = [*to_markdown(result).splitlines(), f"written to {out}: {TABLE}, {FIGURES}, {BEST}"]
+    if not options.json:
+        common.show(to_screen(result, options.columns == "all"))
+    lines = [f"written to {out}: {TABLE}, {FIGURES}, {BEST}"]
     if len(result.tuned) > 1:
         lines.append(f"compare the methods, each with its best settings: fedstrata compare {out / TUNED}")
     common.print_result(options, {"folder": str(out), **figures(result)}, *lines)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from fedstrata.base import outer
 from fedstrata.base.errors import SpecError
-from fedstrata.base.printable import print_lines
+from fedstrata.base.printable import print_lines, printable
 from fedstrata.cli import common
 from fedstrata.cli.common import Commands
 
@@ -114,17 +116,18 @@ def add_compare(commands: Commands) -> None:
     references = "also run without federated learning: local (each client alone), centralised, or both, comma-separated"
     parser.add_argument("--references", help=references)
     parser.add_argument("--jobs", type=int, help="how many runs to do at the same time (default: one per processor)")
+    common.add_columns(parser)
     common.add_output(parser)
 
 
 def _compare(options: argparse.Namespace) -> int:
-    import rich
+    from rich.text import Text
 
     from fedstrata.experiments.compare import compare, plan
-    from fedstrata.reporting import contrasts
+    from fedstrata.reporting.ending import ending
     from fedstrata.reporting.progress import Progress
     from fedstrata.reporting.runs import histories, load_runs
-    from fedstrata.reporting.tables import compare_table, to_json, to_rich
+    from fedstrata.reporting.tables import compare_table, to_json
     from fedstrata.spec.experiment import read_table, variants
 
     jobs, seeds = common.jobs(options), common.seeds(options)
@@ -146,13 +149,26 @@ def _compare(options: argparse.Namespace) -> int:
             {"folder": str(out), "report": str(out / "report.html"), "rows": to_json(compare_table(runs))}
         )
     else:
-        rich.print(to_rich(compare_table(runs)))
-        if all(
-            spec.data == first.data for spec in experiments.values()
-        ):  # accuracies on different data cannot be compared
-            rich.print(contrasts.to_rich(contrasts.contrast(runs)))
-        print_lines(f"written to {out}: table.md, {first.evaluation.primary}.png, report.html")
+        is_comparable = all(spec.data == first.data for spec in experiments.values())
+        result = ending(runs, is_comparable=is_comparable, every=options.columns == "all")
+        common.show(result.table, "", *(Text(printable(sentence)) for sentence in result.sentences))
+        common.show_link("Report", out / "report.html")
+        if result.seeds:
+            print_lines(f"More seeds: {_again(options, result.seeds, out)}")
+        else:
+            print_lines(f"Intervals and tests: fedstrata table {shlex.quote(str(out))}")
     return common.exit_code(asked)
+
+
+def _again(options: argparse.Namespace, seeds: Sequence[int], out: Path) -> str:
+    """Return the command that adds seeds to the comparison."""
+    words = ["fedstrata", "compare", *([options.spec] if options.spec else [])]
+    for name in ("methods", "references"):
+        if (given := getattr(options, name)) is not None:
+            words += [f"--{name}", given]
+    words += [word for override in options.overrides for word in ("--set", override)]
+    words += [] if options.engine == "local" else ["--engine", options.engine]
+    return shlex.join([*words, "--seeds", ",".join(map(str, seeds)), "--out", str(out)])
 
 
 COMMANDS = (add_run, add_compare)

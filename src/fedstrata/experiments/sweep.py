@@ -7,20 +7,26 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tomli_w
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.printable import printable
+from fedstrata.base.screen import ScreenTable
 from fedstrata.evaluation.history import History
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.experiments.compare import Watcher, compare
 from fedstrata.reporting import tables
 from fedstrata.reporting.statistics import Estimate
-from fedstrata.reporting.tables import markdown_row, shown
+from fedstrata.reporting.tables import shown
 from fedstrata.spec.experiment import COMPARE, Experiment, set_key
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+T = TypeVar("T")
 
 TABLE, FIGURES, BEST = "sweep.md", "sweep.json", "best.toml"
 """The files in a sweep's folder in addition to the runs: the table, its numbers, and the spec of the best cell."""
@@ -230,32 +236,66 @@ def to_markdown(result: Sweep) -> str:
 
     If the cells have several methods, and a method has several cells, the best cell of each method follows.
     """
+    headings, lines = _lines(result)
+    left = len(_keys(result))
+    if result.best is not None:
+        lines[result.best][left] = f"**{lines[result.best][left]}**"
+    text = tables.markdown_table(headings, lines.values(), left=left)
+    if bests := _of_methods(result, lines):
+        rows = [line[: left + 1] for line in bests]
+        text += f"\nThe best settings of each method:\n\n{tables.markdown_table(headings[: left + 1], rows, left=left)}"
+    return f"{text}\n{verdict(result)}\n"
+
+
+def to_screen(result: Sweep, every: bool = False) -> ScreenTable:
+    """Return the table of ``to_markdown`` for a terminal; with ``every``, it shows all columns even if it is narrow."""
+    from rich.text import Text
+
+    headings, lines = _lines(result)
+    rows: dict[str, list[str | Text]] = {label: list(line) for label, line in lines.items()}
+    left, words = len(_keys(result)), range(len(_keys(result)) + 1, len(headings))
+    if result.best is not None:
+        rows[result.best][left] = Text(printable(lines[result.best][left]), style="bold")
+    every_row: list[list[str | Text]] = list(rows.values())
+    if bests := _of_methods(result, rows):
+        every_row += [["The best settings of each method"], *bests]
+    return ScreenTable(headings, every_row, left=left, words=words, every=every, note=verdict(result))
+
+
+def _keys(result: Sweep) -> list[str]:
+    return list(next(iter(result.cells.values())).settings) if result.cells else []
+
+
+def _lines(result: Sweep) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the headings of the table, and its cells by label; the last column has notes if there are any."""
+    how = tables.measure(f"final_{result.primary}")
+    headings = [*_keys(result), how.heading.replace("final", "validation", 1)]
+    lines = {
+        label: [*map(str, cell.settings.values()), shown(result.values[label], how, len(result.histories[label]))]
+        for label, cell in result.cells.items()
+    }
+    if not result.notes:
+        return headings, lines
+    return [*headings, ""], {label: [*line, result.notes.get(label, "")] for label, line in lines.items()}
+
+
+def _of_methods(result: Sweep, rows: Mapping[str, T]) -> list[T]:
+    """Return the row of each method's best cell; empty if there is one method, or one cell per method."""
+    bests = [rows[label] for label in result.best_of_methods.values()]
+    return bests if 1 < len(bests) < len(rows) else []
+
+
+def verdict(result: Sweep) -> str:
+    """Return a sentence about the best cell and its test result."""
     metric, final = result.primary, f"final_{result.primary}"
-    how = tables.measure(final)
-    unit = how.heading.removeprefix(f"final {metric}")
-    keys = list(next(iter(result.cells.values())).settings) if result.cells else []
-    heading = [[*keys, f"validation {metric}{unit}"], [*("---" for _ in keys), "---:"]]
-    lines = {}
-    for label, cell in result.cells.items():
-        value = shown(result.values[label], how, len(result.histories[label]))
-        lines[label] = [*map(str, cell.settings.values()), f"**{value}**" if label == result.best else value]
-    bests = [lines[label] for label in result.best_of_methods.values()]
-    of_methods = "".join(map(markdown_row, [*heading, *bests])) if 1 < len(bests) < len(lines) else ""
-    if result.notes:
-        notes = ["", "---", *(result.notes.get(label, "") for label in result.cells)]
-        every = [[*line, note] for line, note in zip([*heading, *lines.values()], notes, strict=True)]
-    else:
-        every = [*heading, *lines.values()]
-    text = "".join(map(markdown_row, every))
     if result.best is None:
-        return f"{text}\nNo setting has a validation {metric} of every seed.\n"
-    if of_methods:
-        text += f"\nThe best settings of each method:\n\n{of_methods}"
-    runs = result.histories[result.best]
-    test = shown(Estimate.over(tables.value(run, final) for run in runs), how, len(runs)) + unit.replace(",", "")
+        return f"No setting has a validation {metric} of every seed."
+    how, runs = tables.measure(final), result.histories[result.best]
+    unit = how.heading.removeprefix(f"final {metric}").replace(",", "")
+    test = shown(Estimate.over(tables.value(run, final) for run in runs), how, len(runs)) + unit
     by = "By the last evaluation" if tables.kept(runs) is None else "By the models kept"
     seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds, mean ± sample standard deviation"
-    return f"{text}\nBest: {printable(result.best)}; its test {metric} is {test}. {by}; {seeds}.\n"
+    return f"Best: {printable(result.best)}; its test {metric} is {test}. {by}; {seeds}."
 
 
 def comparison_toml(specs: Mapping[str, Experiment]) -> str:

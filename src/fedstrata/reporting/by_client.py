@@ -5,16 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.base.printable import csv_cell
+from fedstrata.base.screen import ScreenTable
 from fedstrata.evaluation.history import History
 from fedstrata.reporting import contrasts, tables
 from fedstrata.reporting.statistics import Estimate
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 ByClient = dict[str, dict[str, Estimate]]
 """A mapping from the name of each client to a mapping from each label to an estimate."""
@@ -97,12 +94,10 @@ def caption(table: ByClient, column: str) -> str:
     return f"{column} on each client's own test part{unit}; {over}{interval}."
 
 
-def to_rich(table: ByClient, column: str) -> Table:
-    """Return the table for a terminal."""
+def to_screen(table: ByClient, column: str, every: bool = False) -> ScreenTable:
+    """Return the table for a terminal; with ``every``, the terminal shows all columns even if it is narrow."""
     labels, rows = _cells(table, column)
-    shown = tables.rich_table(labels, rows)
-    shown.caption, shown.caption_justify = caption(table, column), "left"
-    return shown
+    return ScreenTable(["client", *labels], rows, every=every, note=caption(table, column))
 
 
 def to_markdown(table: ByClient, column: str) -> str:

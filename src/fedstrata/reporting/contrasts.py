@@ -6,13 +6,14 @@ import csv
 import io
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedstrata.base.arrays import Floats
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.base.printable import csv_cell, printable
+from fedstrata.base.screen import ScreenTable
 from fedstrata.evaluation.history import History, column_of
 from fedstrata.reporting import tables
 from fedstrata.reporting.draw import TRAFFIC, Curves, quantity, spent
@@ -26,9 +27,6 @@ from fedstrata.reporting.statistics import (
     cut,
     paired_difference,
 )
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 class Budget(NamedTuple):
@@ -372,16 +370,13 @@ def _sentences(table: Contrasts) -> Iterator[str]:
     yield from tables.of_stuck({row.label: row.stuck for row in table.rows})
 
 
-def to_rich(table: Contrasts) -> RenderableType:
-    """Return a table for each measure, for a terminal of 80 columns."""
-    from rich.console import Group
-    from rich.text import Text
-
+def to_screen(table: Contrasts, every: bool = False) -> ScreenTable:
+    """Return the table for a terminal; with ``every``, the terminal shows all columns even if it is narrow."""
     headings, groups = _lines(table)
-    parts = [
-        part for title, rows in groups.items() for part in (Text(printable(title)), tables.rich_table(headings, rows))
-    ]
-    return Group(*parts, Text(printable(caption(table))))
+    rows = [row for title, lines in groups.items() for row in ([title], *lines)]
+    # Means, differences, their intervals and p-values are more important than the intervals of the means.
+    order = sorted(range(1, len(headings) + 1), key=lambda column: (column == 2 and len(headings) > 2, column))
+    return ScreenTable(["", *headings], rows, order=order, every=every, note=caption(table))
 
 
 def to_markdown(table: Contrasts) -> str:
@@ -466,7 +461,7 @@ _LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "%": r"\%", "&": r"\&", "#": r"\#", "_": r"\_", "$": r"\$",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$",
     "|": "$|$", "±": r"$\pm$", tables.MISSING: "--",
-    tables.STUCK: r"$\dagger$",
+    "−": "$-$", tables.STUCK: r"$\dagger$",
     "[": "{[}", "]": "{]}", "*": "{*}",  # at the start of a row, LaTeX reads them as an argument of the previous \\
 }  # fmt: skip
 
@@ -487,7 +482,7 @@ def _mathematics(cell: str) -> str:
     value, bracket, note = cell.partition(" (")
     # LaTeX must not add a space after a comma between thousands, only after one between the ends of an interval.
     value = value.replace(",", "{,}").replace("{,} ", ", ")
-    value = value.replace("±", r"\pm")
+    value = value.replace("±", r"\pm").replace("−", "-")
     return f"${value}${escape(bracket + note)}"
 
 

@@ -1,23 +1,18 @@
-"""Tables of methods, with mean and standard deviation over seeds: for the terminal, Markdown and JSON."""
+"""Tables of methods, with mean and standard deviation over seeds: as Markdown and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fedstrata.base.printable import printable
 from fedstrata.evaluation.history import TARGETS, History, column_of, target_text
 from fedstrata.reporting.statistics import UNBOUNDED, Estimate, Range
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 MISSING = "–"
 STUCK = "†"
 """The mark of labels with runs that are stuck; see ``Row.stuck``."""
-ABREAST = 4
-"""The most labels that fit side by side on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +198,8 @@ def measure(key: str) -> Measure:
         heading = f"final {key.removeprefix(_TEST)}"
     elif key.startswith(_CLIENTS):
         heading = f"final {key.removeprefix(_CLIENTS).removesuffix(_WORST)}, worst tenth of the clients"
+    if metric_of(key) == "accuracy":
+        return replace(MEASURES["final_accuracy"], heading=f"{heading}, %")
     return Measure(heading, 1, 4, bounds(key))
 
 
@@ -241,18 +238,18 @@ def shown(cell: Estimate, how: Measure, seeds: int) -> str:
     if cell.mean is None:
         return MISSING
     text = number(cell.mean, how)
-    if cell.sd:  # a deviation of 0 is not shown
-        text += f" ± {number(cell.sd, how)}"
+    if cell.sd and float((spread := number(cell.sd, how)).replace(",", "")):  # a deviation of 0 is not shown
+        text += f" ± {spread}"
     return text + (f" ({cell.n} of {seeds})" if cell.n < seeds else "")
 
 
 def number(value: float, how: Measure, sign: str = "") -> str:
-    """Format a number in the unit of its heading.
+    """Format a number in the unit of its heading, with a true minus sign.
 
-    >>> number(0.5, MEASURES["final_accuracy"], "+")
-    '+50.00'
+    >>> number(0.5, MEASURES["final_accuracy"], "+"), number(-1.0, MEASURES["rounds"])
+    ('+50.00', '−1')
     """
-    return f"{value * how.factor:{sign},.{how.digits}f}"
+    return f"{value * how.factor:{sign},.{how.digits}f}".replace("-", "−")
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
@@ -306,50 +303,6 @@ def of_stuck(stuck: Mapping[str, int]) -> list[str]:
         if counts
         else []
     )
-
-
-def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:
-    """Return the table for a terminal of 80 columns.
-
-    With up to ``ABREAST`` labels, each label is a column and each measure a row. With more labels, each label is a row,
-    and only the measures by which methods are compared are columns.
-    """
-    from rich.text import Text
-
-    if len(rows) <= ABREAST:
-        cells = [[measure(key).heading, *(show(row, key) for row in rows)] for key in keys(rows)]
-        table = rich_table([row.marked for row in rows], cells)
-    else:
-        shown = [key for key in keys(rows) if key not in ("best_round", "rounds", "seconds")]
-        cells = [[row.marked, *(show(row, key) for key in shown)] for row in rows]
-        table = rich_table([measure(key).heading for key in shown], cells, whole_words=True)
-    table.title = Text(printable(title), style="table.title") if title else None
-    table.caption = Text(printable(caption(rows)), style="table.caption") if caption(rows) else None
-    table.caption_justify = "left"
-    return table
-
-
-def rich_table(headings: Iterable[str], rows: Iterable[Sequence[str]], *, whole_words: bool = False) -> Table:
-    """Return a table for a terminal, whose first column has no heading.
-
-    Args:
-        headings: The headings of the other columns.
-        rows: The cells.
-        whole_words: Whether each column is at least as wide as the longest word of its heading. To save width, each
-            deviation is then written below its mean.
-    """
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for heading in map(printable, headings):
-        width = max(map(len, heading.split())) if whole_words else None
-        table.add_column(Text(heading), justify="right", overflow="fold", min_width=width)
-    table.columns[0].overflow = "fold"
-    for first, *rest in (map(printable, row) for row in rows):
-        table.add_row(Text(first), *(Text(cell.replace(" ±", "\n±") if whole_words else cell) for cell in rest))
-    return table
 
 
 def to_markdown(rows: Sequence[Row]) -> str:

@@ -11,13 +11,12 @@ import numpy as np
 from fedstrata.base import style
 from fedstrata.base.arrays import Ints
 from fedstrata.base.printable import printable
+from fedstrata.base.screen import ScreenTable
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.partitions.base import Assignment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.table import Table
-
 
 BUBBLES = 100
 """A picture has a bubble per client and label, up to this number of clients and half this number of labels."""
@@ -115,21 +114,19 @@ def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
     axes.set_title(f"largest bubble: {largest:,} samples", loc="right", fontsize=8, color=style.SOFT.light)
 
 
-def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30) -> Table:
+def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every: bool = False) -> ScreenTable:
     """Return a table of the labels that each client holds, for the terminal.
 
     Args:
         assignment: The partition.
         dataset: The data set that was divided.
         rows: The number of clients that are shown. The last rows are smallest, mean and largest over all clients.
+        every: Whether the terminal shows all columns even if it is narrow.
 
     Returns:
         The table. It has a column per label if there are at most 12 labels. Otherwise, it has two columns: the number
         of labels that a client holds, and the share of its most frequent label.
     """
-    from rich.table import Table
-    from rich.text import Text
-
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]
     each = classes <= 12
@@ -142,21 +139,16 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30) -> Ta
     values = np.column_stack([sizes, body])
     title = f"{dataset.name}: {int(sizes.sum()):,} samples at {len(sizes):,} clients"
     shown = min(rows, len(sizes))
-    table = Table(
-        title=Text(printable(title), style="table.title"),
-        caption=None if shown == len(sizes) else f"the first {shown} of {len(sizes):,} clients",
-    )
-    for head in ("client", "samples", *heads):
-        table.add_column(Text(printable(head)), justify="right")
     names = assignment.names(dataset)
+    lines = list[list[str]]()
     for client in range(shown):
-        row = [f"{value:,.0f}" for value in values[client]]
-        held = [text if text != "0" else "·" for text in row[1:]] if each else row[1:]
-        table.add_row(Text(printable(names[client])), row[0], *held, end_section=client == shown - 1)
+        first, *rest = (f"{value:,.0f}" for value in values[client])
+        lines.append([names[client], first, *("·" if each and text == "0" else text for text in rest)])
+    lines.append([])
     for word, summary in (("min", values.min(0)), ("mean", values.mean(0)), ("max", values.max(0))):
-        digits = 1 if word == "mean" else 0
-        table.add_row(word, *(f"{value:,.{digits}f}" for value in summary))
-    return table
+        lines.append([word, *(f"{value:,.{1 if word == 'mean' and value < 10 else 0}f}" for value in summary)])
+    note = "" if shown == len(sizes) else f"The first {shown} of {len(sizes):,} clients."
+    return ScreenTable(["client", "samples", *heads], lines, every=every, title=title, note=note)
 
 
 def _names(dataset: Dataset, strata: int) -> list[str]:

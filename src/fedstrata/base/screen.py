@@ -1,0 +1,172 @@
+"""Tables for terminals, all in one style: bold headings with a rule below, and names and numbers that are never split.
+
+If a terminal is too narrow for all columns, the least important ones are left out, and a line below the table says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import TYPE_CHECKING, NamedTuple
+
+from fedstrata.base.printable import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
+
+NAME = 22
+"""The width to which longer names are cut if the terminal is too narrow."""
+WORDS = 24
+"""The least width of a column of words, which wrap."""
+READABLE = 100
+"""The width at which notes wrap."""
+
+
+class Block(NamedTuple):
+    """Columns that stand side by side: the width of each column, and the number of spaces between two."""
+
+    widths: dict[int, int]
+    gap: int
+
+
+@dataclass(frozen=True)
+class ScreenTable:
+    """A table that fits the terminal it is printed to.
+
+    Args:
+        headings: The headings of the columns.
+        rows: The cells of each row. A row with one cell is the title of the rows that follow it, and an empty row is a
+            rule. Cells that are ``Text`` keep their style.
+        left: The number of columns, from the first, that are aligned to the left and contain names.
+        words: The columns that contain words, which wrap.
+        order: The columns by importance, without those that are only shown with ``every``. Default: all, from left to
+            right. The names are always shown.
+        every: Whether to show all columns, in several blocks if the terminal is too narrow.
+        one_line: Whether words are cut at the edge of a terminal, and not wrapped.
+        more: Where the columns are that are left out.
+        title: The line above the table.
+        note: The sentences below the table.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str | Text]]
+    left: int = 1
+    words: Collection[int] = ()
+    order: Sequence[int] | None = None
+    every: bool = False
+    one_line: bool = False
+    more: str = "--columns all"
+    title: str = ""
+    note: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.text import Text
+
+        if self.title:
+            yield from Text(printable(self.title), style="bold").wrap(console, options.max_width)
+        blocks = self._blocks(options.max_width)
+        for number, block in enumerate(blocks):
+            if number:
+                yield Text()
+            yield from self._lines(console, block, cut=self.one_line and options.is_terminal)
+        values = len(self.headings) - self.left
+        if left_out := values - sum(len(block.widths) - self.left for block in blocks):
+            yield Text(f"{left_out} column{'s' if left_out > 1 else ''} more: {self.more}", style="dim")
+        if self.note:
+            for line in Text(printable(self.note)).wrap(console, min(options.max_width, READABLE)):
+                line.rstrip()
+                yield line
+
+    @cached_property
+    def _cells(self) -> list[list[Text]]:
+        from rich.text import Text
+
+        return [[Text(printable(cell)) if isinstance(cell, str) else cell for cell in row] for row in self.rows]
+
+    def _longest(self, column: int) -> int:
+        return max((row[column].cell_len for row in self._cells if len(row) > 1), default=0)
+
+    def _least(self, column: int) -> int:
+        """Return the least width of a column in which neither its cells nor words of its heading are split."""
+        longest = self._longest(column)
+        limit = WORDS if column in self.words else NAME if column < self.left else longest
+        return max([min(longest, limit), *map(len, self.headings[column].split())])
+
+    def _blocks(self, width: int) -> list[Block]:
+        names = list(range(self.left))
+        every = range(self.left, len(self.headings))
+        rest = list(every if self.order is None or self.every else self.order)
+        least = [self._least(column) for column in range(len(self.headings))]
+        blocks = list[Block]()
+        while rest or not blocks:
+            wide, narrow = (self._fitting(rest, least, width, gap) for gap in (2, 1))
+            count, gap = max(wide, narrow, 1), 1 if narrow > wide else 2
+            shown = sorted([*names, *rest[:count]])
+            blocks.append(Block(self._widths(shown, least, width - gap * (len(shown) - 1)), gap))
+            rest = rest[count:] if self.every else []
+        return blocks
+
+    def _fitting(self, columns: Sequence[int], least: Sequence[int], width: int, gap: int) -> int:
+        """Return how many of the columns, from the first, fit beside the names."""
+        total = sum(least[: self.left]) + gap * (self.left - 1)
+        for count, column in enumerate(columns):
+            total += gap + least[column]
+            if total > width:
+                return count
+        return len(columns)
+
+    def _widths(self, columns: Sequence[int], least: Sequence[int], room: int) -> dict[int, int]:
+        """Widen columns as far as there is room: first those of names and words, then headings of several lines."""
+        widths = {column: least[column] for column in columns}
+        flexible = [column for column in columns if column < self.left or column in self.words]
+        for column in flexible:
+            widths[column] += max(min(self._longest(column) - widths[column], room - sum(widths.values())), 0)
+        for column in columns:
+            missing = len(self.headings[column]) - widths[column]
+            widths[column] += missing if 0 < missing <= room - sum(widths.values()) else 0
+        widths[0] = max(min(widths[0], widths[0] + room - sum(widths.values())), 2)
+        return widths
+
+    def _lines(self, console: Console, block: Block, cut: bool) -> Iterator[Text]:
+        from rich.text import Text
+
+        rule = Text("─" * (sum(block.widths.values()) + block.gap * (len(block.widths) - 1)), style="dim")
+        heads = list[list[Text]]()
+        for column, width in block.widths.items():
+            head = Text(printable(self.headings[column]), style="bold")
+            head.highlight_regex(r"(?<=, )\S+$", "not bold dim")
+            heads.append(list(head.wrap(console, width)))
+        tallest = max(map(len, heads))
+        yield from self._side_by_side([[Text("")] * (tallest - len(lines)) + lines for lines in heads], block)
+        yield rule
+        for number, row in enumerate(self._cells):
+            if len(row) < 2:
+                yield from ([Text()] if row and number else []) + (row or [rule])
+                continue
+            lines = list[list[Text]]()
+            for column, width in block.widths.items():
+                cell = row[column].copy()
+                if column in self.words and not cut:
+                    lines.append(list(cell.wrap(console, width)))
+                else:
+                    cell.truncate(width, overflow="ellipsis")
+                    lines.append([cell])
+            yield from self._side_by_side(lines, block)
+
+    def _side_by_side(self, cells: Sequence[Sequence[Text]], block: Block) -> Iterator[Text]:
+        """Yield the lines of a row whose cells may have several lines."""
+        from rich.text import Text
+
+        for parts in zip_longest(*cells, fillvalue=Text("")):
+            line = Text(no_wrap=True, overflow="ignore")
+            for part, (column, width) in zip(parts, block.widths.items(), strict=True):
+                cell = part.copy()
+                cell.rstrip()
+                cell.align("left" if column < self.left or column in self.words else "right", width)
+                line.append(" " * block.gap if line else "")
+                line.append_text(cell)
+            line.rstrip()
+            yield line
