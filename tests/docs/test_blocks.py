@@ -96,7 +96,8 @@ COMPLETE = outer.installed() == list(outer.OUTER)
 def test_commands_exist_with_their_arguments(page):
     for block in blocks(page):
         if block.kind in ("", "bash", "console", "text"):
-            for arguments in commands(block.text):
+            typed = "\n".join(TYPED.findall(block.text)) if block.kind == "console" else block.text
+            for arguments in commands(typed):
                 if {"--version", "--help"} & set(arguments) or arguments[:1] == ["COMMAND"]:
                     continue
                 if arguments[0] not in COMMANDS and not COMPLETE:

@@ -43,16 +43,29 @@ def test_a_resumed_run_starts_where_it_was() -> None:
     assert "accuracy – (best –)" in last_line(console, "30/40")
 
 
-def test_a_comparison_has_a_bar_for_all_rounds_and_one_for_each_run_that_goes_on() -> None:
+def test_a_comparison_has_a_bar_for_all_rounds_and_one_for_each_method() -> None:
     console = terminal()
     with Progress(console=console) as progress:
-        watch = progress.of_runs({("fedavg", 0): 10, ("fed[prox]", 0): 10})
+        runs = {("fedavg", 0): 10, ("fed[prox]", 0): 10, ("fed[prox]", 1): 10}
+        watch = progress.of_runs(runs, lambda label, seed: f"{90 + seed}.0 %")
         watch("fedavg", 0, 10)
-        watch("fed[prox]", 0, 4)
-    shown = written(console)
-    assert "14/20" in last_line(console, "2 runs")
-    assert "4/10" in last_line(console, "fed[prox], seed 0")
-    assert "fedavg, seed 0" not in shown.split("2 runs")[-1]  # it is over
+        watch("fed[prox]", 0, 10)
+        watch("fed[prox]", 1, 4)
+    assert "24/30" in last_line(console, "3 runs")
+    assert "1 of 1 seed  90.0 %" in last_line(console, "fedavg")
+    assert "1 of 2, round 4/10  91.0 %" in last_line(console, "fed[prox]")
+
+
+def test_many_methods_have_a_bar_only_while_they_run() -> None:
+    console = terminal()
+    with Progress(console=console) as progress:
+        watch = progress.of_runs({(f"method {n}", 0): 4 for n in range(20)})
+        watch("method 1", 0, 4)
+        watch("method 2", 0, 1)
+    end = written(console).split("20 runs")[-1]
+    assert "method 2" in end
+    assert "method 1" not in end
+    assert "method 3" not in end
 
 
 def test_any_task_has_a_bar_and_a_note() -> None:
@@ -82,9 +95,9 @@ def test_off_a_terminal_a_line_every_ten_seconds() -> None:
             now[0] += 1.0
             watch({"round": round, "accuracy": round / 100, "clients_returned": 7, "clients_invited": 10})
     assert written(console).splitlines() == [
-        "fed[avg]: 14/40 accuracy 14.0 % (best 14.0 %) clients 7/10 0:00:26 left",
-        "fed[avg]: 24/40 accuracy 24.0 % (best 24.0 %) clients 7/10 0:00:16 left",
-        "fed[avg]: 34/40 accuracy 34.0 % (best 34.0 %) clients 7/10 0:00:06 left",
+        "fed[avg]: 14/40 accuracy 14.0 % (best 14.0 %) clients 7/10 26 s left",
+        "fed[avg]: 24/40 accuracy 24.0 % (best 24.0 %) clients 7/10 16 s left",
+        "fed[avg]: 34/40 accuracy 34.0 % (best 34.0 %) clients 7/10 6 s left",
     ]
 
 
@@ -92,9 +105,10 @@ def test_the_line_of_a_comparison_is_about_all_of_it() -> None:
     console, now = Console(file=io.StringIO(), force_terminal=False, width=40), [0.0]
     with Progress(console=console, clock=lambda: now[0]) as progress:
         watch = progress.of_runs({("fedavg", 0): 10, ("fedprox", 0): 10})
+        watch("fedavg", 0, 0)
         now[0] = 30.0
         watch("fedavg", 0, 5)
-    assert written(console) == "2 runs: 5/20 rounds 0:01:30 left\n"
+    assert written(console) == "2 runs: 5/20 rounds 1 min 30 s left\n"
 
 
 def test_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,13 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.base.printable import printable
-from fedstrata.cli import common
+from fedstrata.cli import common, first_line
 from fedstrata.cli.common import Commands, add_command, add_output, located, print_json, run_folder
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ def add_sweep(commands: Commands) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> int:
+    first_line.announce(options, first_line.of_sweep(options))
     from fedstrata.experiments.sweep import BEST, FIGURES, TABLE, TUNED, figures, to_screen
     from fedstrata.spec.experiment import Experiment, read_table
 
@@ -209,13 +211,16 @@ def _sweep(options: argparse.Namespace) -> int:
 def _grid_search(
     options: argparse.Namespace, table: dict[str, Any], grid: dict[str, list[Any]], settings: dict[str, Any]
 ) -> Sweep:
+    from fedstrata.experiments.compare import latest
     from fedstrata.experiments.sweep import cells, sweep
     from fedstrata.reporting.progress import Progress
 
-    planned = located(options, lambda: cells(table, grid)).items()
-    rounds = {(label, seed): cell.spec.training.rounds for label, cell in planned for seed in settings["seeds"]}
+    planned = located(options, lambda: cells(table, grid))
+    seeds = settings["seeds"]
+    rounds = {(label, seed): cell.spec.training.rounds for label, cell in planned.items() for seed in seeds}
     with Progress(options.quiet) as progress:
-        watch = progress.of_runs(rounds)
+        specs = {key: planned[key[0]].spec for key in rounds}
+        watch = progress.of_runs(rounds, partial(latest, settings["out"], specs))
         return located(options, lambda: sweep(table, grid, watch=watch, **settings))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from fedstrata.base import outer
 from fedstrata.base.errors import SpecError
 from fedstrata.base.printable import print_lines, printable
-from fedstrata.cli import common
+from fedstrata.cli import common, first_line
 from fedstrata.cli.common import Commands
 
 
@@ -48,6 +48,7 @@ def add_run(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    first_line.announce(options, first_line.of_run(options))
     from fedstrata.experiments.run import run
     from fedstrata.reporting.plots import plot_run
     from fedstrata.reporting.progress import Progress
@@ -121,9 +122,10 @@ def add_compare(commands: Commands) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    first_line.announce(options, first_line.of_compare(options))
     from rich.text import Text
 
-    from fedstrata.experiments.compare import compare, plan
+    from fedstrata.experiments.compare import compare, folder_of, is_done, latest, plan
     from fedstrata.reporting.ending import ending
     from fedstrata.reporting.progress import Progress
     from fedstrata.reporting.runs import histories, load_runs
@@ -139,10 +141,14 @@ def _compare(options: argparse.Namespace) -> int:
     planned = common.located(options, lambda: plan(experiments, seeds, references))
     rounds = {key: spec.training.rounds for key, spec in planned.items()}
     folder = common.run_folder(options.out, f"compare-{Path(first.data.name).stem}")
-    with folder as out, Progress(options.quiet) as progress:
-        watch = progress.of_runs(rounds)
+    with folder as out:
+        there = sum(is_done(folder_of(out, key), spec) for key, spec in planned.items())
+        if there and not options.quiet:
+            print_lines(f"{there} of {len(planned)} runs were there already", file=sys.stderr)
         given = {"seeds": seeds, "out": out, "engine": options.engine, "references": references, "jobs": jobs}
-        asked = common.located(options, partial(compare, experiments, **given, watch=watch))
+        with Progress(options.quiet or there == len(planned)) as progress:
+            watch = progress.of_runs(rounds, partial(latest, out, planned))
+            asked = common.located(options, partial(compare, experiments, **given, watch=watch))
     runs = histories(load_runs(out).finished())  # also runs that were in the folder before
     if options.json:
         common.print_json(

@@ -17,15 +17,16 @@ from torch import nn
 from fedstrata.base.config import build
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.processes import Task, TaskPool, can_fork
-from fedstrata.evaluation.history import History, frame
+from fedstrata.evaluation.history import History, column_of, frame
 from fedstrata.experiments.references import fold, reference_runs
 from fedstrata.experiments.run import carry_out
 from fedstrata.models.zoo import OwnModel
 from fedstrata.reporting import tables
 from fedstrata.reporting.progress import Progress
 from fedstrata.reporting.runs import keep_order
+from fedstrata.reporting.summary import percent
 from fedstrata.runs.preparation import Arrays, Prepared, prepare
-from fedstrata.runs.run_folder import SUMMARY, refuse_foreign, rounds_done
+from fedstrata.runs.run_folder import SUMMARY, last_number, refuse_foreign, rounds_done
 from fedstrata.spec.experiment import Experiment
 
 if TYPE_CHECKING:
@@ -130,7 +131,12 @@ def compare(
     keep_order(out, dict.fromkeys(label for label, _ in rows))
     with Progress(quiet=not progress) as bars:
         if progress:
-            watch = bars.of_runs({key: spec.training.rounds for key, spec in planned.items()})
+            watch = bars.of_runs(
+                {key: spec.training.rounds for key, spec in planned.items()}, partial(latest, out, planned)
+            )
+        if watch is not None:
+            for key in (key for key in planned if key not in unfinished):
+                watch(*key, planned[key].training.rounds)
         jobs = jobs or ((os.cpu_count() or 1) if engine == "local" else 1)
         own = {name: part for name, part in (("data", data), ("model", model)) if part is not None}
         _run_all(unfinished, folders, jobs, watch, engine, own)
@@ -205,6 +211,20 @@ def folder_of(out: Path, key: Key) -> Path:
     """Return the folder of one run in the folder of a comparison."""
     label, _, run = key[0].partition("/")
     return out / label / f"seed-{key[1]}" / run
+
+
+def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) -> str:
+    """Return the last value of a run's primary metric as text; empty if the run was not evaluated yet.
+
+    Args:
+        out: The folder of the comparison.
+        planned: The experiment of each run.
+        label: The label of the run.
+        seed: Its seed.
+    """
+    metric = planned[label, seed].evaluation.primary
+    value = last_number(folder_of(out, (label, seed)), column_of(metric))
+    return "" if value is None else percent(value, 1) if metric == "accuracy" else f"{metric} {value:.3f}"
 
 
 def is_done(folder: Path, spec: Experiment) -> bool:

@@ -85,7 +85,7 @@ class Band(NamedTuple):
     sd: Floats
 
 
-class Line(NamedTuple):
+class Curve(NamedTuple):
     """A curve as it is drawn: its horizontal places, and mean and standard deviation over seeds there, (R,)."""
 
     x: Ints | Floats
@@ -131,18 +131,18 @@ def over_seeds(histories: Sequence[History], column: str) -> Band:
     return Band(np.array(common, dtype=np.int64), table.mean(axis=0), sd)
 
 
-def rising(drawn: Mapping[str, Line]) -> bool:
+def rising(drawn: Mapping[str, Curve]) -> bool:
     """Return whether curves rise on average from their first to their last point."""
     return sum(float(line.mean[-1] - line.mean[0]) for line in drawn.values()) >= 0
 
 
-def ranked(drawn: Mapping[str, Line]) -> list[str]:
+def ranked(drawn: Mapping[str, Curve]) -> list[str]:
     """Return the labels of curves, the one with the best last point first. In rising curves, the highest is best."""
     sign = -1 if rising(drawn) else 1
     return sorted(drawn, key=lambda label: sign * float(drawn[label].mean[-1]))
 
 
-def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, Line]:
+def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, Curve]:
     """Compute the curves of a chart in the units that it shows.
 
     Args:
@@ -157,7 +157,7 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, L
         SpecError: No history has such a column.
     """
     factor, problem = quantity(column).factor, None
-    drawn = dict[str, Line]()
+    drawn = dict[str, Curve]()
     missing = 0
     for label, histories in curves.items():
         try:
@@ -167,13 +167,13 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, L
             continue
         x = rounds.astype(np.float64) if against == "round" else sent(histories, rounds)
         if (positive := x > 0).any():  # a logarithmic axis has no 0
-            drawn[label] = Line(x[positive], mean[positive] * factor, sd[positive] * factor)
+            drawn[label] = Curve(x[positive], mean[positive] * factor, sd[positive] * factor)
     if problem is not None and missing == len(curves):
         raise problem
     return drawn
 
 
-def banded(drawn: Mapping[str, Line]) -> list[str]:
+def banded(drawn: Mapping[str, Curve]) -> list[str]:
     """Return the labels of the curves that have a band, because several seeds differ and there are not too many."""
     labels = drawn if len(drawn) <= BANDS else dict.fromkeys((next(iter(drawn)), ranked(drawn)[0]))
     return [label for label in labels if drawn[label].sd.any()]
@@ -223,7 +223,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     ]
 
 
-def _view(axes: Axes, drawn: Mapping[str, Line], *, percent: bool) -> tuple[float, float]:
+def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[float, float]:
     """Return the range of the vertical axis: without the steep beginning of long curves, and from 0 to 100 percent."""
     low, high = axes.dataLim.y0, axes.dataLim.y1
     if max(len(line.mean) for line in drawn.values()) >= EARLY:
@@ -284,18 +284,18 @@ def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
     """Draw the data sent since the start, by clients and to clients, averaged over seeds."""
     for column, name, stroke in zip(TRAFFIC, ("by clients", "to clients"), PAIR, strict=True):
         rounds, mean, sd = over_seeds(histories, column)
-        _curve(axes, Line(rounds, np.cumsum(mean) * 1e-6, np.zeros_like(sd)), stroke, name)
+        _curve(axes, Curve(rounds, np.cumsum(mean) * 1e-6, np.zeros_like(sd)), stroke, name)
     _style_rounds(axes, "sent since the start, MB", from_zero=True)
 
 
 def draw_losses(axes: Axes, histories: Sequence[History]) -> None:
     """Draw the mean test loss and training loss over seeds, with bands of one standard deviation."""
     for column, name, stroke in zip(("loss", "train_loss"), ("test", "training"), PAIR, strict=True):
-        _curve(axes, Line(*over_seeds(histories, column)), stroke, name)
+        _curve(axes, Curve(*over_seeds(histories, column)), stroke, name)
     _style_rounds(axes, "loss")
 
 
-def _curve(axes: Axes, line: Line, stroke: Stroke, label: str | None = None, *, has_band: bool = True) -> None:
+def _curve(axes: Axes, line: Curve, stroke: Stroke, label: str | None = None, *, has_band: bool = True) -> None:
     x, mean, sd = line
     if not len(x):
         return

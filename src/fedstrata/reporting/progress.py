@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 from fedstrata.base.printable import printable
@@ -25,13 +24,32 @@ DRAW_EVERY = 0.25
 """Seconds between two updates in a notebook."""
 
 
+MOST = 12
+"""The most labels of a comparison that all have a bar. If there are more, only those that are running have one."""
+
+NAME = 22
+"""The number of characters after which the name of a bar is cut off."""
+
+
+def duration(seconds: float) -> str:
+    """Format a time.
+
+    >>> duration(12.3), duration(200), duration(7500)
+    ('12 s', '3 min 20 s', '2 h 5 min')
+    """
+    all_seconds = round(seconds)
+    minutes, rest = divmod(all_seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 def _remaining(task: Task, now: float) -> str:
     """Estimate the remaining time of a task as text; empty before its first step is done, and after its last one."""
     done, total = task.completed, task.total or 0
     new = done - task.fields["first"]
     if new < 1 or done >= total:
         return ""
-    return f"{timedelta(seconds=round((now - task.fields['began']) / new * (total - done)))} left"
+    return f"{duration((now - task.fields['began']) / new * (total - done))} left"
 
 
 class Progress:
@@ -64,17 +82,25 @@ class Progress:
         if self.quiet:
             return self
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, ProgressColumn, TextColumn
         from rich.progress import Progress as Bars
+        from rich.table import Column
+        from rich.text import Text
+
+        clock = self._clock
+
+        class TimeLeft(ProgressColumn):
+            def render(self, task: Task) -> Text:
+                return Text(_remaining(task, clock()))
 
         self._console = console = self._console or Console(stderr=True)
         self._shown_at = self._clock()
         self._bars = Bars(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            BarColumn(bar_width=None, table_column=Column(min_width=6, max_width=30)),
+            TextColumn("{task.fields[count]}", markup=False),
             TextColumn("{task.fields[note]}", markup=False),
-            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            TimeLeft(Column(no_wrap=True)),
             console=console,
             refresh_per_second=4,
             get_time=self._clock,
@@ -105,14 +131,19 @@ class Progress:
             note: The text beside the bar.
             visible: Whether the bar is shown.
         """
+        self._show(task, done, total, visible, note=note, count=f"{done}/{total}")
+
+    def _show(self, task: str, done: int, total: int, visible: bool = True, **fields: Any) -> None:
+        """Do the work of ``show``; ``fields`` are those of the bar that change."""
         bars, now = self._bars, self._clock()
         if bars is None or self._console is None:
             return
-        task, note = printable(task), printable(note)
+        task, fields["note"] = printable(task), printable(fields["note"])
         if task not in self._ids:  # the remaining time is estimated without parts that were done before this call
-            begin: dict[str, Any] = {"first": done, "began": now}
-            self._ids[task] = bars.add_task(task, completed=done, total=total, note=note, visible=visible, **begin)
-        bars.update(self._ids[task], completed=done, total=total, note=note, visible=visible)
+            name = task if len(task) <= NAME else f"{task[: NAME - 1]}…"
+            begin: dict[str, Any] = {"first": done, "began": now} | fields
+            self._ids[task] = bars.add_task(name, completed=done, total=total, visible=visible, **begin)
+        bars.update(self._ids[task], completed=done, total=total, visible=visible, **fields)
         if bars.live.is_started or now - self._shown_at < (LINE_EVERY if self._handle is None else DRAW_EVERY):
             return
         self._shown_at = now
@@ -132,7 +163,7 @@ class Progress:
         rows = [
             f'<tr><td style="text-align:left">{html.escape(task.description)}</td>'
             f'<td><progress value="{task.completed}" max="{task.total}"></progress></td>'
-            f'<td style="text-align:left">{task.completed}/{task.total} {html.escape(task.fields["note"])}</td>'
+            f'<td style="text-align:left">{task.fields["count"]} {html.escape(task.fields["note"])}</td>'
             f"<td>{_remaining(task, self._clock())}</td></tr>"
             for task in bars.tasks
             if task.visible
@@ -166,24 +197,47 @@ class Progress:
         watch({"round": done})
         return watch
 
-    def of_runs(self, rounds: Mapping[tuple[str, int], int]) -> Callable[[str, int, int], None]:
-        """Show a bar for all rounds of a comparison, and one for each run that is going on.
+    def of_runs(
+        self, rounds: Mapping[tuple[str, int], int], latest: Callable[[str, int], str] = lambda label, seed: ""
+    ) -> Callable[[str, int, int], None]:
+        """Show a bar for all rounds of a comparison, and one for each label.
 
         Args:
             rounds: A mapping from the label and seed of every run to its number of rounds.
+            latest: A function that returns the current value of the primary metric of a run as text.
 
         Returns:
             A function to call with a label, a seed and the number of rounds that this run has done.
         """
+        first: dict[tuple[str, int], int] = {}
         finished = dict.fromkeys(rounds, 0)
-        task, total = f"{len(rounds)} runs", sum(rounds.values())
+        of_label = {label: [key for key in rounds if key[0] == label] for label, _ in rounds}
+        task = f"{len(rounds)} run{'' if len(rounds) == 1 else 's'}"
 
         def watch(label: str, seed: int, done: int) -> None:
-            finished[label, seed] = done
-            self.show(task, sum(finished.values()), total, "rounds")
-            if done > 0:
-                of_run = rounds[label, seed]
-                self.show(f"  {label}, seed {seed}", done, of_run, "rounds", visible=done < of_run)
+            key, keys = (label, seed), of_label[label]
+            is_news = finished[key] != done
+            first.setdefault(key, done)
+            finished[key] = done
+            total = sum(finished.values())
+            # Rounds that were done before do not tell how fast the others are.
+            self._show(
+                task, total, sum(rounds.values()), count=f"{total}/{sum(rounds.values())}", note="rounds",
+                first=sum(first.values()),
+            )  # fmt: skip
+            if not is_news:
+                return
+            done_before, done_now = (sum(each.get(one, 0) for one in keys) for each in (first, finished))
+            of_all, ended = sum(rounds[one] for one in keys), sum(finished[one] >= rounds[one] for one in keys)
+            note = f"{ended} of {len(keys)} seed{'' if len(keys) == 1 else 's'}"
+            if 0 < done < rounds[key]:
+                note = f"{ended} of {len(keys)}, round {done}/{rounds[key]}"
+            note = f"{note}  {latest(label, seed)}".rstrip()
+            visible = len(of_label) <= MOST or 0 < done_now < of_all
+            self._show(label, done_now, of_all, visible, count="", note=note, first=done_before)
 
-        self.show(task, 0, total, "rounds")
+        self._show(task, 0, sum(rounds.values()), count=f"0/{sum(rounds.values())}", note="rounds")
+        for label, keys in of_label.items():
+            note = f"0 of {len(keys)} seed{'' if len(keys) == 1 else 's'}"
+            self._show(label, 0, sum(rounds[key] for key in keys), len(of_label) <= MOST, count="", note=note)
         return watch

@@ -19,7 +19,15 @@ from fedstrata.base.jsonl import MetricsLog, jsonable, read_jsonl, replace_file,
 from fedstrata.base.locking import occupied
 from fedstrata.data.partitions.picture import draw_partition
 from fedstrata.data.partitions.schemes import Given
-from fedstrata.evaluation.history import CLIENTS, EVALUATIONS, History, column_of, read_weights, write_evaluations
+from fedstrata.evaluation.history import (
+    CLIENTS,
+    EVALUATIONS,
+    History,
+    column_of,
+    numbers,
+    read_weights,
+    write_evaluations,
+)
 from fedstrata.runs import checkpoint
 from fedstrata.runs.checkpoint import Checkpoint
 from fedstrata.runs.identity import environment, require_same, well_formed
@@ -55,6 +63,19 @@ def rounds_done(folder: Path) -> int:
             return sum(1 for _ in file)
     except OSError:
         return 0
+
+
+def last_number(folder: Path, column: str) -> float | None:
+    """Return the last number that a run has recorded in a column so far; None if there is none.
+
+    The run may still be running in another process, so that the last line may be incomplete.
+    """
+    with suppress(OSError):
+        for line in reversed((folder / METRICS).read_bytes().splitlines()):
+            with suppress(ValueError):
+                if (value := numbers(json.loads(line)).get(column)) is not None:
+                    return value
+    return None
 
 
 def is_over(path: Path, rounds: int) -> bool:

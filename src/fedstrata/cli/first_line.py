@@ -1,0 +1,86 @@
+"""Say at once what a command is going to do, before imports and worker processes take several seconds to start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedstrata.base.printable import print_lines
+
+
+def announce(options: argparse.Namespace, text: str) -> None:
+    """Print the line if a person watches: to a terminal, on standard error, and not with ``--quiet``."""
+    if text and sys.stderr.isatty() and not options.quiet:
+        print_lines(text, file=sys.stderr)
+
+
+def of_run(options: argparse.Namespace) -> str:
+    """Return the line of ``fedstrata run``."""
+    if options.resume is not None:
+        return f"Resuming {options.resume}"
+    table = _table(options)
+    return f"Running {_name(table, 'method', 'fedavg')} on {_data(table)}{_into(options)}"
+
+
+def of_compare(options: argparse.Namespace) -> str:
+    """Return the line of ``fedstrata compare``; it is empty if the spec names no methods, which is an error."""
+    table = _table(options)
+    compared = table.get("compare")
+    labels = options.methods.split(",") if options.methods else list(compared) if isinstance(compared, dict) else []
+    return f"Comparing {_times(len(labels), table, options)}" if labels else ""
+
+
+def of_sweep(options: argparse.Namespace) -> str:
+    """Return the line of ``fedstrata sweep``."""
+    return f"Trying settings on {_data(_table(options))}{_into(options)}"
+
+
+def _times(methods: int, table: Mapping[str, Any], options: argparse.Namespace) -> str:
+    """Return the number of runs, the data and the folder in words."""
+    seeds = len(options.seeds.split(",")) if options.seeds else 1
+    runs = methods * seeds
+    at_once = min(options.jobs or (os.cpu_count() or 1), runs) if options.engine == "local" else options.jobs or 1
+    parts = [
+        f"{_counted(methods, 'method')} × {_counted(seeds, 'seed')} = {_counted(runs, 'run')} on {_data(table)}",
+        *(["references"] if options.references else []),
+        *([f"{at_once} at a time"] if at_once > 1 else []),
+    ]
+    return ", ".join(parts) + _into(options, ", ")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _into(options: argparse.Namespace, before: str = " ") -> str:
+    return f"{before}into {options.out}" if options.out is not None else ""
+
+
+def _table(options: argparse.Namespace) -> dict[str, Any]:
+    """Read the spec without checking it; the command itself reports errors later."""
+    try:
+        table = tomllib.loads(Path(options.spec).read_text(encoding="utf-8")) if options.spec else {}
+    except (OSError, ValueError, RecursionError):
+        table = {}
+    return table | {key: value for key, value in _named(options.overrides).items() if value}
+
+
+def _named(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the names of data and method in overrides."""
+    pairs = [(key.strip().removesuffix(".name"), value.strip(" '\"")) for key, _, value in
+             (override.partition("=") for override in overrides)]  # fmt: skip
+    return {key: value for key, value in pairs if key in ("data", "method")}
+
+
+def _name(table: Mapping[str, Any], section: str, default: str) -> str:
+    value = table.get(section, default)
+    return str(value.get("name", default)) if isinstance(value, dict) else str(value)
+
+
+def _data(table: Mapping[str, Any]) -> str:
+    return Path(_name(table, "data", "digits")).stem
