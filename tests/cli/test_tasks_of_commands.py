@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedstrata.base.outer import installed
 from fedstrata.cli import main
 
 SPEC = """
@@ -59,7 +60,7 @@ def test_methods_are_compared(spec: str, capsys: pytest.CaptureFixture[str]) -> 
     compared = ["compare", spec, "--methods", "fedavg,stratify", "--out", "both", "--jobs", "1", "--quiet", "--json"]
     assert main(compared) == 0
     assert [row["label"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["fedavg", "stratify"]
-    assert "Rmse" in Path("both/report.html").read_text()
+    assert "final rmse" in Path("both/report.html").read_text()
     assert main(["table", "both"]) == 0
     assert "rmse" in capsys.readouterr().out
 
@@ -70,9 +71,13 @@ def test_a_sweep_chooses_by_the_error(spec: str, capsys: pytest.CaptureFixture[s
     assert "0.05" in json.dumps(json.loads(capsys.readouterr().out)["best"])
 
 
-def test_what_is_asked_and_how_samples_are_divided(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif("sites" not in installed(), reason="the package for real sites was left out")
+def test_what_is_asked(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["asks", spec]) == 0
     assert "sums of the model's losses and errors" in capsys.readouterr().out
+
+
+def test_how_samples_are_divided(spec: str) -> None:
     assert main(["partition", spec]) == 0
     assert Path("partition.png").is_file()
 

@@ -14,7 +14,6 @@ from fedstrata.base.errors import SpecError
 from fedstrata.data.augmentation import AUGMENTATIONS, CropFlip, OwnAugmentation
 from fedstrata.data.dataset import from_arrays
 from fedstrata.data.sources import Data
-from fedstrata.sites.disclosure import hash_of
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -202,7 +201,7 @@ def test_an_unknown_setting_of_a_function_is_refused():
 
 def test_a_spec_without_augmentation_does_not_name_it():
     assert "augment" not in fs.Experiment().to_toml()
-    assert hash_of(fs.Experiment()) == hash_of(fs.Experiment(data={"name": "digits", "augment": None}))
+    assert fs.Experiment().to_toml() == fs.Experiment(data={"name": "digits", "augment": None}).to_toml()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +213,7 @@ def test_a_spec_is_read_again_as_it_was_written(augment):
     spec = fs.Experiment(data=Data("digits", augment=augment))
     again = fs.Experiment.from_table(tomllib.loads(spec.to_toml()))
     assert again == spec
-    assert hash_of(spec) != hash_of(fs.Experiment())
+    assert spec.to_toml() != fs.Experiment().to_toml()
 
 
 @pytest.mark.parametrize(

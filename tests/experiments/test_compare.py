@@ -293,7 +293,7 @@ def test_a_worker_that_is_killed_costs_its_own_run_alone(tmp_path, undisturbed):
         os.kill(victim, signal.SIGKILL)
         assert command.ended() == 1
         said = command.said
-    assert "1 of 2 runs lost their process: that of out/scaffold/seed-0 was killed by SIGKILL" in said
+    assert "the processes of 1 of 2 runs ended unexpectedly: that of out/scaffold/seed-0 was killed by SIGKILL" in said
     assert models(tmp_path / "out") == {run: undisturbed[run] for run in ["fedavg/seed-0"]}
     compare(variants(tomllib.loads(LONG), METHODS), out=tmp_path / "out", jobs=1)
     assert models(tmp_path / "out") == undisturbed

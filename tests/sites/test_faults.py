@@ -103,7 +103,7 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
     shutil.rmtree(job)
     write_job(job, [JobSpec("run.toml", "run", 2, ("a", "b"), fewer="wait")], [spec.to_toml()])
     # Somebody with certificates from an authority of their own, for the same federation and the same names.
-    table["site"] = {"intruder": {}}
+    table["site"] = {"intruder": own}
     provision(spec, Sites.model_validate(table), tmp_path / "other", base_dir=tmp_path)
     shutil.move(tmp_path / "other" / "intruder", tmp_path / "fed" / "intruder")
     with Processes(tmp_path / "fed") as processes:

@@ -71,7 +71,7 @@ def add_output(parser: argparse.ArgumentParser, progress: bool = True) -> None:
 
 
 def add_columns(parser: argparse.ArgumentParser) -> None:
-    """Add the argument ``--columns``."""
+    """Add the argument ``--columns``, which selects columns of a table."""
     help = "columns of tables to print: those that fit the terminal (default), or all"
     parser.add_argument("--columns", choices=("fit", "all"), default="fit", help=help)
 

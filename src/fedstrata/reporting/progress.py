@@ -32,7 +32,7 @@ NAME = 22
 
 
 def duration(seconds: float) -> str:
-    """Format a time.
+    """Format a duration in words and numbers.
 
     >>> duration(12.3), duration(200), duration(7500)
     ('12 s', '3 min 20 s', '2 h 5 min')
