@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+TORCH  := $(VENV)/.torch
 LEAN   := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 
@@ -13,15 +14,18 @@ DEV    := $(VENV)/.installed-dev
 CORES  := $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadgroup --max-worker-restart 0
 
-# What a run needs; test tools, Ray, NVFlare and TenSEAL come when somebody works on the code.
-$(LEAN): pyproject.toml constraints.txt
+# torch first: its wheel may be a local CPU build that pip must not be tempted to replace.
+$(TORCH): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	@# torch first: its wheel may be a local CPU build that pip must not be tempted to replace.
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	touch $@
+
+# What a run needs; test tools, Ray, NVFlare and TenSEAL come when somebody works on the code.
+$(LEAN): $(TORCH)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-$(DEV): $(LEAN)
+$(DEV): $(TORCH)
 	@# uv installs 200 packages in seconds, and pip, where uv cannot reach them, in minutes.
 	{ $(BIN)/pip install --quiet uv && \
 	  $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'; } || \

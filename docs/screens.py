@@ -28,7 +28,7 @@ COLUMNS = 100
 WIDTH, HEIGHT = 1100, 720
 """The size of the report's first screen in pixels."""
 CONSOLE = re.compile(r"^```console\n(?P<text>\$ .*?)^```", re.MULTILINE | re.DOTALL)
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x1b]*\x1b\\|\r")
 
 
 def compare(folder: Path) -> Path:

@@ -37,7 +37,8 @@ def test_a_method_that_is_ahead() -> None:
     assert headline == "scaffold is ahead of fedavg."
     # 4.303 · 0.02 / √3 = 0.0497
     assert best == (
-        "Highest final accuracy: scaffold, 67.0 % (+12.0 points; 95 % interval +7.0 to +17.0), for 2 times the bytes."
+        "Highest final accuracy: scaffold, 67.0 % (+12.0 points; 95 % interval +7.0 to +17.0), "
+        "for 2 times the bytes in total."
     )
     assert seeds is None
 

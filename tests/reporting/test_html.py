@@ -137,7 +137,7 @@ def test_the_command_for_more_seeds_is_shown_for_compare_folders_only(make_run: 
     assert "fedstrata compare" not in write_report([tmp_path / "cmp"], tmp_path / "report.html").read_text()
     keep_order(tmp_path / "cmp", ["a", "b"])
     page = Page(write_report([tmp_path / "cmp"], tmp_path / "report.html").read_text())
-    seeds = re.search(r"(\d+) seeds would show such a difference", page.text)
+    seeds = re.search(r"(\d+) seeds are needed to show this difference", page.text)
     assert seeds is not None
     numbers = ",".join(map(str, range(int(seeds[1]))))
     assert f"fedstrata compare SPEC.toml --seeds {numbers} --out cmp" in page.text

@@ -130,4 +130,4 @@ def _cost(runs: Mapping[str, Sequence[History]], label: str, baseline: str) -> s
         return ""
     ratio = sent / baseline_sent
     text = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2f}" if abs(ratio - 1) < 0.1 else f"{ratio:.2g}"
-    return f", for {'the same' if abs(ratio - 1) < 0.005 else f'{text} times the'} bytes"
+    return f", for {'the same' if abs(ratio - 1) < 0.005 else f'{text} times the'} bytes in total"
