@@ -110,6 +110,7 @@ def test_matching_chooses_its_prior_by_held_out_images(monkeypatch):
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "attack"), ATTACKS)
 def test_every_attack_beats_the_class_mean_where_features_tell_all(name, attack):

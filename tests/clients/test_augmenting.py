@@ -73,6 +73,7 @@ def same(one: fs.History, other: fs.History) -> bool:
     return rows_of(one) == rows_of(other) and all(torch.equal(w, other.params[name]) for name, w in one.params.items())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_of_training_augments_and_the_identity_changes_no_byte(way: str) -> None:

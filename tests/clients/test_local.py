@@ -262,6 +262,7 @@ def test_bf16_trains_nearly_the_same_and_leaves_float32(tiny, chain):
     assert any(not torch.equal(w, exact.weights.params[name]) for name, w in rough.weights.params.items())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["fedavg", "scaffold", "fedprox", "feddyn", "moon", "fedrs", "fedlc", "fedbabu", "bsm-fedavg", "rebafl"]

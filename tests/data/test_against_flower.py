@@ -65,6 +65,7 @@ def test_dirichlet_over_the_clients_of_a_class(labelled, alpha):
 
 
 # Theirs divides by zero for small α, where a whole row underflows once a class has run out.
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [1.0, 10.0])
 def test_dirichlet_over_the_classes_of_a_client(labelled, alpha):
     sizes = [len(LABELS) // CLIENTS] * CLIENTS

@@ -53,6 +53,7 @@ def pool() -> Iterator[Any]:
         yield made
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("augment", AUGMENTATIONS, ids=str)
@@ -85,6 +86,7 @@ def die_once(record: Any) -> None:
     raise KilledError
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_goes_on_from_a_checkpoint_ends_in_the_same_bytes(way: str, tmp_path: Path) -> None:

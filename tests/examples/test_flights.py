@@ -58,6 +58,7 @@ def same(there: Path, here: Path) -> None:
         assert (there / file).read_bytes() == (here / file).read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "fedsts method.strata=2", "stratify"])
 def test_three_carriers_end_with_the_bytes_of_a_run(place: Path, method: str) -> None:

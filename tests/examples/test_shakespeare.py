@@ -66,6 +66,7 @@ def beside(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_of_the_page_compares_three_methods(beside, tmp_path, capsys):
     words = ["the king ", "my good lord ", "a horse! ", "good night, "]

@@ -132,6 +132,7 @@ def whole(tmp_path_factory):
     return out, fs.search(TABLES, SPACE, out=out, trials=10, jobs=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_is_best_by_the_validation_samples(whole):
     out, found = whole

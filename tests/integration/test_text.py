@@ -75,6 +75,7 @@ METHODS = ["fedavg", "scaffold", {"name": "fedsts", "strata": 3}]
 NAMES = ["fedavg", "scaffold", "fedsts"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
 def test_an_lstm_learns_the_text(method: Any):
@@ -96,6 +97,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(method: Any, tmp_
     assert same(train(spec(method), out=tmp_path / "run", resume=True), whole)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Writer, forgetful])
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)

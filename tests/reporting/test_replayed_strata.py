@@ -24,6 +24,7 @@ def spec(method: object, **training: object) -> fs.Experiment:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedsts", "fedssar", "clustered"])
 def test_a_runs_folder_gives_what_running_it_again_gives(method, tmp_path):

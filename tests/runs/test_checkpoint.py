@@ -126,6 +126,7 @@ def test_a_run_killed_before_any_change_of_its_folder_ends_in_the_same_bytes(tmp
         assert resumed >= 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_killed_from_outside_and_resumed_by_command(tmp_path, undisturbed, capsys, method):

@@ -164,6 +164,7 @@ def test_fedssar_on_homogeneous_clusters_is_unbiased_and_without_variance(frozen
     assert found.weight == pytest.approx(np.full(N, 1 / N), rel=0.15)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_variance_of_a_clients_weight_is_the_papers():
     """FedSSAR, Eq. 10 and 11: (1/mN)(1 − 1/N) by independent draws, (1/mN)(1 − m/N) by one of each of m clusters."""

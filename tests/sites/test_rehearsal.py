@@ -108,6 +108,7 @@ def test_a_rehearsal_goes_on(place: Path) -> None:
     assert (place / "part" / MODEL).read_bytes() == (whole / MODEL).read_bytes()
 
 
+@pytest.mark.long
 def test_a_site_with_one_value_of_a_column_takes_part_and_the_bytes_are_those_of_a_run(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -154,6 +154,7 @@ def test_tensorboard_needs_a_place():
         fs.run(spec(tracking={"tensorboard": True}))
 
 
+@pytest.mark.long
 def test_mlflow_has_metrics_settings_tags_and_files(tmp_path, store):
     history = fs.run(spec(), out=tmp_path / "run", callbacks=[fs.MLflow(uri=store, tags={"why": "a test"})])
     client = MlflowClient(store)
