@@ -216,5 +216,5 @@ def test_metrics_are_those_of_scikit_learn(case: str):
         each = metric.by_client_of_rows(rows, owners, CLIENTS)
         for client in range(CLIENTS):
             expected = by_hand(np.flatnonzero(owners == client))[name]
-            assert each[client] == pytest.approx(expected, abs=1e-6)
-            assert metric.of_task_sums(sums[client]) == pytest.approx(expected, abs=1e-6)
+            assert each[client] == pytest.approx(expected, rel=1e-6)
+            assert metric.of_task_sums(sums[client]) == pytest.approx(expected, rel=1e-6)

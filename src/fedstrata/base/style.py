@@ -141,7 +141,7 @@ def categories(count: int) -> list[Colour]:
     They are the colours of ``SERIES``, then lighter shades of these, then darker ones, and then the same again.
 
     >>> [colour.light for colour in categories(10)[-3:]]
-    ['#492e63', '#aaaeb4', '#acccfb']
+    ['#492e63', '#aaaeb3', '#adcbfb']
     """
     shades = [Colour(*map(_shade(step), stroke.colour)) for step in (0.0, 0.525, -0.45) for stroke in SERIES]
     return [shades[index % len(shades)] for index in range(count)]

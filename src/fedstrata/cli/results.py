@@ -211,7 +211,7 @@ def _sweep(options: argparse.Namespace) -> int:
 def _grid_search(
     options: argparse.Namespace, table: dict[str, Any], grid: dict[str, list[Any]], settings: dict[str, Any]
 ) -> Sweep:
-    from fedstrata.experiments.compare import latest
+    from fedstrata.experiments.compare import folder_of, is_done, latest
     from fedstrata.experiments.sweep import cells, sweep
     from fedstrata.reporting.progress import Progress
 
@@ -220,7 +220,8 @@ def _grid_search(
     rounds = {(label, seed): cell.spec.training.rounds for label, cell in planned.items() for seed in seeds}
     with Progress(options.quiet) as progress:
         specs = {key: planned[key[0]].spec for key in rounds}
-        watch = progress.of_runs(rounds, partial(latest, settings["out"], specs))
+        done = [key for key, spec in specs.items() if is_done(folder_of(settings["out"], key), spec)]
+        watch = progress.of_runs(rounds, partial(latest, settings["out"], specs), done=done)
         return located(options, lambda: sweep(table, grid, watch=watch, **settings))
 
 

@@ -142,12 +142,12 @@ def _compare(options: argparse.Namespace) -> int:
     rounds = {key: spec.training.rounds for key, spec in planned.items()}
     folder = common.run_folder(options.out, f"compare-{Path(first.data.name).stem}")
     with folder as out:
-        there = sum(is_done(folder_of(out, key), spec) for key, spec in planned.items())
-        if there and not options.quiet:
-            print_lines(f"{there} of {len(planned)} runs were there already", file=sys.stderr)
+        done = [key for key, spec in planned.items() if is_done(folder_of(out, key), spec)]
+        if done and not options.quiet:
+            print_lines(f"{len(done)} of {len(planned)} runs were there already", file=sys.stderr)
         given = {"seeds": seeds, "out": out, "engine": options.engine, "references": references, "jobs": jobs}
-        with Progress(options.quiet or there == len(planned)) as progress:
-            watch = progress.of_runs(rounds, partial(latest, out, planned))
+        with Progress(options.quiet or len(done) == len(planned)) as progress:
+            watch = progress.of_runs(rounds, partial(latest, out, planned), done=done)
             asked = common.located(options, partial(compare, experiments, **given, watch=watch))
     runs = histories(load_runs(out).finished())  # also runs that were in the folder before
     if options.json:

@@ -131,12 +131,9 @@ def compare(
     keep_order(out, dict.fromkeys(label for label, _ in rows))
     with Progress(quiet=not progress) as bars:
         if progress:
-            watch = bars.of_runs(
-                {key: spec.training.rounds for key, spec in planned.items()}, partial(latest, out, planned)
-            )
-        if watch is not None:
-            for key in (key for key in planned if key not in unfinished):
-                watch(*key, planned[key].training.rounds)
+            rounds = {key: spec.training.rounds for key, spec in planned.items()}
+            done = [key for key in planned if key not in unfinished]
+            watch = bars.of_runs(rounds, partial(latest, out, planned), done=done)
         jobs = jobs or ((os.cpu_count() or 1) if engine == "local" else 1)
         own = {name: part for name, part in (("data", data), ("model", model)) if part is not None}
         _run_all(unfinished, folders, jobs, watch, engine, own)

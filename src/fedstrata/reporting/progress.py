@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from fedstrata.base.printable import printable
@@ -133,14 +133,16 @@ class Progress:
         """
         self._show(task, done, total, visible, note=note, count=f"{done}/{total}")
 
-    def _show(self, task: str, done: int, total: int, visible: bool = True, **fields: Any) -> None:
-        """Do the work of ``show``; ``fields`` are those of the bar that change."""
+    def _show(
+        self, task: str, done: int, total: int, visible: bool = True, *, is_cut: bool = False, **fields: Any
+    ) -> None:
+        """Do the work of ``show``; ``fields`` are those of the bar that change, and ``is_cut`` shortens its name."""
         bars, now = self._bars, self._clock()
         if bars is None or self._console is None:
             return
         task, fields["note"] = printable(task), printable(fields["note"])
         if task not in self._ids:  # the remaining time is estimated without parts that were done before this call
-            name = task if len(task) <= NAME else f"{task[: NAME - 1]}…"
+            name = f"{task[: NAME - 1]}…" if is_cut and len(task) > NAME else task
             begin: dict[str, Any] = {"first": done, "began": now} | fields
             self._ids[task] = bars.add_task(name, completed=done, total=total, visible=visible, **begin)
         bars.update(self._ids[task], completed=done, total=total, visible=visible, **fields)
@@ -198,13 +200,18 @@ class Progress:
         return watch
 
     def of_runs(
-        self, rounds: Mapping[tuple[str, int], int], latest: Callable[[str, int], str] = lambda label, seed: ""
+        self,
+        rounds: Mapping[tuple[str, int], int],
+        latest: Callable[[str, int], str] = lambda label, seed: "",
+        *,
+        done: Iterable[tuple[str, int]] = (),
     ) -> Callable[[str, int, int], None]:
         """Show a bar for all rounds of a comparison, and one for each label.
 
         Args:
             rounds: A mapping from the label and seed of every run to its number of rounds.
             latest: A function that returns the current value of the primary metric of a run as text.
+            done: The runs that finished before.
 
         Returns:
             A function to call with a label, a seed and the number of rounds that this run has done.
@@ -234,10 +241,14 @@ class Progress:
                 note = f"{ended} of {len(keys)}, round {done}/{rounds[key]}"
             note = f"{note}  {latest(label, seed)}".rstrip()
             visible = len(of_label) <= MOST or 0 < done_now < of_all
-            self._show(label, done_now, of_all, visible, count="", note=note, first=done_before)
+            self._show(label, done_now, of_all, visible, is_cut=True, count="", note=note, first=done_before)
 
         self._show(task, 0, sum(rounds.values()), count=f"0/{sum(rounds.values())}", note="rounds")
         for label, keys in of_label.items():
             note = f"0 of {len(keys)} seed{'' if len(keys) == 1 else 's'}"
-            self._show(label, 0, sum(rounds[key] for key in keys), len(of_label) <= MOST, count="", note=note)
+            self._show(
+                label, 0, sum(rounds[key] for key in keys), len(of_label) <= MOST, is_cut=True, count="", note=note
+            )
+        for key in done:
+            watch(*key, rounds[key])
         return watch
