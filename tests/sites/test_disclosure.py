@@ -16,6 +16,7 @@ from recorder import Recorder, labels, recorded
 from torch import Tensor
 
 import fedstrata as fs
+from fedstrata.base import records
 from fedstrata.cli import main
 from fedstrata.clients.client import Client
 from fedstrata.federation.communication.messages import Coefficients
@@ -306,4 +307,6 @@ def test_what_is_measured_over_real_sites_declares_what_it_asks(method: str, mon
     """Sites refused the soak, so that nothing could be measured."""
     pytest.importorskip("psutil")
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    # Records that the benchmark declares must be forgotten: Ray's workers of later tests could not import it.
+    monkeypatch.setattr(records, "RECORDS", dict(records.RECORDS))
     assert declaration_of(fs.Experiment.from_table({"method": method})).allowed

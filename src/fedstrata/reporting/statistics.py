@@ -38,7 +38,7 @@ FEWEST = {"t": 2, "wilcoxon": 6}
 """The fewest pairs for each test. Wilcoxon's smallest two-sided p for n pairs is 2^(1-n), above 0.05 for n < 6."""
 MIN_SEEDS = 3
 """The fewest seeds with which an interval is given and an order is stated."""
-MOST_SEEDS = 1000
+MOST_SEEDS = 100
 """The largest number of seeds that ``seeds_needed`` recommends."""
 UNBOUNDED: Range = (-math.inf, math.inf)
 ALIKE = 1e-12
