@@ -60,7 +60,7 @@ def test_more_seeds_are_suggested_when_no_order_is_shown() -> None:
     result = ending(close)
     assert result.sentences[0] == "No method is shown to be ahead of fedavg."
     assert len(result.seeds) > 3
-    assert f"About {len(result.seeds)} seeds would show" in result.sentences[-1]
+    assert f"{len(result.seeds)} seeds are needed to show this difference" in result.sentences[-1]
     assert ending({"fedavg": runs(0.7), "better": runs(0.8)}).seeds == (0, 1, 2, 3, 4)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from fedstrata.base.style import AHEAD, BEHIND, NO_ORDER, Verdict
@@ -26,7 +26,7 @@ class Answer:
     Args:
         headline: Which methods are ahead of the baseline.
         best: The best method, its difference from the baseline with the interval, and its cost.
-        seeds: The number of seeds that would show the best method's difference, if the spread stays as it is; None if
+        seeds: The number of seeds that are needed to show the best method's difference, if the spread stays; None if
             the difference is shown already, or if the runs cannot tell.
     """
 
@@ -104,6 +104,11 @@ def worded(value: float, how: tables.Measure) -> str:
     return f"{number(value, how)} %" if how.factor == 100 else number(value, how)
 
 
+def rounded(how: tables.Measure, seeds: int) -> tables.Measure:
+    """Return the display of a measure with the digits that ``number`` shows."""
+    return replace(how, digits=(1 if seeds < FINE else 2) if how.factor == 100 else min(how.digits, 3))
+
+
 def number(value: float, how: tables.Measure, sign: str = "", seeds: int = 1) -> str:
     """Format a number for reading: percentages with one digit after the point, other measures with at most three.
 
@@ -116,8 +121,7 @@ def number(value: float, how: tables.Measure, sign: str = "", seeds: int = 1) ->
     >>> number(-0.0125, tables.measure("final_accuracy"), "+"), number(0.25, tables.measure("final_auroc"))
     ('−1.2', '0.250')
     """
-    digits = (1 if seeds < FINE else 2) if how.factor == 100 else min(how.digits, 3)
-    text = f"{value * how.factor:{sign},.{digits}f}"
+    text = f"{value * how.factor:{sign},.{rounded(how, seeds).digits}f}"
     return (text if float(text.replace(",", "")) else text.replace("-", "+" if sign else "")).replace("-", "−")
 
 

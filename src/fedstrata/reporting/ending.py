@@ -11,15 +11,13 @@ from fedstrata.base.screen import ScreenTable
 from fedstrata.base.style import AHEAD, BEHIND
 from fedstrata.evaluation.history import History
 from fedstrata.reporting import contrasts, tables
-from fedstrata.reporting.answer import Answer, answer, verdict
+from fedstrata.reporting.answer import Answer, answer, rounded, verdict
 from fedstrata.reporting.draw import TRAFFIC
 from fedstrata.reporting.statistics import MIN_SEEDS, Estimate
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-FINE = 10
-"""The number of seeds from which percentages have two digits after the point."""
 ENOUGH = 5
 """The number of seeds to suggest if there are too few for an interval."""
 MOST = 30
@@ -56,7 +54,7 @@ def ending(runs: Mapping[str, Sequence[History]], *, is_comparable: bool = True,
         return Ending(table, ("The runs are on different data, so their results are not compared.",))
     sentences = [said.headline, said.best]
     if said.seeds is not None:
-        sentences.append(f"About {said.seeds} seeds would show this difference if the spread stays as it is.")
+        sentences.append(f"If the spread stays as it is, {said.seeds} seeds are needed to show this difference.")
     return Ending(table, tuple(filter(None, sentences)), _more_seeds(runs, said))
 
 
@@ -72,9 +70,9 @@ def _more_seeds(runs: Mapping[str, Sequence[History]], said: Answer) -> tuple[in
 
 def _table(runs: Mapping[str, Sequence[History]], comparison: contrasts.Contrasts | None, every: bool) -> ScreenTable:
     rows, metric = tables.compare_table(runs), tables.primary(runs)
-    key = f"final_{metric}"
-    worst = _of_worst(rows, metric)
-    how = _rounded(key, rows)
+    key, seeds = f"final_{metric}", max((row.seeds for row in rows), default=0)
+    worst = next(iter(tables.worst_first(tables.keys(rows), metric)), None)
+    how = rounded(tables.measure(key), seeds)
     sign = -1 if any(metric in history.lower for members in runs.values() for history in members) else 1
     rows.sort(key=lambda row: -sign * mean if (mean := row.cells[key].mean) is not None else float("inf"))
     headings, columns = [how.heading.removeprefix("final ")], [_with_best([row.cells[key] for row in rows], rows, how)]
@@ -90,7 +88,7 @@ def _table(runs: Mapping[str, Sequence[History]], comparison: contrasts.Contrast
         headings.append(sent.heading)
         columns.append([tables.MISSING if not each.mean else tables.number(each.mean, sent) for each in traffic])
     if worst is not None:
-        how = _rounded(worst, rows)
+        how = rounded(tables.measure(worst), seeds)
         headings.append(f"{tables.metric_of(worst)} of worst tenth{', %' if how.factor == 100 else ''}")
         sign = -1 if any(tables.metric_of(worst) in history.lower for each in runs.values() for history in each) else 1
         columns.append(_with_best([row.cells[worst] for row in rows], rows, how, spread=False, sign=sign))
@@ -102,22 +100,6 @@ def _table(runs: Mapping[str, Sequence[History]], comparison: contrasts.Contrast
     lines = [[row.marked, *cells] for row, *cells in zip(rows, *columns, strict=True)]
     more, note = "--columns all, or report.html", tables.caption(rows)
     return ScreenTable(["", *headings], lines, order=range(1, main + 1), every=every, more=more, note=note)
-
-
-def _of_worst(rows: Sequence[tables.Row], metric: str) -> str | None:
-    """Return the key of a metric's mean over the worst tenth of the clients; None if no metric has one.
-
-    If the given metric has none, another one is used, preferably one between 0 and 1.
-    """
-    keys = [key for key in tables.keys(rows) if key.startswith("clients.") and key.endswith(".worst_10")]
-    return next(iter(sorted(keys, key=lambda key: (tables.metric_of(key) != metric, tables.bounds(key)[1] > 1))), None)
-
-
-def _rounded(key: str, rows: Sequence[tables.Row]) -> tables.Measure:
-    """Return how a measure is displayed, with as many digits as so few seeds support."""
-    how = tables.measure(key)
-    few = max((row.seeds for row in rows), default=0) < FINE
-    return replace(how, digits=(1 if few else 2) if how.factor == 100 else min(how.digits, 3))
 
 
 def _with_best(

@@ -200,10 +200,8 @@ def _is_constant(column: Column, labels: Sequence[str]) -> bool:
 def _worst(members: Mapping[str, Sequence[History]], key: str) -> Column | None:
     """Return the mean of the primary metric over the worst tenth of the clients, or that of another metric."""
     columns = dict.fromkeys(name for each in members.values() for history in each for name in history.columns)
-    known = [name for name in columns if name.endswith(".worst_10") and name.count(".") == 2]
-    metric, lower = tables.metric_of(key), {name for each in members.values() for run in each for name in run.lower}
-    # Without the primary metric, a share such as macro-F1 is easier to read than a loss.
-    known.sort(key=lambda name: (tables.metric_of(name) != metric, tables.metric_of(name) in lower))
+    known = tables.worst_first(columns, tables.metric_of(key))
+    lower = {name for each in members.values() for run in each for name in run.lower}
     if not known:
         return None
     how, of = display(known[0]), tables.metric_of(known[0])

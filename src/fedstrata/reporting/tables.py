@@ -125,6 +125,20 @@ def _measured(history: History) -> Iterator[str]:
             yield name
 
 
+def worst_first(columns: Iterable[str], metric: str) -> list[str]:
+    """List the columns of metrics over the worst tenth of the clients.
+
+    That of ``metric`` comes first, then those of metrics between 0 and 1, which are easier to read than a loss.
+
+    >>> worst_first(["clients.log-loss.worst_10", "clients.auroc.worst_10", "clients.auroc.mean"], "accuracy")
+    ['clients.auroc.worst_10', 'clients.log-loss.worst_10']
+    """
+    of_clients = [
+        name for name in columns if name.startswith(_CLIENTS) and name.endswith(_WORST) and name.count(".") == 2
+    ]
+    return sorted(of_clients, key=lambda name: (metric_of(name) != metric, bounds(name)[1] > 1))
+
+
 def primary(runs: Mapping[str, Sequence[History]]) -> str:
     """Return the primary metric of the runs; that of the first run if they differ."""
     return next((history.primary for members in runs.values() for history in members), "accuracy")
