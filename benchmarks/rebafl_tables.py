@@ -602,7 +602,7 @@ def in_words(title: str) -> str:
     setting, _, value = title.partition(" = ")
     if setting == "p":
         return f"{100 * float(value):.0f} % answer"
-    return f"absent for {value} rounds" if setting == "s" else title
+    return f"absent for {value} round{'' if value == '1' else 's'}" if setting == "s" else title
 
 
 def look_of(name: str) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def site(tmp_path_factory):
     return build(tmp_path_factory.mktemp("site"), execute=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("site")
 def test_no_link_is_broken_and_every_page_is_two_clicks_away(site):
     pages = check(site)
@@ -128,7 +128,7 @@ def test_no_link_is_broken_and_every_page_is_two_clicks_away(site):
     assert len(own) > 50
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("site")
 def test_old_addresses_lead_to_pages(site):
     settings = runpy.run_path(str(ROOT / "docs" / "conf.py"))
@@ -138,7 +138,7 @@ def test_old_addresses_lead_to_pages(site):
         assert ((site / old).parent / new).is_file(), (old, new)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("site")
 def test_every_public_name_has_its_entry_and_the_search_finds_it(site):
     from sphinx.util.inventory import InventoryFile
@@ -162,7 +162,7 @@ def test_with_the_gallery_executed(tmp_path):
             assert "sphx_glr_" in text or "sphx-glr-script-out" in text, page.name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("site")
 def test_the_search_finds_dropout_in_the_title_of_its_guide(site):
     text = (site / "searchindex.js").read_text(encoding="utf-8")
@@ -175,7 +175,7 @@ def test_dropout_has_one_spelling():
     assert [path.name for path in pages if re.search("drop-out", path.read_text(encoding="utf-8"), re.I)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("site")
 def test_signatures_have_types_that_a_reader_can_write_and_a_summary_comes_first(site):
     for page in sorted((site / "reference").glob("api-*.html")):
@@ -188,7 +188,7 @@ def test_signatures_have_types_that_a_reader_can_write_and_a_summary_comes_first
     assert re.search(r"mu:\s*float\s*=\s*0.01", re.sub("<[^>]+>", "", proximal[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("site")
 def test_each_page_of_the_gallery_has_a_square_picture_of_its_own_and_a_text(site):
     Image = pytest.importorskip("PIL.Image")
@@ -205,7 +205,7 @@ def test_each_page_of_the_gallery_has_a_square_picture_of_its_own_and_a_text(sit
         assert len(texts) == len(pages)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("site")
 @pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
 @pytest.mark.parametrize("theme", ["light", "dark"])
