@@ -45,7 +45,7 @@ def test_the_gradient_is_that_of_autograd_in_the_order_of_the_parameters():
     loss = F.cross_entropy(module(X), Y)
     expected = torch.autograd.grad(loss, list(module.parameters()))
     params = own(module)
-    found, gradient = ManualSGD.of(module).gradient(params, X, Y)
+    found, gradient = ManualSGD.of(module).gradient(params, Batch(X, Y))
     torch.testing.assert_close(found, loss.detach())
     for a, b in zip(gradient, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)

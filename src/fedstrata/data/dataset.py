@@ -136,7 +136,7 @@ class Dataset:
             return size
         return (size[2], size[0], size[1]) if len(size) == 3 else size
 
-    @property
+    @cached_property
     def sample_bytes(self) -> int:
         """The size of one sample as a model sees it."""
         if not isinstance(self.x_train, Tensor):

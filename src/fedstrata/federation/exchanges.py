@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
 
@@ -34,6 +35,7 @@ class Replies(dict[ClientId, Any]):
         return reduce(records.add, self.values())
 
 
+@dataclass(eq=False)
 class RoundLog:
     """The log of a round: its bytes and simulated seconds, the clients that took part, and the events.
 
@@ -42,16 +44,19 @@ class RoundLog:
         method: The method's name, for messages.
     """
 
-    def __init__(self, round: int = 0, method: str = "") -> None:
-        self.round, self.method = round, method
-        self.invited: set[ClientId] = set()
-        self.returned: set[ClientId] = set()
-        self.dropped: set[ClientId] = set()
-        self.late: set[ClientId] = set()
-        self.failed: set[ClientId] = set()
-        self.exchanges = self.hops = self.bytes_up = self.bytes_down = 0
-        self.simulated_seconds = 0.0
-        self.events: list[dict[str, Any]] = []
+    round: int = 0
+    method: str = ""
+    invited: set[ClientId] = field(default_factory=set)
+    returned: set[ClientId] = field(default_factory=set)
+    dropped: set[ClientId] = field(default_factory=set)
+    late: set[ClientId] = field(default_factory=set)
+    failed: set[ClientId] = field(default_factory=set)
+    exchanges: int = 0
+    hops: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    simulated_seconds: float = 0.0
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     def note(self, kind: str, clients: Iterable[ClientId] = (), reason: str = "") -> None:
         """Record an event of this round: its kind, its clients (if any) and the reason (if any)."""

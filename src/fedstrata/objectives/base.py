@@ -36,6 +36,15 @@ class Batch:
     x: Inputs
     y: Tensor
 
+    def __getitem__(self, where: Any) -> Batch:
+        """Return some of the samples.
+
+        Args:
+            where: Their positions: a slice, or a tensor or array of whole numbers.
+        """
+        x = self.x[where] if isinstance(self.x, Tensor) else {name: each[where] for name, each in self.x.items()}
+        return Batch(x, self.y[where])
+
 
 Batches = Callable[[], Iterable[Batch]]
 """A function that iterates once over all samples that a client uses in the round, in batches and in a fixed order."""

@@ -17,7 +17,7 @@ import torch
 
 from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import FedstrataError
-from fedstrata.base.inputs import joined, single, split
+from fedstrata.base.inputs import joined, split
 from fedstrata.base.records import record
 from fedstrata.base.rng import SERVER, torch_seeded
 from fedstrata.clients.client import Client, ClientContext
@@ -322,7 +322,7 @@ def summed_gradient(
     task, size = shared.config.task, len(batch.y)
     chain = shared.cached(manual_sgd_of) if is_plain(shared.objective, "loss") else None
     if chain is not None:
-        mean, gradients = chain.gradient(params, single(batch.x), batch.y)
+        mean, gradients = chain.gradient(params, batch)
         torch._foreach_mul_(gradients, size)
         return GradientReply(dict(zip(params, gradients, strict=True)), size, mean.item() * size, {})
     counts, lr = torch.zeros(shared.config.strata), shared.config.training.lr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedstrata.clients.client import Client, ClientContext
@@ -21,7 +20,9 @@ BUFFERS = "buffers"
 @handles(Fit)
 def fit(client: Client, request: Fit) -> FitReply:
     """Train on the client's samples for this round, and keep the objective's new state."""
-    chosen, weights = samples_kept(client, request), starting_point(client, request)
+    chosen, weights = np.arange(len(client)), starting_point(client, request)
+    if request.keep < 1:
+        chosen = chosen[client.rng("keep", request.round).random(len(chosen)) < request.keep]
     client.authorize_update(len(chosen))
     data = LocalData(client, chosen, client.context.cached(on_device).device)
     outcome = train(client, weights, data, round=request.round, message=request.message)
@@ -32,18 +33,6 @@ def fit(client: Client, request: Fit) -> FitReply:
 def weighted(reply: FitReply, data: LocalData) -> FitReply:
     """Add the sum of the samples' weights, such as their number of tokens, to a reply."""
     return WeightedFitReply(**vars(reply), weight=data.weight())
-
-
-def samples_kept(client: Client, request: Fit) -> NDArray[np.int64]:
-    """Draw the samples for this round, each with probability ``request.keep``.
-
-    Returns:
-        Their positions among the client's own samples, (n,).
-    """
-    chosen = np.arange(len(client.indices))
-    if request.keep < 1:
-        chosen = chosen[client.rng("keep", request.round).random(len(chosen)) < request.keep]
-    return chosen
 
 
 def starting_point(client: Client, request: Fit | Compress | LossReport | Evaluate) -> Weights:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from operator import itemgetter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata.base.inputs import Inputs, each, single, split
+from fedstrata.base.inputs import Inputs, each, split
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
@@ -64,11 +63,13 @@ class LocalData:
     def batch(self, positions: NDArray[np.int64] | slice) -> Batch:
         """Return one batch with the samples at these positions of ``chosen``."""
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions)
-        x = each(self._inputs(), itemgetter(where)) if self._fits else self._read(self._indices[where])
-        return Batch(x, self.y[where])
+        if self._fits:
+            return Batch(self._inputs(), self.y)[where]
+        return Batch(self._read(self._indices[where]), self.y[where])
 
     def _read(self, indices: Tensor) -> Inputs:
-        return each(self._data.inputs(indices), lambda tensor: tensor.to(self.device))
+        x = self._data.inputs(indices)
+        return x if self.device == CPU else each(x, lambda tensor: tensor.to(self.device))
 
     def _inputs(self) -> Inputs:
         """Return the inputs of all chosen samples, which are read at the first call."""
@@ -116,7 +117,7 @@ class LocalData:
                 if shuffled is None:
                     yield self.batch(order[begin:end])
                 else:
-                    yield Batch(each(shuffled.x, itemgetter(slice(begin, end))), shuffled.y[begin:end])
+                    yield shuffled[begin:end]
                 done += 1
                 if end == n:
                     break
@@ -253,7 +254,8 @@ def train(
         else:  # handwritten gradients need neither random numbers nor the module
             params = {name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.params.items()}
         batches = data.shuffled(training, client.rng("batches", round), setup.pairs)
-        batches = augmented_batches(client, batches, round)
+        if config.augment is not None:
+            batches = augmented_batches(client, batches, round)
         losses, seen, optimizer_state = _descend(
             setup, model, params, objective, context, training, batches, optimizer_state
         )
@@ -262,9 +264,11 @@ def train(
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
         elif setup.finishes:
             stack.enter_context(model.loaded(params, weights.buffers, train=True))
-        with torch.no_grad(), computing(training, device.type):
-            done = Trained(after.params, len(losses), model, data.in_order, shared.privacy.min_samples)
-            extra, kept = objective.client_final(done, context)
+        extra, kept = Extra(), context.kept
+        if setup.finishes:
+            with torch.no_grad(), computing(training, device.type):
+                done = Trained(after.params, len(losses), model, data.in_order, shared.privacy.min_samples)
+                extra, kept = objective.client_final(done, context)
     if device != CPU:
         after, extra, kept, optimizer_state = to_device((after, extra, kept, optimizer_state), CPU)
     if keeps and optimizer_state is not None:
@@ -321,7 +325,7 @@ def _descend(
 
     def loss_and_gradient(batch: Batch) -> tuple[Tensor, Tensors]:
         if chain is not None:
-            return chain.gradient(params, single(batch.x), batch.y)
+            return chain.gradient(params, batch)
         with computing(training, batch.y.device.type):
             loss = objective.loss(model, params, batch, context)
         # A parameter that the loss does not use gets the gradient zero. Correction and weight decay still apply.

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedstrata.base.inputs import single
 from fedstrata.federation.settings import Training
 from fedstrata.models.model import Params
 from fedstrata.models.zoo import Classifier
@@ -131,7 +130,7 @@ class ManualSGD:
         Returns:
             The mean loss before the step, a scalar.
         """
-        loss, parts = self._backward(params, single(batch.x), batch.y)
+        loss, parts = self._backward(params, batch)
         keep, ones = 1.0 - lr * weight_decay, loss.new_ones(batch.y.shape[0])
         for (weight, bias), (delta, inputs) in zip(self.names, parts, strict=True):
             transposed = delta.t()
@@ -141,9 +140,9 @@ class ManualSGD:
         return loss
 
     @torch.no_grad()
-    def gradient(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def gradient(self, params: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """Return the mean loss over a batch, and its gradient for each parameter, in the order of ``params``."""
-        loss, parts = self._backward(params, x, y)
+        loss, parts = self._backward(params, batch)
         gradients: Params = {}
         for (weight, bias), (delta, inputs) in zip(self.names, parts, strict=True):
             gradients[weight] = delta.t().mm(inputs)
@@ -151,13 +150,15 @@ class ManualSGD:
                 gradients[bias] = delta.sum(0)
         return loss, [gradients[name] for name in params]
 
-    def _backward(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def _backward(self, params: Params, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Return the mean loss, and for each layer two factors, whose product is the gradient of its weight.
 
         Returns:
             The loss, and for each layer a pair: the gradient δ of the loss with respect to the layer's output,
             (B, out), and the layer's input, (B, in).
         """
+        x, y = batch.x, batch.y
+        assert isinstance(x, Tensor)  # only models of one input tensor have a chain
         inputs, output = [x.flatten(1)], x
         for weight, bias in self.names:
             output = F.linear(inputs[-1], params[weight], params[bias] if bias else None)
