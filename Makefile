@@ -12,7 +12,7 @@ DEV    := $(VENV)/.installed-dev
 # which would otherwise compile every module anew where the environment forbids to write bytecode. A process that is lost
 # ends the tests: pytest-xdist 3.8 waits for ever after it has started another one.
 CORES  := $(shell getconf _NPROCESSORS_ONLN)
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadgroup --max-worker-restart 0
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
 # torch first: its wheel may be a local CPU build that pip must not be tempted to replace.
 $(TORCH): pyproject.toml constraints.txt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -89,15 +90,22 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Distribute tests to the processes of pytest-xdist: by file, and all files that start servers to the same process.
 
-    The fixtures of a file are then made once, and two sessions of Ray or NVFlare never run at the same time. The files
-    that start servers come first, because they take longest.
+    The fixtures of a file are then made once, and two sessions of Ray or NVFlare never run at the same time. Groups
+    with the most slow tests come first, so that the processes end at about the same time.
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return
+    slow: Counter[str] = Counter()
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != "servers")
+        slow[group_of(item)] += item.get_closest_marker("slow") is not None
+    items.sort(key=lambda item: (group_of(item) != "servers", -slow[group_of(item)], group_of(item)))
+
+
+def group_of(item: pytest.Item) -> str:
+    """Return the name of the group of tests that one process of pytest-xdist runs."""
+    return str(item.get_closest_marker("xdist_group").args[0])
 
 
 class Tiny(Federation):

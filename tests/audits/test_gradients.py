@@ -116,6 +116,7 @@ def test_inversion_finds_a_single_image() -> None:
     assert error < 0.02 < mean
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_of_single_samples_everything_is_read_off(audit: GradientAudit) -> None:
     one = audit.findings[0]

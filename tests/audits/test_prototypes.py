@@ -67,6 +67,7 @@ def test_what_is_attacked_is_what_the_run_sent(run, audit):
         assert finding.target.size == stored["samples"][finding.target.label]
 
 
+@pytest.mark.long
 def test_the_model_is_the_one_under_which_the_prototypes_were_computed(run, audit):
     prepared = prepare(Experiment.from_toml(run / SPEC))
     [sent] = audit.sent

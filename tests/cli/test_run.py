@@ -122,6 +122,7 @@ def test_a_run_that_diverges_says_from_which_round_on_and_exits_with_3(capsys):
     assert json.loads(Path("wild/summary.json").read_text())["warning"] == message
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default:.*never changed")
 def test_a_comparison_and_a_sweep_finish_the_others_and_exit_with_3(capsys):

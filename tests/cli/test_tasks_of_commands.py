@@ -56,6 +56,7 @@ def test_a_run_is_reported_and_predicts_numbers(spec: str, capsys: pytest.Captur
     assert told[0] == {"hospital": "h0", "predicted": predicted[0]}
 
 
+@pytest.mark.long
 def test_methods_are_compared(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     compared = ["compare", spec, "--methods", "fedavg,stratify", "--out", "both", "--jobs", "1", "--quiet", "--json"]
     assert main(compared) == 0

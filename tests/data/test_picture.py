@@ -45,6 +45,7 @@ def test_many_clients_and_many_labels_are_summarised(labelled):
     assert "labels held" in text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("clients", "classes"), [(1, 2), (10, 3), (100, 10), (101, 10), (1500, 60)])
 def test_pictures_are_written(labelled, tmp_path, clients, classes):

@@ -118,6 +118,7 @@ def test_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
         METRICS.make(f"{CLASSES}:MultilabelAUROC", {"num_labels": 3})
 
 
+@pytest.mark.long
 def test_torchmetrics_is_imported_only_when_it_is_used():
     code = "import sys, fedstrata.evaluation.metrics; print('torchmetrics' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

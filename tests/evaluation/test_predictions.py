@@ -105,10 +105,8 @@ print(grown // (2**20 if sys.platform == "darwin" else 2**10))
 """
 
 
-@pytest.mark.parametrize(
-    ("samples", "megabytes"),
-    [pytest.param(200, 300, marks=pytest.mark.slow), pytest.param(20_000, 1000, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("samples", "megabytes"), [(200, 300), (20_000, 1000)])
 def test_the_logits_of_a_large_vocabulary_are_never_held_together(samples: int, megabytes: int):
     """Those of 200 sequences have 1.9 GB, and those of 20,000 have 192 GB."""
     command = [sys.executable, "-c", VOCABULARY, str(samples)]

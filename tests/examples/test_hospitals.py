@@ -106,6 +106,7 @@ def test_a_resample_is_the_auroc_of_its_patients():
     assert drawn[:50].tolist() == pytest.approx(expected)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_study_goes_on_where_it_was_and_says_what_is_undefined(tmp_path, monkeypatch, capsys, at_root):
     monkeypatch.setattr(study, "LOOKS", (1,))

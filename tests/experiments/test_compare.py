@@ -359,7 +359,8 @@ print(list(runs), [run.final_accuracy > 0.1 for each in runs.values() for run in
 SAID = "['own', 'stas'] [True, True, True, True]"
 
 
-@pytest.mark.parametrize("how", ["script.py", pytest.param("-c", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["script.py", "-c"])
 def test_what_is_the_programs_own_needs_no_main_guard(tmp_path, how):
     (tmp_path / "script.py").write_text(OWN)
     with started(*([how] if how != "-c" else ["-c", OWN]), cwd=tmp_path) as command:
@@ -427,6 +428,7 @@ WILD = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_one_that_never_took_a_step_is_marked_and_the_others_end(tmp_path, trace):
     away = variants({**WILD, "compare": {"away": {"availability": trace({0: [99]})}}}, ["away"])
     experiments = variants(WILD, ["wild", "fedavg"]) | away
@@ -467,6 +469,7 @@ def test_a_module_that_all_seeds_would_start_from_is_warned_of(tmp_path):
     assert len(models(tmp_path / "function")) == 2
 
 
+@pytest.mark.long
 def test_a_method_that_is_added_does_not_become_the_baseline(tmp_path):
     table = tomllib.loads(SPEC)
     compare(variants(table, ["fedavg"]), out=tmp_path, jobs=1)

@@ -51,6 +51,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder / "out", by_hand
 
 
+@pytest.mark.long
 def test_the_kept_models_differ_from_the_last_ones(compared: tuple[Path, dict[str, list[float]]]) -> None:
     out, by_hand = compared
     for method, values in by_hand.items():

@@ -115,6 +115,7 @@ def test_without_optuna_the_error_names_the_extra(tmp_path, monkeypatch):
         fs.search(TABLES, SPACE, out=tmp_path / "out")
 
 
+@pytest.mark.long
 def test_a_search_by_a_lower_primary_metric_looks_for_the_smallest(tmp_path):
     table = TABLES | {"evaluation": {"validation": 0.2, "primary": "loss"}, "training": {"rounds": 2}}
     found = fs.search(table, {"training.lr": "log:0.0001..0.5"}, out=tmp_path, trials=4, jobs=1)
@@ -152,6 +153,7 @@ def test_what_is_best_by_the_validation_samples(whole):
     assert list(fs.load_runs(out)) == list(found.cells)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_only_what_does_worse_than_the_median_is_pruned(whole):
     """The rule by hand: after five whole trials, the best value so far against the median of theirs in that round."""

@@ -64,6 +64,7 @@ def same(one: fs.History, other: fs.History) -> None:
     assert all(torch.equal(one.params[name], other.params[name]) for name in one.params)
 
 
+@pytest.mark.long
 def test_the_parameters_have_the_names_that_peft_gives_them():
     history = train(spec_of())
     assert list(history.params) == TRAINED

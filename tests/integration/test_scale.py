@@ -40,6 +40,7 @@ else:
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ten_thousand_clients_stay_under_a_gigabyte_and_a_half():
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=False)

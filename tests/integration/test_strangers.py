@@ -10,7 +10,7 @@ import pytest
 import strangers
 import torch
 import torch.nn.functional as F
-from stranger_specs import ELSEWHERE, FOLDER, KINDS, METHODS, MORE, NAMES, bytes_of, here, refused, spec
+from stranger_specs import ELSEWHERE, FOLDER, METHODS, MORE, NAMES, bytes_of, here, refused, spec
 from strangers import DRAWS
 from workers import two_workers
 
@@ -153,15 +153,9 @@ def on_ray(reachable: None) -> Iterator[Callable[[fs.Experiment], fs.History]]:
         yield run
 
 
-BRIEF = [(model, list(KINDS)[number % len(KINDS)]) for number, model in enumerate(NAMES)]
-"""Every model once and every kind twice, for ``make test``."""
-
-
+@pytest.mark.long
 @pytest.mark.xdist_group("servers")
-@pytest.mark.parametrize(
-    ("model", "method"),
-    [pytest.param(*pair, marks=pytest.mark.slow if pair in BRIEF else pytest.mark.long) for pair in ELSEWHERE],
-)
+@pytest.mark.parametrize(("model", "method"), ELSEWHERE)
 def test_ray_gives_the_bytes_of_the_local_engine(
     on_ray: Callable[[fs.Experiment], fs.History],
     model: str,

@@ -109,6 +109,7 @@ def test_a_claim_of_one_comparison_is_not_corrected_for_the_rest_of_the_table(ta
     assert (found.verdict, found.evidence) == ("confirmed", "+1.2 [+0.3, +2.1] points")
 
 
+@pytest.mark.long
 def test_a_claim_is_confirmed_wrongly_in_at_most_five_percent():
     """If one of its comparisons is truly zero, which is the worst case, whatever the other one is."""
     generator, wrong, trials = np.random.default_rng(0), 0, 2000

@@ -232,6 +232,7 @@ def test_the_pages_of_the_documentation_are_those_of_the_results_beside_them():
             assert (DOCS / name).read_text(encoding="utf-8") == text, "fedstrata reproduce --show --out docs/results"
 
 
+@pytest.mark.long
 def test_the_forest_plot_has_a_row_for_each_difference_of_accuracies():
     judgements = [judged(claim, known(DOCS)) for claim in claims()]
     wanted = [

@@ -80,6 +80,7 @@ def test_the_private_probability_tends_to_the_wanted_one_only_where_no_size_is_c
     assert keep_errors(600, 10_000, 100, 3.0) == pytest.approx(60 / 99 - 0.1, abs=0.005)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_labels_vary_between_batches_as_in_random_draws():
     # Shares of (1, 0) and (0, 1) where (1/2, 1/2) is due, and none where every batch has both.

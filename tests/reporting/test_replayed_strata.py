@@ -108,6 +108,7 @@ def test_an_outline_has_a_margin_around_every_point(n):
     np.testing.assert_allclose(corners.max(axis=0), points.max(axis=0) + pad)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_no_text_leaves_the_picture_of_strata(tmp_path, monkeypatch):
     figures = []

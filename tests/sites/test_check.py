@@ -191,6 +191,7 @@ def test_the_authority_keeps_no_partys_key(fed: Path) -> None:
     assert text.count("PRIVATE KEY") == 2  # the begin and the end of the root's
 
 
+@pytest.mark.long
 def test_a_kit_whose_certificate_has_ended_does_not_start(fed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It printed nothing, and tried again for ever."""
     path, _ = key_pair(fed / "a")

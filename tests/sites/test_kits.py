@@ -205,6 +205,7 @@ def test_the_script_of_another_kit_is_left_alone(kits: Path, tmp_path: Path) -> 
         other.wait()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("once", [False, True])
 def test_a_party_that_was_started_by_another_path_is_stopped(kits: Path, tmp_path: Path, once: bool) -> None:
     """The words did not match, its number was deleted all the same, and no path could stop it."""

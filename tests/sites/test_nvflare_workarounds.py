@@ -77,6 +77,7 @@ print(*(count - counts[0] for count in counts))
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("whose", "more"), [("ours", [0, 0, 0]), ("nvflare", [0, 15, 45])])
 def test_a_burst_of_messages_starts_no_thread(whose: str, more: list[int]) -> None:

@@ -84,7 +84,10 @@ def spec(method: dict[str, Any], rounds: int, **tables: Any) -> fs.Experiment:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [{"name": "stratify", "cap": 6}, {"name": "fedtan"}], ids=["stratify", "fedtan"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param({"name": "stratify", "cap": 6}, id="stratify", marks=pytest.mark.long), {"name": "fedtan"}],
+)
 def test_a_site_that_hangs_is_lost_and_the_others_are_not(method: dict[str, Any], tmp_path: Path) -> None:
     """The barrier and the calls that wait at it had one patience: all were lost together."""
     asked = []

@@ -105,6 +105,7 @@ def test_every_method_gives_the_bytes_of_the_local_engine(tmp_path: Path) -> Non
     assert [matrix.final_bytes(history) for history in there] == [matrix.final_bytes(fs.run(spec)) for spec in specs]
 
 
+@pytest.mark.long
 @needs_nvflare
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_states_that_its_sites_kept(session: Session) -> None:

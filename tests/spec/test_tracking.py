@@ -174,6 +174,7 @@ def test_mlflow_has_metrics_settings_tags_and_files(tmp_path, store):
     assert kept.read_bytes() == (tmp_path / "run" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_goes_on_in_the_same_run_of_mlflow(tmp_path, store, unclosed):
     tracked = spec(tracking={"mlflow": {"uri": store, "experiment": "killed", "artifacts": False}})
     with pytest.raises(Killed):

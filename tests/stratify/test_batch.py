@@ -556,6 +556,7 @@ def test_settings_of_batches_are_refused_where_there_are_none(balanced, settings
         prepare(spec_of("iid", **settings), data=balanced)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_local_steps_with_batchnorm_are_the_same_however_sums_are_computed(balanced):
     """Statistics are those of the union batch in every step."""

@@ -312,7 +312,7 @@ def diabetes_spec(**tables):
         "fedavg",
         {"name": "fedsts", "strata": 2},
         "stratify",
-        {"name": "stratify", "mode": "single"},
+        pytest.param({"name": "stratify", "mode": "single"}, marks=pytest.mark.long),
     ],
 )
 def test_runs_learn_and_predict_in_the_unit_of_the_target(method, tmp_path):
