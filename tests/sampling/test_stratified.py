@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -45,6 +48,56 @@ def test_groups_far_apart_are_found_whatever_their_scale():
         assert len({(int(g), int(s)) for g, s in zip(group, strata, strict=True)}) == 3
 
 
+PAIRS = np.array([[0.0], [1.0], [10.0], [11.0], [20.0], [21.0]], dtype=np.float32)
+
+
+def lloyd(points, centres):
+    """Algorithm 1 of FedSTaS as it is printed, from given centres: the groups of points at its end."""
+    while True:
+        nearest = np.abs(points[:, None] - centres[None]).sum(axis=2).argmin(axis=1)
+        means = np.stack([points[nearest == stratum].mean(axis=0) for stratum in range(len(centres))])
+        if (means == centres).all():
+            return frozenset(frozenset(np.flatnonzero(nearest == stratum).tolist()) for stratum in range(len(centres)))
+        centres = means
+
+
+def groups(strata):
+    return frozenset(frozenset(np.flatnonzero(strata == stratum).tolist()) for stratum in set(strata.tolist()))
+
+
+def test_by_hand_two_clients_of_one_pair_keep_their_strata_for_themselves():
+    # From the centres 0, 1 and 10: the means of {0}, {1} and {10, 11, 20, 21} are 0, 1 and 15.5, and nothing changes.
+    assert lloyd(PAIRS, PAIRS[[0, 1, 2]]) == {frozenset({0}), frozenset({1}), frozenset({2, 3, 4, 5})}
+    assert lloyd(PAIRS, PAIRS[[0, 2, 4]]) == {frozenset({0, 1}), frozenset({2, 3}), frozenset({4, 5})}
+
+
+def test_random_starts_are_random_clients_and_end_where_algorithm_1_ends():
+    ends = Counter(lloyd(PAIRS, PAIRS[list(start)]) for start in combinations(range(6), 3))
+    runs = 400
+    drawn = Counter(groups(stratify(PAIRS, 3, seed, 1, "random")) for seed in range(runs))
+    assert set(drawn) == set(ends)
+    for end, starts in ends.items():
+        share = starts / 20
+        assert abs(drawn[end] / runs - share) < 4 * (share * (1 - share) / runs) ** 0.5
+
+
+def test_k_means_plus_plus_is_the_default_and_finds_groups_far_apart_more_often():
+    pairs = frozenset(map(frozenset, [{0, 1}, {2, 3}, {4, 5}]))
+    right = {start: sum(groups(stratify(PAIRS, 3, seed, 1, start)) == pairs for seed in range(100)) for start in STARTS}
+    assert right["k-means++"] == right[None] > right["random"] + 10
+
+
+@given(st.integers(2, 30), st.integers(1, 8), st.integers(0, 1000))
+@settings(max_examples=40, deadline=None)
+def test_from_a_random_start_every_client_ends_nearest_to_the_mean_of_its_stratum(clients, count, seed):
+    points = np.random.default_rng(seed).normal(size=(clients, 3)).astype(np.float32)
+    strata = stratify(points, min(count, clients), seed, 1, "random")
+    means = np.stack([points[strata == stratum].mean(axis=0) for stratum in range(strata.max() + 1)])
+    distances = np.linalg.norm(points[:, None] - means[None], axis=2)
+    assert (distances[np.arange(clients), strata] <= distances.min(axis=1) + 1e-5).all()
+
+
+STARTS = ("k-means++", None, "random")
 STRATA = np.array([0, 0, 0, 1, 1, 1, 1, 2])
 CLIENTS = np.array([2, 3, 5, 7, 11, 13, 17, 19])
 NORMS = np.array([1.0, 2.0, 5.0, 1.0, 1.0, 0.0, 2.0, 3.0])

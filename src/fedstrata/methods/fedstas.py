@@ -12,7 +12,7 @@ from fedstrata.methods.base import Parts, Recipe
 from fedstrata.sampling.allocation import Allocation
 from fedstrata.sampling.client_sizes import Epsilon
 from fedstrata.sampling.ldp import FedSTaSData
-from fedstrata.sampling.stratified import Compared, Gradients, Refresh, Stratified
+from fedstrata.sampling.stratified import Compared, Gradients, Refresh, Start, Stratified
 
 
 class FedSTS(Recipe):
@@ -34,6 +34,7 @@ class FedSTS(Recipe):
     refresh: Refresh | None = None
     gradients: Gradients | None = None
     compared: Compared = "restored"
+    start: Start | None = None
     allocation: Allocation | None = None
     aggregation: Literal["paper", "horvitz-thompson"] = "paper"
 
@@ -47,6 +48,7 @@ class FedSTS(Recipe):
             refresh=self.refresh,
             gradients=self.gradients,
             compared=self.compared,
+            start=self.start,
             allocation=self.allocation,
             replacement=unbiased,
         )

@@ -33,6 +33,7 @@ from fedstrata.sampling.sketches import sketch
 Refresh = Literal["all", "participants"]
 Gradients = Literal["asked", "updates"]
 Compared = Literal["restored", "centroids"]
+Start = Literal["k-means++", "random"]
 
 LARGE = 1000
 """Up to this number of clients, all gradients are renewed in every round by default; see ``Stratified.refresh``."""
@@ -108,6 +109,8 @@ class Stratified(ClientSampler):
             part form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
         compared: Basis for comparing clients: the whole compressed gradient, as in the paper (``restored``), or its d'
             different values, as in FedSTaS's code (``centroids``; requires ``gradients = "asked"``).
+        start: First centres of k-means: ``random``: the gradients of random clients, as in the paper; ``k-means++``
+            (default): gradients that lie far apart.
         replacement: Whether a client may be drawn twice from its stratum. If not, Horvitz-Thompson weights are biased.
         allocation: Draws per stratum. ``neyman``: in proportion to size times spread, by largest remainder; a stratum
             may get none, which biases the result. ``neyman-random``: rounded at random, without bias; at least half of
@@ -122,6 +125,7 @@ class Stratified(ClientSampler):
     refresh: Refresh | None = None
     gradients: Gradients | None = None
     compared: Compared = "restored"
+    start: Start | None = None
     replacement: bool = False
     allocation: Allocation | None = None
 
@@ -249,7 +253,7 @@ class Stratified(ClientSampler):
         if state.clusters is not None:
             strata = np.unique(state.clusters.converged(state.rows).labels, return_inverse=True)[1]
         else:
-            strata = stratify(points, min(self.strata, len(points)), config.seed, round)
+            strata = stratify(points, min(self.strata, len(points)), config.seed, round, self.start)
         return Strata(state.known, points, strata)
 
     def _strata(
@@ -273,12 +277,12 @@ class Stratified(ClientSampler):
             # when half of the rows have been renewed, when a stratum is empty, or when the number of strata changes.
             stale = clusters is None or 2 * clusters.renewed > len(rows) or not clusters.sizes.all()
             if clusters is None or stale or len(clusters.sizes) != count:
-                clusters = Clusters.of(rows, stratify(state.points, count, seed, round))
+                clusters = Clusters.of(rows, stratify(state.points, count, seed, round, self.start))
             clusters = clusters.converged(rows)
             deviations, overall = clusters.spread(rows.norms)
             return replace(state, clusters=clusters), clusters.labels[available], deviations, overall
         points = state.points if len(available) == len(rows) else rows.take(available)
-        strata = stratify(points, count, seed, round)
+        strata = stratify(points, count, seed, round, self.start)
         subset = _subset(len(points), seed, round)
         fitted, fitted_strata = points[subset], strata[subset]
         deviations = spread(fitted, fitted_strata, int(strata.max()) + 1)
@@ -332,14 +336,19 @@ class Stratified(ClientSampler):
         return self._refreshes(config) == "participants" and self.gradients != "asked"
 
 
-def stratify(points: Floats32, count: int, seed: int, round: int) -> Ints:
+def stratify(points: Floats32, count: int, seed: int, round: int, start: Start | None = None) -> Ints:
     """Divide compressed gradients by k-means into strata.
+
+    With ``start = "random"``, the first centres are the gradients of ``count`` random clients, and the iterations go on
+    until no client changes its stratum (FedSTaS, Alg. 1). scikit-learn moves the centre of a stratum without clients to
+    the client that is farthest from its own centre; the paper does not say what happens to it.
 
     Args:
         points: The compressed gradient of each client, shape (N, d).
         count: The number of strata. There are fewer if there are fewer different gradients.
         seed: The experiment's seed.
         round: The round, counted from 1.
+        start: See ``Stratified``.
 
     Returns:
         The stratum of each client, shape (N,): 0 … H − 1 for H ≤ ``count`` strata, of which none is empty.
@@ -360,7 +369,9 @@ def stratify(points: Floats32, count: int, seed: int, round: int) -> Ints:
     with warnings.catch_warnings():
         # Points may differ only in their last bits. scikit-learn then finds fewer clusters, and warns needlessly.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model = KMeans(min(count, distinct), n_init=1, random_state=state).fit(fitted)
+        # Without a tolerance, k-means ends when no label changes.
+        how = {"init": "random", "tol": 0.0} if start == "random" else {}
+        model = KMeans(min(count, distinct), n_init=1, random_state=state, **how).fit(fitted)
     labels = model.labels_
     if len(fitted) < len(points):
         centres = model.cluster_centers_
