@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from filelock import FileLock
@@ -11,8 +12,9 @@ from fedstrata.base.errors import DataError
 from fedstrata.evaluation.history import History
 from fedstrata.experiments.run import carry_out
 from fedstrata.papers import pages
-from fedstrata.papers.running import figures, keep, known, results_file, run, run_one
+from fedstrata.papers.running import about_strata, figures, keep, known, results_file, run, run_one
 from fedstrata.papers.tables import experiment_of, read
+from fedstrata.reporting.replayed_strata import strata_of_folder
 
 TEXT = """
 title = "Digits"
@@ -150,7 +152,7 @@ def test_a_run_without_accuracies_has_no_figures():
 
 
 def test_what_is_kept_of_a_run():
-    record = {"round": 1, "accuracy": 0.51234, "seconds": 2.0, "samples": 10, "strata_sizes": [3, 4]}
+    record = {"round": 1, "accuracy": 0.51234, "seconds": 2.0, "samples": 10, "train_loss": 1.23456}
     assert figures(History([record, {**record, "round": 2, "accuracy": 0.6, "samples": 20}])) == {
         "rounds": 2,
         "final": 60.0,
@@ -159,6 +161,28 @@ def test_what_is_kept_of_a_run():
         "mean": 55.61,
         "seconds": 4.0,
         "samples": 15.0,
-        "strata": 2,
         "curve": [51.23, 60.0],
+        "train_loss": [1.2346, 1.2346],
     }
+
+
+def test_what_is_kept_of_strata(tmp_path):
+    assert about_strata(History([{"round": 1}]), tmp_path) == {}
+    rounds = [
+        {"round": 1, "strata_sizes": [3, 4], "strata_allocation": [2, 0]},
+        {"round": 2, "strata_sizes": [3, 3, 1], "strata_allocation": [2, 0, 1]},
+    ]
+    # Half of two strata, and a third of three: (1/2 + 1/3) / 2.
+    assert about_strata(History(rounds), tmp_path) == {"strata": 2, "undrawn": 41.7}
+
+
+def test_a_cell_of_a_stratified_sampler_keeps_the_purity_of_its_strata(table, tmp_path):
+    cell = replace(
+        next(table.cells()),
+        spec={**next(table.cells()).spec, "method": {"name": "fedsts", "strata": 2, "start": "random"}},
+    )
+    result = run_one(table, cell, tmp_path, tmp_path / "runs")
+    view = strata_of_folder(tmp_path / "runs" / cell.folder)
+    shares = [view.labels[view.strata == stratum].sum(axis=0) for stratum in (0, 1)]
+    assert result["purity"] == round(100 * sum(share.max() for share in shares) / 100, 1)
+    assert 0 <= result["undrawn"] < 50

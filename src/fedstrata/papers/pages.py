@@ -417,7 +417,13 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     return ["", line]
 
 
-SHOWN = {"expected_samples": "samples kept", "hops": "hops per round", "strata": "strata, round 1"}
+SHOWN = {
+    "expected_samples": "samples kept",
+    "hops": "hops per round",
+    "strata": "strata, round 1",
+    "undrawn": "strata without a draw, %",
+    "purity": "purity, %",
+}
 """A mapping from the name of each additional column to its heading. A table shows the columns that its results have."""
 
 

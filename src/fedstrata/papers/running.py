@@ -18,6 +18,7 @@ from fedstrata.base.jsonl import replace_file
 from fedstrata.evaluation.history import History
 from fedstrata.experiments.run import carry_out
 from fedstrata.papers.tables import Cell, Table, experiment_of
+from fedstrata.reporting.replayed_strata import strata_of_folder
 
 Results = dict[str, dict[str, Any]]
 """A mapping from the key of each run to its results."""
@@ -116,7 +117,7 @@ def run_one(table: Table, cell: Cell, out: Path, runs: Path) -> dict[str, Any] |
             history = carry_out(experiment_of(cell), out=folder, resume=True)
             if history.warning:
                 raise FedstrataError(history.warning)
-            result = {**about(cell, folder), **figures(history)}
+            result = {**about(cell, folder), **figures(history), **about_strata(history, folder)}
             keep(out, table, {cell.key: result})
             return result
     except Timeout:
@@ -147,9 +148,27 @@ def figures(history: History) -> dict[str, Any]:
     seconds = round(sum(record["seconds"] for record in history), 2)
     result: dict[str, Any] = {"rounds": len(history), **of_curve(curve), "seconds": seconds}
     result |= {name: round(float(history.column(name)[1].mean()), 1) for name in ALSO if name in history.columns}
-    if "strata_sizes" in history[0]:
-        result["strata"] = len(history[0]["strata_sizes"])
-    return {**result, "curve": curve}
+    losses = [round(float(loss), 4) for loss in history.column("train_loss")[1]]
+    return {**result, "curve": curve, "train_loss": losses}
+
+
+def about_strata(history: History, folder: Path) -> dict[str, Any]:
+    """Return what is known of the strata of a run; empty if its sampler has none.
+
+    Returns:
+        ``strata``: their number in the first round. ``undrawn``: the percentage of strata from which no client was
+        drawn, a mean over the rounds. ``purity``: the percentage of samples whose label is the most frequent in their
+        stratum, in the last checkpoint.
+    """
+    if "strata_sizes" not in history[0]:
+        return {}
+    result: dict[str, Any] = {"strata": len(history[0]["strata_sizes"])}
+    drawn = [record["strata_allocation"] for record in history if "strata_allocation" in record]
+    if drawn:
+        result["undrawn"] = round(100 * sum(each.count(0) / len(each) for each in drawn) / len(drawn), 1)
+    if (folder / "checkpoint").exists():
+        result["purity"] = round(100 * strata_of_folder(folder).purity(), 1)
+    return result
 
 
 def of_curve(curve: list[float]) -> dict[str, float]:
