@@ -73,9 +73,10 @@ check: $(DEV)  ## Format, lint, types, import rules, counts of what is hard to r
 	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py
 
-accessibility: $(DEV) demo  ## The demo's report against WCAG 2.2 AA, in both themes: needs npm and Chromium.
+accessibility: $(DEV) demo docs  ## Report, status page and site against WCAG 2.2 AA, in both themes: needs npm and Chromium.
 	npm install --silent --no-save --prefix build/axe axe-core@4
-	$(BIN)/python tools/accessibility.py build/axe/node_modules/axe-core/axe.min.js demo/report.html
+	$(BIN)/python tools/accessibility.py build/axe/node_modules/axe-core/axe.min.js demo/report.html \
+	  $(patsubst %,build/site/%.html,index start/first-comparison reference/spec/training reference/api-results results/claims)
 
 format: $(DEV)
 	$(BIN)/ruff format .

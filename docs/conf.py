@@ -339,6 +339,26 @@ def write_command_line(app: Sphinx) -> None:
     write(Path(app.srcdir) / "reference" / "command-line.md", "\n".join(lines))
 
 
+REPAIRS = {
+    # The visible text of the search button is its name, with the keys beside it.
+    re.compile(r'(<button [^>]*search-button-field[^>]*?) aria-label="Search"'): r"\1",
+    # The buttons that unfold the navigation show only an icon.
+    re.compile(r'<summary>(?=<span class="toctree-toggle")'): '<summary aria-label="Pages below">',
+    # A signature on several lines is a list of definitions without terms.
+    re.compile(r'<dl>(?=\s*<dd><em class="sig-param">)'): '<dl role="none">',
+}
+"""Faults of accessibility in the HTML of Sphinx and of its theme, each with what replaces it."""
+
+
+def repair(app: Sphinx, error: Exception | None) -> None:
+    """Mend ``REPAIRS`` in each page, after the site is built."""
+    for page in Path(app.outdir).rglob("*.html") if error is None and app.builder.format == "html" else ():
+        text = page.read_text(encoding="utf-8")
+        for fault, mended in REPAIRS.items():
+            text = fault.sub(mended, text)
+        write(page, text)
+
+
 _TEXTS: dict[str, list[str]] = {}
 
 
@@ -364,6 +384,7 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", write_palette)
     app.connect("builder-inited", make_demo)
     app.connect("builder-inited", draw_thumbnails, priority=900)
+    app.connect("build-finished", repair)
     app.connect("source-read", relink)
     app.connect("source-read", summarise)
     app.connect("autodoc-process-signature", shorten)

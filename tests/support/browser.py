@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+DRAWN = "document.documentElement?.dataset.drawn"
+"""True in a page with charts, as JavaScript, once they are drawn."""
 PATIENCE = 60.0
 """The seconds to wait for an answer; many, because the machine may be busy."""
 
@@ -74,16 +76,16 @@ class Browser:
         if event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.problems.append(params["entry"]["text"])
 
-    def open(self, page: Path, width: int, scheme: str = "light", height: int = 900) -> None:
-        """Load a file in a window of a given size in pixels, with a colour scheme."""
-        self.visit(page.resolve().as_uri(), width, scheme, height)
+    def open(self, page: Path, width: int, scheme: str = "light", height: int = 900, ready: str = DRAWN) -> None:
+        """Load a file in a window of a given size in pixels, with a colour scheme, and wait until ``ready`` is true."""
+        self.visit(page.resolve().as_uri(), width, scheme, height, ready)
 
-    def visit(self, address: str, width: int, scheme: str = "light", height: int = 900) -> None:
+    def visit(self, address: str, width: int, scheme: str = "light", height: int = 900, ready: str = DRAWN) -> None:
         """Load an address as ``open`` loads a file."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.send("Page.navigate", url=address)
-        self.wait("document.readyState === 'complete' && document.documentElement?.dataset.drawn")
+        self.wait(f"document.readyState === 'complete' && {ready}")
 
     def value(self, expression: str) -> Any:
         """Evaluate a JavaScript expression in the page, and return its value or the result of its promise."""
