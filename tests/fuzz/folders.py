@@ -21,7 +21,8 @@ import fedstrata as fs
 from fedstrata.base.errors import FedstrataError
 from fedstrata.base.jsonl import read_jsonl
 from fedstrata.evaluation.history import History
-from fedstrata.reporting.summary import failures, summary_lines
+from fedstrata.evaluation.summary import summary_lines
+from fedstrata.reporting.summary import failures
 
 ROUNDS, STOPPED = 4, 2
 

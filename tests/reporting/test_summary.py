@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from fedstrata.evaluation.history import History
-from fedstrata.reporting.summary import failures, summary_lines, summary_panel
+from fedstrata.evaluation.summary import summary_lines
+from fedstrata.reporting.summary import failures, summary_panel
 
 RECORD = {"round": 3, "accuracy": 0.75, "clients_invited": 10, "clients_returned": 7}
 

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from browser import PROGRAM, browser
+from browser import PROGRAM, Browser, browser
 
 import fedstrata as fs
 from fedstrata.cli import main
@@ -22,6 +22,14 @@ SPEC = {
     "model": {"name": "mlp", "hidden": [8]},
     "training": {"rounds": 3, "local_steps": 2},
 }
+
+
+TEXTS = "[...document.querySelectorAll('{}')].map(each => each.textContent.trim())"
+
+
+def facts_of(page: Browser) -> dict[str, str]:
+    """The list of facts below the progress bar."""
+    return dict(zip(page.value(TEXTS.format("#facts dt")), page.value(TEXTS.format("#facts dd")), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +96,7 @@ def test_what_is_shown_is_what_was_written_and_no_file_of_the_kit(kit: Path) -> 
     with serving(source) as (address, look):
         look()
         assert get(address, "status.json")[1] == b"null"
-        progress = Progress(9, ["a"], lambda site: ("gone", "<b>"), path=kit / STATUS, run="none")
+        progress = Progress(9, ["a"], lambda site: ("gone", "<b>"), path=kit / STATUS, about={"run": "none"})
         progress({"round": 1, "accuracy": 0.5, "loss": float("nan")})
         progress.write()
         assert get(address, "status.json")[1] == b"null", "others wait for who looks"
@@ -108,6 +116,21 @@ def test_a_run_folder_tells_what_its_records_say(run: Path) -> None:
     assert table["accuracy"] == fs.History.load(run)[-1]["accuracy"]
     assert table["bytes_up"] == sum(record["bytes_up"] for record in fs.History.load(run))
     assert table["sites"] == {}
+    assert table["run"] == "run"
+    assert table["title"] == "fedavg on digits"
+    assert table["setting"].startswith("4 clients")
+    assert table["seconds"] == fs.History.load(run).summary["seconds"]
+
+
+def test_the_best_round_of_a_regression_has_the_lowest_error() -> None:
+    history = fs.History(primary="rmse", targets=[], metric_targets={"rmse": [2, 1]})
+    progress = Progress(9, [], lambda site: ("", ""), history)
+    for round, error in ((1, 3.0), (2, 1.5), (3, 1.75)):
+        progress({"round": round, "loss": error**2, "test": {"rmse": error}})
+    table = progress.table()
+    assert (table["value"], table["best"], table["best_round"], table["reached"]) == (1.75, 1.5, 2, {"rmse 2": 2})
+    assert list(table["curves"]) == ["rmse", "loss"]
+    assert table["curves"]["rmse"] == [[1, 2, 3], [3.0, 1.5, 1.75]]
 
 
 @pytest.mark.slow
@@ -115,17 +138,36 @@ def test_a_run_folder_tells_what_its_records_say(run: Path) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_a_run_and_the_site_that_dies(kit: Path, tmp_path: Path, scheme: str) -> None:
     state = {"a": ("in", ""), "b": ("in", "")}
-    progress = Progress(9, state, state.__getitem__, path=kit / STATUS)
-    for round in (1, 2, 3):
-        progress({"round": round, "accuracy": 0.1 * round, "clients_returned": 2, "bytes_up": 2_500_000})
+    about = {"run": "<b>run", "title": "moon on <i>digits", "setting": "2 clients"}
+    history = fs.History(targets=[0.2, 0.9])
+    progress = Progress(9, state, state.__getitem__, history, kit / STATUS, about)
+    for round, accuracy in ((1, 0.1), (2, 0.3), (3, 0.25)):
+        progress({"round": round, "accuracy": accuracy, "clients_returned": 2, "bytes_up": 2_500_000})
     progress.write()
     (tmp_path / "profile").mkdir()
     with serving(source_of(kit)) as (address, look), browser(tmp_path / "profile") as page:
         look()
         page.visit(address, 900, scheme)
-        assert page.value("document.getElementById('title').textContent") == "Round 3 of 9"
+        assert page.value("document.title") == "moon on <i>digits, round 3 of 9 – fedstrata"
+        assert page.value(TEXTS.format("header > *")) == [
+            "moon on <i>digits",
+            "<b>run · 2 clients",
+            "round 3 of 9runningreport",
+        ]
         assert page.value("document.querySelectorAll('canvas').length") == 2
-        assert "7.5 MB" in page.value("document.getElementById('facts').textContent")
+        assert page.value(TEXTS.format(".chart-head")) == ["accuracy, %", "clients that returned"]
+        label = page.value("document.querySelector('.plot').getAttribute('aria-label')")
+        assert label == "accuracy, % over rounds, 25 in round 3"
+        facts = facts_of(page)
+        del facts["duration"], facts["time left"]
+        assert facts == {
+            "accuracy": "25.0 %",
+            "best so far": "30.0 % in round 2",
+            "targets reached": "20 % in round 2",
+            "clients of the last round": "2 returned",
+            "sent up": "7.5 MB",
+            "sent down": "0.0 kB",
+        }
         state["b"] = "gone", "<img src=x onerror=alert(1)>"
         progress({"round": 4, "accuracy": 0.5, "clients_returned": 1})
         progress._written = 0.0
@@ -135,7 +177,9 @@ def test_a_browser_shows_a_run_and_the_site_that_dies(kit: Path, tmp_path: Path,
         progress.end("complete")
         look()
         page.wait("document.getElementById('state').textContent === 'over: complete'")
-        assert page.value("document.getElementById('title').textContent") == "Round 4 of 9"
+        assert page.value("document.getElementById('round').textContent") == "round 4 of 9"
+        assert page.value("document.getElementById('facts-head').textContent") == "Result"
+        assert facts_of(page)["best"] == "50.0 % in round 4"
         rows = page.value("[...document.querySelectorAll('#sites tr')].map(row => row.innerText.replace(/\\s+/g, ' '))")
         assert [row.strip() for row in rows] == ["a in", "b gone <img src=x onerror=alert(1)>"]
         assert page.value("document.querySelectorAll('img').length") == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import fedstrata as fs
 from fedstrata.cli import main
 from fedstrata.sites import progress as module
 from fedstrata.sites.progress import STATUS, Progress, SiteProgress, headline, shown
@@ -62,7 +63,7 @@ def test_a_folder_of_nobody_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_run_that_goes_on_knows_the_rounds_before_and_a_round_without_an_evaluation_the_last_one() -> None:
-    before = [{"round": n, "accuracy": n / 10, "clients_returned": 2, "bytes_up": 5} for n in (1, 2, 3)]
+    before = fs.History({"round": n, "accuracy": n / 10, "clients_returned": 2, "bytes_up": 5} for n in (1, 2, 3))
     progress = Progress(10, ["a"], lambda site: ("in", ""), before)
     assert (progress.table()["round"], progress.table()["seconds_left"]) == (3, None)
     progress({"round": 3, "accuracy": None, "clients_returned": 1, "bytes_up": 5})  # the checkpoint was of round 2
@@ -72,7 +73,7 @@ def test_a_run_that_goes_on_knows_the_rounds_before_and_a_round_without_an_evalu
 
 
 def test_a_curve_is_thinned_and_has_its_last_point() -> None:
-    records = [{"round": n, "loss": float(n)} for n in range(1, 5001)]
+    records = fs.History({"round": n, "loss": float(n)} for n in range(1, 5001))
     rounds, values = Progress(5000, [], lambda site: ("", ""), records).table()["curves"]["loss"]
     assert len(rounds) <= 302
     assert rounds == values
@@ -87,7 +88,7 @@ def test_a_server_writes_down_how_far_its_run_is(tmp_path: Path, capsys: pytest.
         assert not gone, "the job is over"
         return "in", ""
 
-    progress = Progress(3, ["a"], status, path=tmp_path / STATUS, run="r")
+    progress = Progress(3, ["a"], status, path=tmp_path / STATUS, about={"run": "r"})
     progress.write()
     progress({"round": 1})
     gone.append("a")

@@ -18,13 +18,13 @@ from fedstrata.base.config import build
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.processes import Task, TaskPool, can_fork
 from fedstrata.evaluation.history import History, column_of, frame
+from fedstrata.evaluation.summary import percent
 from fedstrata.experiments.references import fold, reference_runs
 from fedstrata.experiments.run import carry_out
 from fedstrata.models.zoo import OwnModel
 from fedstrata.reporting import tables
 from fedstrata.reporting.progress import Progress
 from fedstrata.reporting.runs import keep_order
-from fedstrata.reporting.summary import percent
 from fedstrata.runs.preparation import Arrays, Prepared, prepare
 from fedstrata.runs.run_folder import SUMMARY, last_number, refuse_foreign, rounds_done
 from fedstrata.spec.experiment import Experiment

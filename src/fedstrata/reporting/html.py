@@ -19,13 +19,13 @@ from fedstrata.base import style
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.printable import printable
 from fedstrata.evaluation.history import STANDARD, History
+from fedstrata.evaluation.summary import summary_lines
 from fedstrata.reporting import contrasts, plots, setting, tables
 from fedstrata.reporting.answer import answer, number
 from fedstrata.reporting.charts import DASHES, FATE_NAMES, chart_data, has_costs, is_own, strokes
 from fedstrata.reporting.overview import display, overview
 from fedstrata.reporting.runs import Run, by_data, histories, load_runs
 from fedstrata.reporting.statistics import Estimate
-from fedstrata.reporting.summary import summary_lines
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from fedstrata.base.printable import printable
-from fedstrata.reporting.summary import percent
+from fedstrata.evaluation.summary import percent
 from fedstrata.reporting.tables import MISSING
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any
 
 from fedstrata.base.printable import printable
 from fedstrata.evaluation.history import TARGETS, History, column_of, target_text
+from fedstrata.evaluation.summary import MISSING as MISSING
 from fedstrata.reporting.statistics import UNBOUNDED, Estimate, Range
 
-MISSING = "–"
 STUCK = "†"
 """The mark of labels with runs that are stuck; see ``Row.stuck``."""
 

@@ -18,8 +18,9 @@ from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl, write_json
 from fedstrata.base.loading import only_from
+from fedstrata.evaluation.history import History
 from fedstrata.runs.preparation import prepare
-from fedstrata.runs.run_folder import METRICS, SPEC, is_over
+from fedstrata.runs.run_folder import METRICS, SPEC, about, is_over
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.configuration import ERROR, RESULT, described
 from fedstrata.sites.data_schema import prepare_server, surveyed
@@ -31,7 +32,7 @@ from fedstrata.sites.members import Members
 from fedstrata.sites.messenger import Messenger
 from fedstrata.sites.nvflare_workarounds import JobEnd, bound_growth, survive_kill
 from fedstrata.sites.policy import Policy
-from fedstrata.sites.progress import FEDSTRATA, STATUS, Progress, SiteProgress
+from fedstrata.sites.progress import FEDSTRATA, STATUS, Progress, SiteProgress, about_run
 from fedstrata.sites.settings import JobSpec, SiteSettings, run_of
 from fedstrata.sites.site_server import SiteServer
 from fedstrata.sites.sums import Sums
@@ -141,12 +142,14 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             prepared.config, messenger, self._sums, spec=text, run=run_of(text), direct=direct, log_heads=heads
         )
         before = read_jsonl(folder / METRICS) if resume and (folder / METRICS).exists() else []
+        history = History(before, **about(spec))
         path = None if settings.simulated else Path(collab.workspace.get_root_dir()) / STATUS
 
         def status(site: str) -> tuple[str, str]:
             return ("revoked", STRUCK) if transport.struck(site) else engine.directory.status(site)
 
-        progress = Progress(spec.training.rounds, site_of_client, status, before, path, run=folder.name)
+        words = about_run(history, folder, text)
+        progress = Progress(spec.training.rounds, site_of_client, status, history, path, words)
         self._progress = progress
         try:
             with progress.writing():

@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata.base.jsonl import write_json
+from fedstrata.evaluation.history import History, column_of, numbers
+from fedstrata.evaluation.summary import reached
+from fedstrata.reporting.runs import Run
+from fedstrata.reporting.setting import setting_line
 
 LOG = logging.getLogger(__name__)
 
@@ -38,8 +42,10 @@ COUNTED = ("returned", "dropped", "late", "failed")
 """The fields of a round that are shown: metrics (``MEASURED``) and counts of clients (``COUNTED``)."""
 
 
-def curves_of(records: Iterable[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -> dict[str, list[list[float]]]:
     """Return the curves. Each is a list of rounds and a list of values, with at most about ``POINTS`` points.
+
+    The curve of the ``primary`` metric comes first.
 
     If a run repeated a round after a crash, the new record replaces the old records of this round and of later ones.
 
@@ -51,14 +57,28 @@ def curves_of(records: Iterable[Mapping[str, Any]]) -> dict[str, list[list[float
         while rounds and rounds[-1]["round"] >= record["round"]:
             rounds.pop()
         rounds.append(record)
-    thinned = {}
-    for key, name in CURVES.items():
-        points = [(record["round"], record[key]) for record in rounds if key in record]
+    thinned, columns = {}, [(record["round"], numbers(record)) for record in rounds]
+    for key, name in {column_of(primary): primary, **CURVES}.items():
+        points = [(round, values[key]) for round, values in columns if key in values]
         if points:
             thin = points[:: math.ceil(len(points) / POINTS)]
             thin += points[-1:] if thin[-1] != points[-1] else []
             thinned[name] = [list(each) for each in zip(*thin, strict=True)]
     return thinned
+
+
+def about_run(history: History, folder: Path, spec: str) -> dict[str, str]:
+    """Return the keys of a run's progress that describe the run: its folder's name, its title, and its setting.
+
+    Args:
+        history: The history; only its method and seed are used.
+        folder: The run folder.
+        spec: The text of the spec.
+    """
+    run = Run(history.method, history, folder, [], spec)
+    setting = " · ".join(map("".join, setting_line({run.label: [run]})))
+    title = " on ".join(filter(None, (history.method, run.data)))
+    return {"run": folder.resolve().name, "title": title, "setting": setting}
 
 
 class Progress:
@@ -68,9 +88,9 @@ class Progress:
         rounds: The number of rounds of the run.
         sites: The names of the sites that should take part.
         status: Returns the state of a site, and the reason for it.
-        before: The records of the rounds before the run was resumed.
+        history: The history of a run that is resumed, or an empty one; it also describes the run.
         path: The file to which the progress is written; optional.
-        run: The name of the run folder.
+        about: The description of the run by ``about_run``.
     """
 
     def __init__(
@@ -78,25 +98,25 @@ class Progress:
         rounds: int,
         sites: Iterable[str],
         status: Callable[[str], tuple[str, str]],
-        before: Iterable[Mapping[str, Any]] = (),
+        history: History | None = None,
         path: Path | None = None,
-        run: str = "",
+        about: Mapping[str, str] | None = None,
     ) -> None:
         self._rounds, self._sites, self._status = rounds, sorted(set(sites)), status
         self._begun = time.time()
-        self._records = [_kept(record) for record in before]
-        self._before = len(self._records)
+        self._history = History() if history is None else history
+        self._before = len(self._history)
         self._path, self._writing = path, threading.Lock()
-        self._over, self._run = "", run
+        self._over, self._about = "", dict(about or {})
         self._states: dict[str, list[str]] = {}
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Add the record of a round. A run calls this as a callback."""
-        self._records.append(_kept(record))
+        self._history.append(_kept(record))
 
     def table(self) -> dict[str, Any]:
         """Return the progress as a table that JSON can hold."""
-        records = list(self._records)  # a copy, because another thread may add records
+        history, records = self._history, list(self._history)  # a copy, because another thread may add records
         here, last = records[self._before :], records[-1] if records else {"round": 0}
         seconds, left = time.time() - self._begun, None
         if here and not self._over:
@@ -104,19 +124,25 @@ class Progress:
         if not self._over:
             self._update_states()
         # The last value of each metric, because not every round has an evaluation.
-        measured = {key: record[key] for record in records for key in MEASURED if key in record}
+        measured = {key: record[key] for record in records for key in MEASURED if record.get(key) is not None}
         counts = {key: last[f"clients_{key}"] for key in COUNTED if f"clients_{key}" in last}
+        column = column_of(history.primary)
         return {
             "round": last["round"],
             "rounds": self._rounds,
             **measured,
             **counts,
-            **{key: sum(record.get(key, 0) for record in records) for key in ("bytes_up", "bytes_down")},
+            "primary": history.primary,
+            "value": history.final(column),
+            "best": history.best(column),
+            "best_round": history.best_round,
+            "reached": reached(history),
+            **{key: int(history.total(key)) for key in ("bytes_up", "bytes_down")},
             "seconds": seconds,
             "seconds_left": left,
             "sites": self._states,
-            "curves": curves_of(records),
-            "run": self._run,
+            "curves": curves_of(records, history.primary),
+            **self._about,
             "over": self._over,
         }
 
@@ -192,7 +218,7 @@ class SiteProgress:
 
 def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a round's record that are needed to show the progress."""
-    keys = ("round", "bytes_up", "bytes_down", *MEASURED, *(f"clients_{key}" for key in COUNTED))
+    keys = ("round", "bytes_up", "bytes_down", "test", "validation", *MEASURED, *(f"clients_{key}" for key in COUNTED))
     return {key: record[key] for key in keys if record.get(key) is not None}
 
 

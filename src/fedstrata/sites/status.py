@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
-from fedstrata.base.jsonl import jsonable, read_jsonl
+from fedstrata.base.jsonl import jsonable
 from fedstrata.base.printable import print_lines, printable
+from fedstrata.evaluation.history import History
 from fedstrata.runs.run_folder import METRICS, SPEC, WEIGHTS
 from fedstrata.sites.configuration import ERROR, raised
-from fedstrata.sites.progress import STATUS, Progress, shown
+from fedstrata.sites.progress import STATUS, Progress, about_run, shown
 from fedstrata.sites.provision import JOB
 from fedstrata.sites.simulator import require_nvflare
 from fedstrata.sites.submit import COMPLETED, POLL, Report, Watch, refuse_expired
@@ -149,12 +150,14 @@ def of_run(folder: Path) -> dict[str, Any]:
     Raises:
         DataError: A file is damaged.
     """
-    progress = Progress(_rounds(folder / SPEC), [], lambda site: ("", ""), read_jsonl(folder / METRICS))
+    rounds, history = _rounds(folder / SPEC), History.load(folder)
+    about, seconds = about_run(history, folder, (folder / SPEC).read_text(encoding="utf-8")), history.total("seconds")
+    progress = Progress(rounds, [], lambda site: ("", ""), history, about=about)
     if (folder / WEIGHTS).exists():
         progress.end()
     elif (folder / ERROR).exists():
         progress.end(str(raised(folder / ERROR)))
-    return progress.table() | {"seconds": None}
+    return progress.table() | {"seconds": seconds}
 
 
 def _of_kit(kit: Path) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
 const EVERY = 2000, STALE = 10;
-const NAMES = {accuracy: "accuracy", loss: "loss", train_loss: "training loss", returned: "clients that returned"};
+const NAMES = {loss: "loss", train_loss: "training loss", returned: "clients that returned"};
 const find = id => document.getElementById(id);
 const charts = new Map();
 let last = null, missed = 0;
@@ -18,6 +18,17 @@ const amount = count => {
   return `${(count / 1e3).toFixed(1)} kB`;
 };
 
+const isShare = name => name.endsWith("accuracy"); // shown in per cent
+const value = (name, number) => number == null ? null : isShare(name) ? `${(100 * number).toFixed(1)} %` : text(number);
+
+function result(status) {
+  const {primary, best, best_round: round} = status, ended = Boolean(status.over);
+  return [[primary, value(primary, status.value)],
+    [ended ? "best" : "best so far", best == null ? null : `${value(primary, best)} in round ${round}`],
+    ["targets reached", Object.entries(status.reached).map(([target, round]) => `${target} in round ${round}`).join(", ") || "none"],
+    ...["accuracy", "loss", "train_loss"].filter(name => name !== primary).map(name => [NAMES[name] ?? name, value(name, status[name])])];
+}
+
 function show(status) {
   last = status;
   const away = status?.away, waiting = status?.waiting;
@@ -27,8 +38,12 @@ function show(status) {
   find("title").textContent = status == null ? "No run is active" : away != null ? "The server cannot be reached"
     : waiting != null ? "A run is waiting"
     : site ? "This site's part"
-    : `Round ${status.round} of ${status.rounds}`;
-  document.title = `${find("title").textContent} – fedstrata`;
+    : status.title || "Run";
+  const rounds = nothing || site ? "" : `round ${status.round} of ${status.rounds}`;
+  document.title = `${[find("title").textContent, rounds].filter(Boolean).join(", ")} – fedstrata`;
+  find("setup").textContent = nothing || site ? "" : [status.run, status.setting].filter(Boolean).join(" · ");
+  find("round").textContent = rounds;
+  find("facts-head").textContent = status?.over ? "Result" : "Progress";
   find("state").textContent = nothing ? away ?? waiting ?? "" : status.over ? `over: ${status.over}`
     : age > STALE ? `last contact ${duration(age)} ago`
     : site ? (status.working ? "working" : "waiting for the next request") : "running";
@@ -40,13 +55,11 @@ function show(status) {
   const facts = nothing ? [] : site
     ? [["questions", text(status.questions)], ["bytes in", amount(status.bytes_in)],
       ["bytes out", amount(status.bytes_out)], ["refused", status.refused || null]]
-    : [["accuracy", status.accuracy == null ? null : text(status.accuracy)],
-      ["loss", status.loss == null ? null : text(status.loss)],
-      ["training loss", status.train_loss == null ? null : text(status.train_loss)],
+    : [...(status.primary ? result(status) : []),
       ["clients of the last round", ["returned", "dropped", "late", "failed"].filter(key => status[key])
         .map(key => `${status[key]} ${key}`).join(", ") || null],
       ["sent up", amount(status.bytes_up)], ["sent down", amount(status.bytes_down)],
-      ["time", duration(status.seconds)], ["time left", duration(status.seconds_left)]];
+      ["duration", duration(status.seconds)], ["time left", duration(status.seconds_left)]];
   find("facts").replaceChildren(...facts.filter(([, value]) => value != null)
     .flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
   for (const [name, [rounds, values]] of Object.entries(status?.curves ?? {})) draw(name, rounds, values);
@@ -61,13 +74,15 @@ function sites(rows) {
 }
 
 function draw(name, rounds, values) {
+  const title = (NAMES[name] ?? name) + (isShare(name) ? ", %" : "");
   if (!charts.has(name)) {
-    const plot = make("div", {class: "plot", role: "img", "aria-label": `${NAMES[name] ?? name} over rounds`});
-    find("charts").append(make("figure", {class: "chart"}, make("div", {class: "chart-head"}, NAMES[name] ?? name), plot));
-    charts.set(name, {plot, whole: name === "returned"});
+    const plot = make("div", {class: "plot", role: "img"});
+    find("charts").append(make("figure", {class: "chart"}, make("div", {class: "chart-head"}, title), plot));
+    charts.set(name, {plot, whole: name === "returned", share: isShare(name)});
   }
   const chart = charts.get(name);
-  chart.data = [rounds, values];
+  chart.plot.setAttribute("aria-label", `${title} over rounds, ${text(values.at(-1) * (chart.share ? 100 : 1))} in round ${rounds.at(-1)}`);
+  chart.data = [rounds, chart.share ? values.map(share => 100 * share) : values];
   if (chart.u) chart.u.setData(chart.data);
   else paint(chart);
 }
@@ -79,9 +94,12 @@ function paint(chart) {
   chart.u = new uPlot({
     width: Math.max(chart.plot.clientWidth, 200), height: HEIGHT, legend: {show: false}, cursor: {show: false},
     scales: {x: {time: false, range: (_, low, high) => padded(low, high, false)},
-      y: {range: (_, low, high) => padded(chart.whole ? 0 : low, high, false)}},
+      y: {range: (_, low, high) => {
+        const [from, to] = padded(chart.whole ? 0 : low, high, false);
+        return chart.share ? [Math.max(from, 0), Math.min(to, 100)] : [from, to];
+      }}},
     axes: [across, up],
-    series: [{}, {stroke: colour("heat"), width: 1.75, points: {show: chart.data[0].length <= 25, size: 5}}],
+    series: [{}, {stroke: colour("heat"), width: 2, points: {show: chart.data[0].length <= 25, size: 5}}],
   }, chart.data, chart.plot);
 }
 
