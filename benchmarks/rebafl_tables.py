@@ -35,13 +35,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import safetensors.torch
 import torch
-from matplotlib.lines import Line2D
+from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 import fedstrata as fs
 from fedstrata.base import style
 from fedstrata.evaluation.history import History
-from fedstrata.reporting.draw import style_axes
+from fedstrata.reporting.draw import End, label_ends, style_axes
 
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "rebafl.json"
@@ -89,13 +89,46 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "moon": {"mu": 1.0},
     "fedrs": {"alpha": 0.5},
 }
+CAPTIONS = {
+    "fashion20": "Fashion-MNIST, 20 clients, 2 classes per client, 50 % answer",
+    "fashion50": "Fashion-MNIST, 50 clients, 2 classes per client, 50 % answer",
+    "cifar20": "CIFAR-10, 20 clients, 2 classes per client, 50 % answer",
+    "dropout": "Fashion-MNIST, 20 clients: dropouts of one round, and absences of several rounds (50 % answer)",
+    "ablation": "Fashion-MNIST, 20 clients: ReBaFL without one or both of its parts",
+    "pairs": "Fashion-MNIST, 20 clients, 50 % answer: which classes share clients",
+    "published-defaults": "Fashion-MNIST, 20 clients, 50 % answer: as in the text, and as published (FedDyn: α = 0.01)",
+    "readings": "Fashion-MNIST, 20 clients, 50 % answer: dropouts before and after training",
+    "precision": "Fashion-MNIST, 20 clients, 50 % answer: precision of products",
+    "tuning": "Other parameters, on 10,000 training images that no client holds, 20 clients",
+}
+"""A mapping from each table to the heading of the table and of its picture."""
+SMOOTH = 5
+"""The number of rounds over which curves are averaged."""
+CHOSEN = "chosen"
+"""The name of the picture of the runs with chosen parameters, which are in the first table."""
 SETTINGS = {
     "dropout": "",
     "ablation": "",
-    "pairs": "classes that look alike on the same clients",
+    "pairs": "classes that look alike",
     "published-defaults": "momentum 0.5, μ = 0.5",
+    "readings": "before training",
+    "precision": "",
 }
 """A mapping from tables with labels "METHOD, SETTING" to the setting of labels that contain only a method."""
+WORDS = {
+    "2 classes": "2 classes per client, 50 % answer",
+    "clustered": "2 to 5 classes per client, 20 to 50 % answer",
+    "classes that look alike": "clients hold classes that look alike",
+    "random classes": "clients hold random classes",
+    "as in the text": "as in the text: no momentum, μ = 0.1",
+    "momentum 0.5, μ = 0.5": "as published: momentum 0.5, μ = 0.5",
+    "before training": "clients drop out before training",
+    "replies lost": "clients drop out after training: replies are lost",
+    "bf16": "bfloat16",
+}
+"""A mapping from settings to the titles of their panels."""
+PARTS_IN_WORDS = {"none": "neither", "both": "both: ReBaFL"}
+"""A mapping from parts of ReBaFL to their names in pictures."""
 PAPER: dict[str, dict[str, float]] = {
     "fashion20": {
         "fedavg": 75.27, "fedprox": 75.36, "scaffold": 63.48, "feddyn": 77.98, "moon": 65.35, "fedrs": 72.46,
@@ -445,18 +478,6 @@ def spread(values: Sequence[float]) -> str:
 
 
 def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
-    captions = {
-        "fashion20": "Fashion-MNIST, m = 20, 2 classes a client, p = 0.5",
-        "fashion50": "Fashion-MNIST, m = 50, 2 classes a client, p = 0.5",
-        "cifar20": "CIFAR-10, m = 20, 2 classes a client, p = 0.5",
-        "dropout": "Dropout: Fashion-MNIST, m = 20; independent with p, or persistent for s rounds with p = 0.5",
-        "ablation": "Ablation on Fashion-MNIST, m = 20: 2 classes a client with p = 0.5, and the clustered setting",
-        "pairs": "The first setting when classes that look alike share clients",
-        "published-defaults": "The published code's defaults: momentum 0.5, ReBaFL's μ = 0.5; FedDyn's α stays 0.01",
-        "readings": "Another reading of dropout: who drops out has trained, and the reply is lost",
-        "precision": "Arithmetic: the beginning of two runs in float32 and with bfloat16 products",
-        "tuning": "Other parameters, on 10,000 training images that no client holds, m = 20",
-    }
     lines = [
         "# ReBaFL's experiments",
         "",
@@ -465,10 +486,11 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         "squared distance of a client's model from the clients' mean (Eq. 24), averaged over the rounds. An unfinished",
         "cell shows how far it is.",
     ]
-    for table, caption in captions.items():
+    for table, caption in CAPTIONS.items():
         if table not in found:
             continue
         lines += ["", f"## {caption}", ""]
+        lines += [f"![Test accuracy over rounds](rebafl_{table}.png)", ""] if table != "tuning" else []
         lines += ["| method | rounds | seeds | mean of the last 10 | best | stability | Λ | MB up | paper |"]
         lines += ["|---|---|---|---|---|---|---|---|---|"]
         for label, seeds in found[table].items():
@@ -493,6 +515,8 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         "",
         f"Chosen: {picked or 'nothing yet'}. FedSTS + ReBaFL asks all 20 clients for a compressed gradient, and at",
         "most 10 of those who answer train; with the others everybody trains who is there.",
+        "",
+        f"![Test accuracy over rounds, chosen parameters](rebafl_{CHOSEN}.png)",
     ]
     lines += ["", *without_holders(found["fashion20"])] if "fashion20" in found else []
     lines += ["", "## Which classes are confused", ""]
@@ -545,71 +569,87 @@ def missing_classes(spec: dict[str, Any]) -> NDArray[np.int64]:
     return np.array([(~held[online].any(axis=0)).sum() for online in there])
 
 
-def panels_of(table: str, methods: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, list[float]]]:
-    """Return the curves of a table's picture by panel (a setting if the table has several, else a seed) and name."""
-    panels: dict[str, dict[str, list[float]]] = {}
-    for label, seeds in methods.items():
-        for each in seeds:
-            if table in SETTINGS:
-                name, _, setting = label.partition(", ")
-                panels.setdefault(setting or SETTINGS[table], {})[name] = each["curve"]
-            else:
-                name, _, point = label.partition(", ")
-                title = f"seed {each['seed']}" + (", chosen parameters" if point and table == "fashion20" else "")
-                panels.setdefault(title, {})[name if table == "fashion20" else label] = each["curve"]
-    return dict(sorted(panels.items()))
+Panels = dict[str, dict[str, list[float]]]
+"""A mapping from the title of each panel of a picture to a mapping from names to accuracies per round."""
 
 
-def draw(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    """Draw the curves of each table, faint, and on top of them their means over five rounds."""
+def pictures_of(found: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, Panels]:
+    """Return a mapping from the name of each picture to its panels."""
+    pictures: dict[str, Panels] = {}
     for table, methods in found.items():
         if table == "tuning":
             continue
-        panels = panels_of(table, methods)
-        names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
-        across = 2 if len(panels) == 4 else min(len(panels), 3)
+        for label, seeds in methods.items():
+            name, _, setting = label.partition(", ")
+            for each in (each for each in seeds if each["rounds"] >= SMOOTH):
+                picture, title, seed = table, "", f"seed {each['seed']}"
+                if table in SETTINGS:
+                    title = in_words(setting or SETTINGS[table])
+                elif table == "fashion20" and setting:
+                    picture, title = CHOSEN, seed
+                elif table == "fashion20":
+                    title = seed if name in SIX else f"{seed}, other methods"
+                pictures.setdefault(picture, {}).setdefault(title, {})[name] = each["curve"]
+    main = pictures.get("fashion20", {})
+    for title, curves in main.items():
+        seed, _, others = title.partition(", ")
+        if others:  # two methods of the neighbouring panel, for comparison
+            curves |= {name: main[seed][name] for name in ("fedavg", "rebafl") if name in main.get(seed, {})}
+    return pictures
+
+
+def draw(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+    """Draw the curves of each picture, faint, and on top of them their means over five rounds."""
+    for picture, panels in pictures_of(found).items():
+        across = min(len(panels), 3)
         down = -(-len(panels) // across)
-        figure, axes = plt.subplots(
-            down, across, figsize=(4 + 4 * across, 0.8 + 4 * down), sharey=True, squeeze=False, layout="constrained"
+        figure, grid = plt.subplots(
+            down, across, figsize=(1.6 + 4 * across, 0.9 + 3.4 * down), sharey=True, squeeze=False, layout="constrained"
         )
-        for place, (title, curves) in zip(axes.flat, panels.items(), strict=False):
-            for name, points in curves.items():
-                look = look_of(name)
-                curve = np.array(points)
-                place.plot(np.arange(1, len(curve) + 1), curve, **{**look, "alpha": 0.15, "linewidth": 0.8})
-                if len(curve) >= 5:
-                    place.plot(np.arange(3, len(curve) - 1), np.convolve(curve, np.full(5, 0.2), mode="valid"), **look)
-            style_axes(place, "round", "")
-            place.set(title=in_words(title) if len(panels) > 1 else "")
-        for place in list(axes.flat)[len(panels) :]:
-            place.set_axis_off()
-        for row in axes:
-            row[0].set_ylabel("test accuracy, %, mean of 5 rounds (faint: each)")
-        named = [name for name in names if look_of(name)["color"] != style.OTHER.colour.light]
-        lines = [Line2D([], [], **look_of(name)) for name in named]
-        if grey := [name for name in names if name not in named]:
-            lines.append(Line2D([], [], **look_of(grey[0])))
-            named.append(f"grey: {', '.join(grey)}")
-        figure.legend(
-            lines, named, loc="outside lower center", fontsize="small", ncols=min(len(named), 4), frameon=False
-        )
-        figure.savefig(RESULTS / f"rebafl_{table}.png", dpi=100)
+        caption = f"{CAPTIONS['fashion20']}: chosen parameters" if picture == CHOSEN else CAPTIONS[picture]
+        figure.suptitle(caption, x=0.01, ha="left", fontsize=12, color=style.INK.light)
+        figure.supxlabel(f"Bold: mean of {SMOOTH} rounds. Faint: each round.", x=0.01, ha="left", fontsize=9)
+        ends = [draw_panel(axes, panels[title], title) for axes, title in zip(grid.flat, sorted(panels), strict=False)]
+        for axes in grid[:, 0]:
+            axes.set_ylabel("test accuracy, %", fontsize=9, color=style.INK.light)
+        for axes, of_panel in zip(grid.flat, ends, strict=False):
+            label_ends(axes, of_panel)
+        figure.savefig(RESULTS / f"rebafl_{picture}.png", dpi=100)
         plt.close(figure)
 
 
-def in_words(title: str) -> str:
-    """Return the title of a panel in words, such as ``10 % answer`` for ``p = 0.1``."""
-    setting, _, value = title.partition(" = ")
-    if setting == "p":
+def draw_panel(axes: Axes, curves: dict[str, list[float]], title: str) -> list[End]:
+    """Draw the curves of a panel, and return their ends."""
+    ends = []
+    for name, points in curves.items():
+        line, curve = line_of(name), np.array(points)
+        smooth = np.convolve(curve, np.full(SMOOTH, 1 / SMOOTH), mode="valid")
+        order = 1 if line is style.OTHER else 2
+        colour = line.colour.light
+        axes.plot(np.arange(1, len(curve) + 1), curve, color=colour, alpha=0.2, linewidth=0.8, zorder=order)
+        axes.plot(
+            SMOOTH // 2 + 1 + np.arange(len(smooth)), smooth, line.dash, color=colour, linewidth=1.8, zorder=order
+        )
+        text = (style.SOFT if line is style.OTHER else line.colour).light
+        ends.append(End(len(curve) - SMOOTH // 2, float(smooth[-1]), PARTS_IN_WORDS.get(name, name), text))
+    style_axes(axes, "round", "")
+    axes.set_title(title, loc="left", fontsize=10, color=style.INK.light)
+    return ends
+
+
+def in_words(setting: str) -> str:
+    """Return the title of a setting's panel, such as ``10 % answer`` for ``p = 0.1``."""
+    name, _, value = setting.partition(" = ")
+    if name == "p":
         return f"{100 * float(value):.0f} % answer"
-    return f"absent for {value} round{'' if value == '1' else 's'}" if setting == "s" else title
+    if name == "s":
+        return f"absent for {value} round{'' if value == '1' else 's'}"
+    return WORDS.get(setting, setting)
 
 
-def look_of(name: str) -> dict[str, Any]:
-    """Return the style of a line, which is the same in all pictures."""
-    name = name.partition(",")[0]
-    line = style.lines(DRAWN).get({"none": "fedavg", "both": "rebafl"}.get(name, name), style.OTHER)
-    return {"color": line.colour.light, "linestyle": line.dash, "zorder": 1 if line is style.OTHER else 2}
+def line_of(name: str) -> style.Stroke:
+    """Return the line of a method or part, which is the same in all pictures."""
+    return style.lines(DRAWN).get({"none": "fedavg", "both": "rebafl"}.get(name, name), style.OTHER)
 
 
 def main() -> None:
