@@ -172,16 +172,34 @@ def test_every_claim_is_once_on_the_page_of_claims_and_in_its_csv():
     assert "not tested" in text
 
 
+CLAIM = re.compile(r'<details class="claim ([a-z-]+)"><summary><span class="chip ([a-z-]+)">. ([^<]+)</span>')
+
+
 def test_claims_with_results_come_first_and_figures_are_behind_a_click():
     judgements = [judged(claim, known(DOCS)) for claim in claims()]
     for group in pages.page_of_claims(judgements).split("\n## ")[1:5]:
-        order = re.findall(r'<details class="claim"><summary><span class="chip [a-z-]+">. ([^<]+)</span>', group)
+        claims_of_paper = CLAIM.findall(group)
+        assert all(kind == chip == verdict.replace(" ", "-") for kind, chip, verdict in claims_of_paper)
+        order = [verdict for *_, verdict in claims_of_paper]
         assert order == sorted(order, key=VERDICTS.index)
         for verdict, count in Counter(order).items():
             assert f"{pages.SIGNS[verdict]} {count} {verdict}</span>" in group.partition("<details")[0]
-        before, _, folded = group.partition("<details><summary>")
-        assert set(re.findall(r'details class="claim"><summary><span class="chip (not-[a-z-]+)', before)) == set()
-        assert folded
+
+
+@pytest.mark.slow
+def test_the_filter_of_the_claims_has_all_verdicts_and_each_has_a_rule_in_the_style_sheet():
+    text = pages.page_of_claims([judged(claim, known(DOCS)) for claim in claims()])
+    count = Counter(verdict for *_, verdict in CLAIM.findall(text))
+    choices = re.findall(
+        r'<input type="radio" name="verdict" value="([a-z-]+)"( checked)?> (?:. )?([^<]+)</label>', text
+    )
+    wanted = [("all", " checked", f"all {len(claims())}")]
+    wanted += [(each.replace(" ", "-"), "", f"{count[each]} {each}") for each in VERDICTS if count[each]]
+    assert choices == wanted
+    sheet = (DOCS.parent / "_static" / "site.css").read_text(encoding="utf-8")
+    for verdict in VERDICTS:
+        kind = verdict.replace(" ", "-")
+        assert f'.bd-article:has(.filter [value="{kind}"]:checked) details.claim:not(.{kind})' in sheet
 
 
 def test_the_first_page_has_twelve_headlines_and_a_sentence_for_each_paper():
@@ -228,7 +246,7 @@ def test_the_sentences_about_the_papers_are_of_these_verdicts():
 @pytest.mark.slow
 def test_the_pages_of_the_documentation_are_those_of_the_results_beside_them():
     for name, text in pages.contents(DOCS).items():
-        if name != pages.FOREST:  # its paths depend on the version of Matplotlib
+        if not name.endswith(".svg"):  # their paths depend on the version of Matplotlib
             assert (DOCS / name).read_text(encoding="utf-8") == text, "fedstrata reproduce --show --out docs/results"
 
 
@@ -248,6 +266,30 @@ def test_the_forest_plot_has_a_row_for_each_difference_of_accuracies():
         for paper in ("Stratify", "FedSTaS", "FedSSAR", "ReBaFL"):
             assert f">{paper}</text>" in text
     assert pages.forest(judgements) == drawn, "the same picture each time"
+
+
+@pytest.mark.slow
+def test_the_picture_of_a_paper_has_each_row_of_its_tables_that_has_a_figure_of_the_paper():
+    results, there = known(DOCS), pages.contents(DOCS)
+    drawn = 0
+    for paper in PAPERS:
+        text = there[f"{paper}.md"].partition("## Results")[2].partition("## Differences")[0]
+        tables = [table for table in text.split("\n### ")[1:] if "| setting | method | paper |" in table]
+        lines = [line.split(" | ") for table in tables for line in table.splitlines() if line.startswith("| ")]
+        wanted = [[c.strip("| "), r, figure] for c, r, figure, *_ in lines if re.fullmatch(r"\d+\.\d\d", figure)]
+        rows = [row for panel in pages.panels_of(paper, results) for row in panel.rows]
+        assert [[row.setting, row.method, f"{row.paper:.2f}"] for row in rows] == wanted
+        drawn += len(rows)
+        assert (f"![The paper's figure and ours with its interval, {len(rows)} lines]({paper}.svg)" in text) == bool(
+            rows
+        )
+        if rows:
+            places = [line for panel in pages.panels_of(paper, results) for line in panel.lines()]
+            labels = [line if isinstance(line, str) else line.method for line in places]
+            for picture in (there[f"{paper}.svg"], (DOCS / f"{paper}.svg").read_text(encoding="utf-8")):
+                texts = re.findall(">([^<]+)</text>", picture)
+                assert [text for text in texts if text in labels] == labels
+    assert drawn > 40
 
 
 def test_no_verdict_is_of_fewer_than_three_seeds():

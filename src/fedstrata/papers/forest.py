@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from fedstrata.base import style
 from fedstrata.papers.judging import Judgement
+from fedstrata.papers.svg import BLUE, INK, ORANGE, as_svg
 from fedstrata.papers.tables import PAPERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-INK, SUPPORTS, OPPOSES = style.MIDDLE, style.SERIES[1].colour.dark, style.SERIES[2].colour.dark
-"""Colours that can be read on white and on dark pages: text and differences that are not significant; differences as
-claimed; and the opposite."""
 ROW = 0.17
 """The height of a row in inches."""
 
@@ -25,7 +23,7 @@ def forest(judgements: Sequence[Judgement]) -> str:
 
     A thick line is the 95 % interval of one comparison. A thin line is a wider interval: the thin intervals of all
     comparisons of a claim hold at the same time with 95 % confidence. The colour follows the interval that decides on
-    the claim.
+    the claim: blue as claimed, orange the opposite, grey not significant.
 
     Args:
         judgements: The judgements of all papers.
@@ -33,7 +31,10 @@ def forest(judgements: Sequence[Judgement]) -> str:
     Returns:
         The picture as SVG.
     """
-    import matplotlib
+    return as_svg(partial(_figure, judgements))
+
+
+def _figure(judgements: Sequence[Judgement]) -> Figure:
     from matplotlib.figure import Figure
 
     accuracies = [each for each in judgements if each.claim.kind in ("above", "near") and each.decisive]
@@ -41,22 +42,10 @@ def forest(judgements: Sequence[Judgement]) -> str:
     rows = {paper: sum(1 + len(each.decisive) for each in judged) for paper, judged in panels.items()}
     tallest = sorted(rows, key=lambda paper: -rows[paper])
     heights = [max(rows[paper] for paper in tallest[i : i + 2]) + 4 for i in (0, 2)]
-    # Text stays text, so that the file is small and does not depend on the fonts of this machine.
-    colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-    options: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "forest",
-        "font.size": 8,
-        "font.family": "sans-serif",
-        **colours,
-    }
-    text = io.StringIO()
-    with matplotlib.rc_context(options):
-        figure = Figure(figsize=(10, ROW * sum(heights)), layout="constrained")
-        for paper, axes in zip(tallest, figure.subplots(2, 2, height_ratios=heights).flat, strict=True):
-            _panel(axes, paper, panels[paper])
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+    figure = Figure(figsize=(10, ROW * sum(heights)), layout="constrained")
+    for paper, axes in zip(tallest, figure.subplots(2, 2, height_ratios=heights).flat, strict=True):
+        _panel(axes, paper, panels[paper])
+    return figure
 
 
 def _panel(axes: Axes, paper: str, judgements: Sequence[Judgement]) -> None:
@@ -64,7 +53,7 @@ def _panel(axes: Axes, paper: str, judgements: Sequence[Judgement]) -> None:
     for each in judgements:
         axes.axhline(len(labels), color=INK, lw=0.3)
         labels.append(f"{each.claim.about['table']}: {each.claim.about['row']}")
-        within, sign = float(each.claim.about.get("within", 0.0)), {"above": SUPPORTS, "below": OPPOSES}
+        within, sign = float(each.claim.about.get("within", 0.0)), {"above": BLUE, "below": ORANGE}
         for comparison, decisive in each.decisive:
             colour, y = sign.get(decisive.order(within), INK), len(labels)
             for difference, width in ((comparison.together, 1.0), (comparison.alone, 3.0)):

@@ -18,6 +18,7 @@ from fedstrata.base.jsonl import replace_file
 from fedstrata.papers import judging
 from fedstrata.papers.forest import forest
 from fedstrata.papers.judging import Cells, Judgement, difference_text, over_seeds, signed
+from fedstrata.papers.published import Panel, Row, draw_published
 from fedstrata.papers.readings import FEW_MORE
 from fedstrata.papers.running import Results, known
 from fedstrata.papers.tables import METRICS, PAPERS, Table, tables
@@ -79,6 +80,8 @@ def contents(out: Path, *, quick: bool = False) -> dict[str, str]:
     pages |= {TABLES_CSV: csv_of_tables(results, quick=quick), FOREST: forest(judgements)}
     for paper in PAPERS:
         pages[f"{paper}.md"] = page(paper, judgements, results, quick=quick)
+        if panels := panels_of(paper, results, quick=quick):
+            pages[f"{paper}.svg"] = draw_published(panels)
     return pages
 
 
@@ -147,7 +150,12 @@ def chip(verdict: judging.Verdict, count: int | None = None) -> str:
     '<span class="chip partly">◐ 2 partly</span>'
     """
     number = "" if count is None else f"{count} "
-    return f'<span class="chip {verdict.replace(" ", "-")}">{SIGNS[verdict]} {number}{verdict}</span>'
+    return f'<span class="chip {_class(verdict)}">{SIGNS[verdict]} {number}{verdict}</span>'
+
+
+def _class(verdict: str) -> str:
+    """Return the class of a verdict in the style sheet."""
+    return verdict.replace(" ", "-")
 
 
 def _chips(verdicts: Iterable[judging.Verdict]) -> list[str]:
@@ -168,16 +176,29 @@ def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> s
     how = files(__package__).joinpath("how.md").read_text(encoding="utf-8")
     how = how.format(MIN_SEEDS=MIN_SEEDS, FEW_MORE=FEW_MORE)
     lines = [NARROW, "# All claims", QUICK if quick else "", WIDE, "", about]
-    lines += ["", _counts(each.verdict for each in judgements), "", "Click on a claim to see the figures."]
+    lines += ["", *_filter(each.verdict for each in judgements), "", "Click on a claim to see the figures."]
     for paper in PAPERS:
         of_paper = [each for each in judgements if each.claim.paper == paper]
-        tested = [each for each in of_paper if each.verdict not in UNTESTED]
-        rest = [each for each in of_paper if each.verdict in UNTESTED]
         lines += ["", f"## {PAPERS[paper].partition(' ')[0]}", "", _counts(each.verdict for each in of_paper), ""]
-        lines += _claims(tested)
-        if rest:
-            lines += ["", *_folded(" ".join(_chips(each.verdict for each in rest)), _claims(rest))]
+        lines += _claims(of_paper)
     return "\n".join([*lines, "", how.rstrip()]) + "\n"
+
+
+def _filter(verdicts: Iterable[judging.Verdict]) -> list[str]:
+    """Return a choice between all claims and those with one verdict, as lines of HTML.
+
+    The style sheet of the site hides the other claims. Without it, all claims are visible.
+    """
+    count = Counter(verdicts)
+    texts = {"all": f"all {count.total()}"} | {
+        each: f"{SIGNS[each]} {n} {each}" for each in judging.VERDICTS if (n := count[each])
+    }
+    lines = ['<fieldset class="filter"><legend>Show claims by verdict</legend>']
+    for verdict, text in texts.items():
+        kind, checked = _class(verdict), " checked" * (verdict == "all")
+        button = f'<input type="radio" name="verdict" value="{kind}"{checked}>'
+        lines.append(f'<label class="chip {kind}">{button} {text}</label>')
+    return [*lines, "</fieldset>"]
 
 
 NARROW = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n"
@@ -192,7 +213,7 @@ def _claims(judgements: Sequence[Judgement]) -> list[str]:
     for each in sorted(judgements, key=lambda each: judging.VERDICTS.index(each.verdict)):
         _, statement, where, _, figures, _ = _row(each)
         summary = f"{chip(each.verdict)} <span>{html.escape(statement, quote=False)}</span>"
-        lines += _folded(summary, [f"{figures}. Place of the claim: {where}."], "claim")
+        lines += _folded(summary, [f"{figures}. Place of the claim: {where}."], f"claim {_class(each.verdict)}")
     return lines
 
 
@@ -319,7 +340,11 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
             tables_shown += ["", f"### {table.title}", "", *lines_of_table] if lines_of_table else []
             waiting += [] if lines_of_table else [f"`{table.name}` ({_missing(table, results) or 'one seed'})"]
     if tables_shown:
-        lines += ["", "## Results", "", ABOUT_TABLES.strip(), *tables_shown]
+        lines += ["", "## Results", "", ABOUT_TABLES.strip()]
+        if panels := panels_of(paper, results, quick=quick):
+            figures = sum(len(panel.rows) for panel in panels)
+            lines += ["", f"![The paper's figure and ours with its interval, {figures} lines]({paper}.svg)"]
+        lines += tables_shown
     differences = files(__package__).joinpath(paper, "differs.md").read_text(encoding="utf-8")
     lines += ["", differences.strip()]
     if waiting:
@@ -328,8 +353,20 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
     return "\n".join(lines) + "\n"
 
 
+def panels_of(paper: str, results: Results, *, quick: bool = False) -> list[Panel]:
+    """Return the tables on the page of a paper, with the rows that have a figure of the paper; none without such."""
+    of_paper = [table for table in tables().values() if table.paper == paper]
+    rows = [
+        (table, [row for row in rows_of(table, results, quick=quick) if row.paper is not None]) for table in of_paper
+    ]
+    return [Panel(table, of_table) for table, of_table in rows if of_table]
+
+
 def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[str]:
     """Return a table of the rows that have enough seeds, and what is missing; nothing if no row has enough."""
+    shown = rows_of(table, results, quick=quick)
+    if not shown:
+        return []
     cells = judging.cells_of(table, results, quick=quick)
     least = 1 if quick else MIN_SEEDS
     also = [key for key in SHOWN if any(result.get(key) for result in cells.values())]
@@ -338,18 +375,12 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
     differences = {place: difference_text(each) for place, each in compared.items() if each.n >= least}
     heads = ["setting", "method", "paper", f"paper: − {table.baseline}", "ours", "seeds"]
     rows, outside = [[*heads, *(SHOWN[key] for key in also), f"ours: − {table.baseline}"]], []
-    for column in table.columns:
-        for row in table.rows_of(column):
-            estimate = Estimate.over(values(row, column).values())
-            if estimate.n < least:
-                continue
-            if _is_outside(table.published.get(row, {}).get(column), estimate):
-                outside.append(f"{row} with {column}")
-            figures = [*_published(table, row, column), _here(estimate), _seeds(cells, row, column)]
-            figures += [_mean(cells, row, column, key) for key in also]
-            rows.append([column, row, *figures, differences.get((column, row, table.baseline), "")])
-    if 2 * (len(rows) - 1) <= len({(cell.row, cell.column) for cell in table.cells()}):
-        return []
+    for column, row, paper, estimate in shown:
+        if _is_outside(paper, estimate):
+            outside.append(f"{row} with {column}")
+        figures = [*_published(table, row, column), _here(estimate), _seeds(cells, row, column)]
+        figures += [_mean(cells, row, column, key) for key in also]
+        rows.append([column, row, *figures, differences.get((column, row, table.baseline), "")])
     lines = [f"Paper: {table.source}. `fedstrata reproduce {name}`.", "", table.notes.strip(), "", *_markdown(rows)]
     more = [[c, f"{a} − {b}", text] for (c, a, b), text in differences.items() if b != table.baseline]
     if more:
@@ -361,6 +392,17 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
     return [f"{missing} runs missing.", ""] * bool(missing) + _folded(
         f"{len(rows) - 1} rows: {METRICS[table.metric]}, %", lines
     )
+
+
+def rows_of(table: Table, results: Results, *, quick: bool = False) -> list[Row]:
+    """Return the rows of a table that have enough seeds; none if these are at most half of the rows."""
+    cells = judging.cells_of(table, results, quick=quick)
+    places = [(column, row) for column in table.columns for row in table.rows_of(column)]
+    ours = {(c, r): Estimate.over(over_seeds(cells, r, c, table.metric).values()) for c, r in places}
+    enough = [place for place in places if ours[place].n >= (1 if quick else MIN_SEEDS)]
+    if 2 * len(enough) <= len(places):
+        return []
+    return [Row(c, r, table.published.get(r, {}).get(c), ours[c, r]) for c, r in enough]
 
 
 def _missing(table: Table, results: Results) -> str:

@@ -1,0 +1,38 @@
+"""Write figures of the results' pages as SVG that can be read on light and on dark ground."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fedstrata.base import style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INK, BLUE, ORANGE = style.MIDDLE, style.SERIES[1].colour.dark, style.SERIES[2].colour.dark
+"""Colours that can be read on light and on dark ground; ``INK`` is that of text and axes."""
+
+
+def as_svg(draw: Callable[[], Figure]) -> str:
+    """Return a figure without a background as SVG. Equal figures are equal texts.
+
+    Args:
+        draw: A function that draws the figure.
+    """
+    import matplotlib
+
+    # Text stays text, so that the file is small and does not depend on the fonts of this machine.
+    colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+    options: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "forest",
+        "font.size": 8,
+        "font.family": "sans-serif",
+        **colours,
+    }
+    text = io.StringIO()
+    with matplotlib.rc_context(options):
+        draw().savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
