@@ -42,6 +42,8 @@ class Page(HTMLParser):
             self.links.append(found["href"])
         if tag in ("script", "img", "source", "iframe") and found.get("src"):
             self.loads.append(found["src"])
+        if tag == "source" and found.get("srcset"):
+            self.loads.append(found["srcset"])
         if (
             tag == "link"
             and found.get("href")
@@ -217,3 +219,37 @@ def test_links_and_copy_buttons_can_be_seen_in_both_themes(site, theme, tmp_path
         colour = page.value("getComputedStyle(document.querySelector('article p a')).color")
         assert "#{:02x}{:02x}{:02x}".format(*map(int, re.findall(r"\d+", colour)[:3])) == getattr(ACCENT, theme)
         assert float(page.value("getComputedStyle(document.querySelector('button.copybtn')).opacity")) >= 0.5
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("site")
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
+def test_the_claims_can_be_filtered_by_keyboard(site, tmp_path):
+    shown = "[...document.querySelectorAll('details.claim')].filter(e => e.checkVisibility()).map(e => e.className)"
+    with browser(tmp_path) as page:
+        page.send("Page.navigate", url=(site / "results" / "claims.html").as_uri())
+        page.wait("document.querySelector('.filter :checked') !== null")
+        everything = page.value(shown)
+        page.value("document.querySelector('.filter :checked').focus()")
+        for verdict in ("confirmed", "partly"):
+            page.press("ArrowRight", 39)
+            assert page.value(shown) == [each for each in everything if each == f"claim {verdict}"] != []
+        for key in ("ArrowLeft", "ArrowLeft"):
+            page.press(key, 37)
+        assert page.value(shown) == everything
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("site")
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_first_page_has_a_narrow_picture_on_narrow_screens(site, theme, tmp_path):
+    drawn = "[...document.querySelectorAll('picture img')].filter(e => e.checkVisibility()).map(e => e.currentSrc)"
+    with browser(tmp_path) as page:
+        page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        for width, name in ((1400, f"difference-{theme}"), (420, f"difference-narrow-{theme}")):
+            page.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+            page.send("Page.navigate", url=(site / "index.html").as_uri())
+            page.wait("document.readyState === 'complete'")
+            page.value("document.querySelectorAll('picture img').forEach(each => each.loading = 'eager')")
+            assert [Path(each).stem for each in page.value(drawn)] == [name]

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROW, FRAME = 0.18, 0.75
+ROW, FRAME = 0.2, 0.85
 """The height of a line, and of a panel's title and axis, in inches."""
+WIDTH = 5.6
+"""The width in inches, with which text can still be read on a phone."""
 
 
 class Row(NamedTuple):
@@ -60,7 +62,7 @@ def draw_published(panels: Sequence[Panel]) -> str:
     Returns:
         The picture as SVG.
     """
-    return as_svg(partial(_figure, panels))
+    return as_svg(partial(_figure, panels), size=9)
 
 
 def _figure(panels: Sequence[Panel]) -> Figure:
@@ -68,7 +70,7 @@ def _figure(panels: Sequence[Panel]) -> Figure:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     heights = [FRAME + ROW * len(panel.lines()) for panel in panels]
-    figure = Figure(figsize=(7, sum(heights) + 0.3), layout=ConstrainedLayoutEngine(h_pad=0.1))
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.3), layout=ConstrainedLayoutEngine(h_pad=0.1))
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, panel in zip(grid, panels, strict=True):
         draw_panel(axes, panel)

@@ -15,11 +15,12 @@ INK, BLUE, ORANGE = style.MIDDLE, style.SERIES[1].colour.dark, style.SERIES[2].c
 """Colours that can be read on light and on dark ground; ``INK`` is that of text and axes."""
 
 
-def as_svg(draw: Callable[[], Figure]) -> str:
+def as_svg(draw: Callable[[], Figure], *, size: float = 8) -> str:
     """Return a figure without a background as SVG. Equal figures are equal texts.
 
     Args:
         draw: A function that draws the figure.
+        size: The size of text in points.
     """
     import matplotlib
 
@@ -28,7 +29,7 @@ def as_svg(draw: Callable[[], Figure]) -> str:
     options: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": "forest",
-        "font.size": 8,
+        "font.size": size,
         "font.family": "sans-serif",
         **colours,
     }
