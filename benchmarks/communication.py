@@ -30,7 +30,7 @@ from marks import write
 
 import fedstrata as fs
 from fedstrata.base import style
-from fedstrata.reporting.draw import log_ticks, style_axes
+from fedstrata.reporting.draw import log_ticks, separated, style_axes
 
 RESULTS = Path(__file__).parent / "results" / "communication.json"
 RANK1 = {"name": "powersgd", "rank": 1, "factors": "bfloat16"}
@@ -215,42 +215,46 @@ def aims() -> list[list[Any]]:
 
 
 def draw(path: Path) -> None:
-    """Draw the accuracy against the bytes at the ends of runs. A line joins the Pareto front; others are grey."""
+    """Draw the accuracy against the bytes at the ends of runs: the Pareto front with names, others grey."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patheffects import withStroke
 
     shown = [study for study in STUDIES if by_label(study)]
-    figure, axes = plt.subplots(1, len(shown), figsize=(5.2 * len(shown), 5.2), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(
+        1, len(shown), figsize=(3.5 * len(shown), 4.8), squeeze=False, sharey=True, layout="constrained"
+    )
     lines = style.lines(["fedavg", "stratify", "scaffold", "fedstas", "rebafl"])
-    colours = {method: lines[method.partition(",")[0]].colour.light for method in METHODS}
-    markers = dict(zip(CODECS, "os^XPdDvp", strict=True))
+    fronts = []
     for axis, study in zip(axes[0], shown, strict=True):
-        found = by_label(study)
-        best = set(front(ends(found)))
-        for label, of in found.items():
-            method, codec = label.split(" | ")
-            at, accuracy = ends({label: of})[label]
-            colour = colours[method] if label in best else style.OTHER.colour.light
-            axis.scatter(
-                1000 * at, 100 * accuracy, s=48, color=colour, marker=markers[codec], zorder=2 + (label in best)
-            )
-        points = sorted(ends(found)[label] for label in best)
-        axis.plot(
-            [1000 * at for at, _ in points], [100 * a for _, a in points], color=style.INK.light, lw=1.2, zorder=1
-        )
+        points = {label: (1000 * at, 100 * accuracy) for label, (at, accuracy) in ends(by_label(study)).items()}
+        best = front(points)
+        others = [point for label, point in points.items() if label not in best]
+        axis.scatter(*zip(*others, strict=True), s=30, color=style.OTHER.colour.light)
+        axis.plot(*zip(*map(points.get, best), strict=True), color=style.SOFT.light, lw=1.2)
+        for label in best:
+            axis.plot(*points[label], "o", ms=7, color=lines[label.split(" | ")[0].partition(",")[0]].colour.light)
         style_axes(axis, "MB up and down", "")
-        axis.set(xscale="log", title=TITLES[study])
+        axis.set_xscale("log")
+        axis.set_title(TITLES[study], loc="left", fontsize=10, color=style.INK.light)
         log_ticks(axis.xaxis)
-    axes[0][0].set_ylabel("accuracy on the test set, %")
-    handles = [plt.Line2D([], [], color=colour, marker="o", ls="", label=method) for method, colour in colours.items()]
-    handles += [
-        plt.Line2D([], [], color=style.SOFT.light, marker=m, ls="", label=codec) for codec, m in markers.items()
-    ]
-    figure.legend(handles=handles, loc="lower center", ncols=7, frameon=False, fontsize=9)
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
-    figure.savefig(path, dpi=110)
+        axis.margins(x=0.06)
+        names = [f"{number}  {label.replace(' | ', ', ')}" for number, label in enumerate(best, 1)]
+        axis.text(0, -0.2, "\n".join(names), transform=axis.transAxes, va="top", fontsize=8, color=style.INK.light)
+        fronts.append((axis, [points[label] for label in best]))
+    axes[0][0].set_ylabel("test accuracy, %", fontsize=9, color=style.INK.light)
+    figure.draw_without_rendering()  # only then, positions are known
+    halo = [withStroke(linewidth=2, foreground=style.PAPER.light)]
+    for axis, of_front in fronts:
+        wanted = axis.transData.transform(of_front)
+        for number, (x, (_, y)) in enumerate(zip(separated(wanted[:, 0], 12), wanted, strict=True), 1):
+            axis.annotate(
+                str(number), axis.transData.inverted().transform((x, y)), (0, 7), textcoords="offset points",
+                ha="center", fontsize=9, fontweight="bold", color=style.INK.light, path_effects=halo,
+            )  # fmt: skip
+    figure.savefig(path, dpi=150)
 
 
 def speed() -> list[str]:

@@ -205,18 +205,25 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     balances = list(dict.fromkeys(row["balance"] for row in rows))
-    figure = Figure(figsize=(5.6 * len(balances), 4.4), dpi=130, layout="constrained")
+    colours = {name: line.colour.light for name, line in style.lines(["fedsts", "fedssar"]).items()}
+    figure = Figure(figsize=(5.6 * len(balances), 4.8), dpi=130, layout="constrained")
     for axes, balance in zip(figure.subplots(1, len(balances), sharey=True, squeeze=False)[0], balances, strict=True):
-        mine = [row for row in rows if row["balance"] == balance][::-1]
-        # Dots, because the length of a bar on a logarithmic axis has no meaning.
-        axes.plot(
-            [row["ratio"] for row in mine], [row["sampler"] for row in mine], "o", color=style.SERIES[1].colour.light
-        )
+        mine = [row for row in rows if row["balance"] == balance]
+        families = [row["sampler"].split()[0].rstrip(",") for row in mine]
+        # A gap before each family of samplers. Dots, because a bar's length on a logarithmic axis has no meaning.
+        steps = [
+            1 + 0.6 * (family != before) for family, before in zip(families, families[:1] + families, strict=False)
+        ]
+        places = np.cumsum(steps)
+        for row, family, place in zip(mine, families, places, strict=True):
+            axes.plot(row["ratio"], place, "o", color=colours.get(family.lower(), style.SOFT.light))
+        axes.set_yticks(places, [row["sampler"] for row in mine])
         axes.axvline(1, color=style.SOFT.light, linewidth=1)
         axes.set_xscale("log")
         style_axes(axes, "variance of the aggregate / that of uniform sampling", "")
         log_ticks(axes.xaxis)
         axes.set_title(f"← less noise; Dirichlet(0.01) over {balance}", fontsize=10, loc="left")
+    axes.invert_yaxis()
     figure.savefig(path)
 
 
