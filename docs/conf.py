@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
+import matplotlib.pyplot as plt
 from pydantic import BaseModel
 from sphinx.application import Sphinx
 from sphinx.util.inspect import stringify_signature
@@ -41,6 +42,11 @@ class Order:
         """A page's place."""
         stem = Path(name).stem
         return (self.NAMES.index(stem) if stem in self.NAMES else len(self.NAMES)), stem
+
+
+def open_axes(settings: dict[str, Any], name: str) -> None:
+    """Draw only the left and lower sides of axes, as all figures of fedstrata do."""
+    plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
 
 
 project = "fedstrata"
@@ -91,7 +97,7 @@ sphinx_gallery_conf = {
     "show_signature": False,
     "show_memory": False,
     "abort_on_example_error": False,
-    "reset_modules": ("matplotlib",),
+    "reset_modules": ("matplotlib", open_axes),
     "capture_repr": ("_repr_html_", "__repr__"),
     "min_reported_time": 1,
     "write_computation_times": False,

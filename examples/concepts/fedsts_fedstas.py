@@ -50,7 +50,8 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.4), sharex=True, share
 left.scatter(*where.T, color=style.SOFT.light, s=30)
 outline_strata(left, where, view.strata)
 left.scatter(*where[drawn].T, s=130, facecolors="none", edgecolors=style.ACCENT.light, lw=1.2)
-left.set_title("strata with their numbers of clients; rings: drawn in the last round", fontsize=10)
+left.set_title("strata, with numbers of clients; rings: drawn last", fontsize=10)
+left.margins(0.08)
 for label, colour in enumerate(style.categories(10)):
     right.scatter(*where[view.labels.argmax(axis=1) == label].T, color=colour.light, s=45, label=label)
 figure.legend(loc="outside right center", frameon=False, title="label")

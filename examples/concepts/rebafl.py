@@ -72,7 +72,7 @@ for axes, method in zip(panels, (fs.FedAvg(), fs.ReBaFL()), strict=True):
     missed = np.array(GONE) - 1
     print(f"{method.name}: recall of the nine while it is missing: {nine[missed].mean():.0%} on average")
 panels[0].set_ylabel("recall, %")
-panels[1].legend(frameon=False, loc="lower right", fontsize=9)
+figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
 figure.show()
 
 # %%

@@ -50,8 +50,8 @@ figure, (top, axes) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, height_rat
 colours = [style.categories(10)[label].light for label in labels]
 top.bar(np.arange(SHOWN), 1, width=1, color=colours, edgecolor="white")
 for place, label in enumerate(labels):
-    top.text(place, 0.5, str(label), ha="center", va="center", fontsize=8, color="white")
-top.set(yticks=[], title="the schedule: which label trains next")
+    top.text(place, 1.3, str(label), ha="center", va="center", fontsize=8)
+top.set(yticks=[], ylim=(0, 1.6), title="the schedule: which label trains next; each label has a colour")
 axes.plot(np.arange(SHOWN), owner, color="0.75", lw=1, zorder=1)
 axes.scatter(np.arange(SHOWN), owner, c=colours, s=42, zorder=2)
 for place in range(0, SHOWN + 1, CHUNK):

@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from fedstrata.base import style
+from fedstrata.reporting.draw import log_ticks
 
 file = Path.cwd().resolve().parents[1] / "benchmarks/results/communication.json"
 results = json.loads(file.read_text())
@@ -25,30 +26,38 @@ for key, run in results.items():
 print(len(study), "runs on MNIST with seed 0")
 
 # %%
-# **The curves.** Bytes that clients have sent, on a logarithmic axis; each line is one method with one codec, as
-# the mean of five rounds.
-
-LINES = style.lines(["fedavg", "stratify", "scaffold", "fedstas", "rebafl"])
-STYLES = {"none": "-", "bf16": (0, (1, 1)), "qsgd": "--", "top-k": ":", "powersgd, rank 2": (0, (5, 1))}
-figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
-for (method, codec), (up, accuracy) in study.items():
-    family = method.split(",")[0]
-    style = STYLES.get(codec, "-.")
-    smooth = np.convolve(100 * accuracy, np.ones(5) / 5, mode="valid")
-    axes.plot(up[4:], smooth, ls=style, color=LINES[family].colour.light, lw=1.8, label=f"{method}: {codec}")
-axes.set(xscale="log", xlabel="MB sent by clients", ylabel="test accuracy, %", ylim=(20, 100))
-axes.xaxis.set_major_formatter("{x:g}")
-axes.legend(fontsize=8, frameon=False, bbox_to_anchor=(1, 1), loc="upper left")
-figure.show()
-
-# %%
-# **The front.** What does each run reach at its end, and what has it cost? A run is worth its bytes when no other is both
+# **The front.** What does each run reach at its end, and what has it cost? A run is on the front if no other run is both
 # cheaper and better.
 
 ends = {key: (up[-1], 100 * accuracy[~np.isnan(accuracy)][-1]) for key, (up, accuracy) in study.items()}
-for (method, codec), (cost, reached) in sorted(ends.items(), key=lambda item: item[1]):
-    beaten = any(c <= cost and r > reached for c, r in ends.values())
-    print(f"{cost:9,.0f} MB  {reached:5.2f} %  {method}, {codec}{'' if beaten else '   ← on the front'}")
+front = []
+for key, (cost, reached) in sorted(ends.items(), key=lambda item: item[1]):
+    if not any(c <= cost and r > reached for c, r in ends.values()):
+        front.append(key)
+    mark = f"   ← {len(front)} on the front" if key in front else ""
+    print(f"{cost:9,.0f} MB  {reached:5.2f} %  {', '.join(key)}{mark}")
+
+# %%
+# **The curves.** Accuracy against the bytes that clients have sent, on a logarithmic axis, as the mean of five rounds.
+# The runs on the front have colours and numbers.
+
+LINES = style.lines(["fedavg", "stratify", "scaffold", "fedstas", "rebafl"])
+figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
+for key, (up, accuracy) in study.items():
+    smooth = np.convolve(100 * accuracy, np.ones(5) / 5, mode="valid")
+    if key in front:
+        number, family = front.index(key) + 1, key[0].split(",")[0]
+        colour = LINES[family].colour.light
+        axes.plot(up[4:], smooth, color=colour, lw=1.8, zorder=3, label=f"{number}  {', '.join(key)}")
+        axes.annotate(str(number), (up[-1], smooth[-1]), (4, 4), textcoords="offset points", weight="bold")
+    else:
+        axes.plot(up[4:], smooth, color=style.OTHER.colour.light, lw=1)
+axes.set(xscale="log", xlabel="MB sent by clients", ylabel="test accuracy, %", ylim=(20, 100))
+log_ticks(axes.xaxis)
+handles, labels = axes.get_legend_handles_labels()
+order = np.argsort(labels)
+axes.legend([handles[i] for i in order], [labels[i] for i in order], frameon=False, title="on the front", fontsize=9)
+figure.show()
 
 # %%
 # Encoded both ways, Stratify sends less than FedAvg does and stays as good as it is. :doc:`/guides/compression` says which codec
