@@ -59,10 +59,13 @@ def test_settings_of_a_class_of_ones_own(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["availabilty"], "section = 'availabilty': is not a section. Use one of: data, data.schema"),
+        (
+            ["availabilty"],
+            "section = 'availabilty': is not a section; did you mean 'availability'? Use one of: data, data.schema",
+        ),
         (
             ["availability", "persistant"],
-            "name = 'persistant': is not a name in this section. Use one of: always, bernoulli, persistent",
+            "name = 'persistant': is not a name in this section; did you mean 'persistent'? Use one of: always, ",
         ),
         (["training", "os:path"], "name = 'os:path': is not a name in this section. Use one of: "),
         (["method", "os:path"], "name = 'os:path': is not a subclass of Method"),

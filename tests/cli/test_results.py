@@ -84,7 +84,7 @@ def test_data_sets_have_tables_of_their_own(compared, capsys):
     [
         (
             ["--baseline", "plan"],
-            "--baseline = 'plan': is not a label of a finished run. Use one of: plain, best; did you mean 'plain'?",
+            "--baseline = 'plan': is not a label of a finished run; did you mean 'plain'? Use one of: plain, best",
         ),
         (["--at", "bytes=much"], "--at = 'bytes=much': is not of the form WHAT=AMOUNT with a number"),
         (["--at", "byte"], "--at = 'byte': is not a budget. Use one of: bytes, samples, seconds, simulated_seconds,"),

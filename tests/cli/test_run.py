@@ -152,7 +152,10 @@ def test_a_comparison_prints_all_methods_of_its_folder_and_names_a_wrong_engine(
     assert "fedavg" in said
     assert "minus fedavg" in said
     assert main(["compare", "s.toml", "--methods", "moon", "--engine", "rey", *few]) == 2
-    assert "engine = 'rey': is not an engine. Use one of: local, ray, nvflare" in capsys.readouterr().err
+    assert (
+        "engine = 'rey': is not an engine; did you mean 'ray'? Use one of: local, ray, nvflare"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.long

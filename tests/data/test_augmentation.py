@@ -221,11 +221,14 @@ def test_a_spec_is_read_again_as_it_was_written(augment):
     [
         (
             "crop-flop",
-            "data.augment.name = 'crop-flop': is not a known data augmentation. Use one of: crop-flip, or "
-            "your own function as 'module:function'; did you mean 'crop-flip'?",
+            "data.augment.name = 'crop-flop': is not a known data augmentation; did you mean 'crop-flip'? "
+            "Use one of: crop-flip, or your own function as 'module:function'.",
         ),
         ("nowhere:crop", "data.augment.name = 'nowhere:crop': the module 'nowhere' was not found. Check the name and"),
-        ({"name": "crop-flip", "pading": 2}, "data.augment.pading = 2: is not a known key. Use one of: padding, flip"),
+        (
+            {"name": "crop-flip", "pading": 2},
+            "data.augment.pading = 2: is not a known key; did you mean 'padding'? Use one of: padding, flip",
+        ),
         ({"name": "crop-flip", "padding": -1}, "data.augment.padding = -1: must be greater than or equal to 0."),
         ({"padding": 2}, "data.augment.name: is required, but not set. Use one of: crop-flip"),
         (4, "data.augment = 4: is not a data augmentation. Use a name, or a table with a name."),

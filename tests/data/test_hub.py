@@ -136,6 +136,6 @@ def test_a_column_says_whose_a_sample_is_and_is_no_input():
     assert table["client_train"].tolist() == [7, 9]
     with pytest.raises(
         SpecError,
-        match=r"data.client = 'writr': is not a column of the data set. Use one of: pixels, writer, label; did you",
+        match=r"data.client = 'writr': is not a column of the data set; did you mean 'writer'\? Use",
     ):
         from_hub(datasets.DatasetDict(train=split(columns)), client="writr")

@@ -82,7 +82,7 @@ def test_rules(rule, expected):
         ({"age": ["63", "1", "1", "inf"]}, {}, "line 6, column 'age' = 'inf': is not a finite number"),
         ({"age": ["63", "old", "1", "2"]}, {}, "'old': is not a finite number. Use numbers from 0 to 120 years"),
         ({"age": ["63", "41", "1", "121"]}, {}, "line 6, column 'age' = '121': is out of range. Use numbers from 0"),
-        ({"sex": ["f", "m", "F", "m"]}, {}, "line 4, column 'sex' = 'F': is not a category. Use one of 'f', 'm'; did"),
+        ({"sex": ["f", "m", "F", "m"]}, {}, "line 4, column 'sex' = 'F': is not a category; did you mean 'f'? Use one of"),
         ({"smoker": ["yes", "2", "no", "no"]}, {}, "line 3, column 'smoker' = '2': is neither true nor false. Use"),
         ({"age": ["", "", "", ""]}, {}, "column 'age': no training row has a value that may be used"),
         ({"age": [[1], "1", "1", "2"]}, {}, "column 'age' = [1]: is not a finite number"),
@@ -98,7 +98,7 @@ def test_a_cell_that_cannot_be(columns, meaning, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"label": "sik"}, "data.schema.label = 'sik': t.csv has no such column. Use one of: age, sex, smoker, site"),
+        ({"label": "sik"}, "data.schema.label = 'sik': t.csv has no such column; did you mean 'sick'? Use one of"),
         ({"client": "clinic"}, "data.schema.client = 'clinic': t.csv has no such column"),
         ({"test": "part"}, "data.schema.test = 'part': t.csv has no such column"),
         ({"ignore": ["nothing"]}, "data.schema.ignore = 'nothing': t.csv has no such column"),
@@ -120,7 +120,7 @@ def test_a_schema_that_does_not_fit_the_table(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"columns": {"a": {"rnage": [0, 1]}}}, "columns.a.rnage = [0, 1]: is not a known key. Use one of: type"),
+        ({"columns": {"a": {"rnage": [0, 1]}}}, "columns.a.rnage = [0, 1]: is not a known key; did you mean 'range'?"),
         ({"columns": {"a": "nombre"}}, "columns.a.type = 'nombre': must be 'number', 'category' or 'boolean'"),
         ({"columns": {"a": {"range": [3, 1]}}}, "columns.a.range = [3.0, 1.0]: must be two numbers, the smaller one"),
         ({"columns": {"a": {"type": "boolean", "range": [0, 1]}}}, "columns.a.range = [0.0, 1.0]: must be two"),

@@ -96,7 +96,7 @@ def test_a_class_that_the_limit_leaves_nothing_of_is_named(folder):
 def test_unknown_names_say_what_there_is(folder):
     write(folder / "mine.npz")
     with pytest.raises(
-        SpecError, match=r"data.name = 'mnits'.*Use one of: digits, mine .*did you mean 'mnist'"
+        SpecError, match=r"data.name = 'mnits': .*did you mean 'mnist'\? Use one of: digits, mine "
     ) as caught:
         Data("mnits").load()
     assert str(folder) in str(caught.value)
@@ -142,7 +142,7 @@ def test_settings_round_trip_and_refuse():
         build(Data, {"limit": 0})
     with pytest.raises(
         SpecError,
-        match=r"Use one of: name, normalize, limit, .*scale, augment, custom; did you mean 'limit'",
+        match=r"did you mean 'limit'\? Use one of: name, normalize, limit, .*scale, augment, custom\.",
     ):
         build(Data, {"limits": 1})
 

@@ -68,7 +68,7 @@ def test_everything_in_one_place_has_the_same_work():
         (
             "centralized",
             {},
-            "--references = 'centralized': is not a reference. Use one of: local, centralised; did you mean 'cent",
+            "--references = 'centralized': is not a reference; did you mean 'centralised'? Use one of: local",
         ),
         ("local", {"rounds": 3}, "requires experiments with the same rounds, clients, local work and batches"),
     ],

@@ -185,7 +185,7 @@ def test_data_and_a_model_of_ones_own():
 def test_a_model_that_does_not_fit_the_data_is_said_before_anything_is_written(tmp_path):
     for problem, arguments in {
         "clients_per_round": {"spec": spec(training={"clients_per_round": 11})},
-        r"is not an engine\. Use one of: local, ray, nvflare; did you mean 'local'\?": {
+        r"is not an engine; did you mean 'local'\? Use one of: local, ray, nvflare": {
             "spec": spec(),
             "engine": "locl",
         },

@@ -131,7 +131,7 @@ def test_its_settings_are_checked_like_any_others(spec, tmp_path, capsys, monkey
     assert main(["run", str(spec), "--set", "method.step=-1", "--out", str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err == ("fedstrata: error: method.step = -1: must be greater than 0.\n")
     assert main(["run", str(spec), "--set", "method.stepp=1", "--out", str(tmp_path / "run")]) == 2
-    assert "method.stepp = 1: is not a known key. Use one of: step; did you mean 'step'?" in capsys.readouterr().err
+    assert "method.stepp = 1: is not a known key; did you mean 'step'? Use one of: step" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

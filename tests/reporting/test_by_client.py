@@ -64,7 +64,7 @@ def test_what_is_missing_is_named():
         by_client({"a": [History([])]})
     with pytest.raises(
         SpecError,
-        match=r"--by-client = 'aurok': is not a result of these runs\. Use one of: auroc; did you mean 'auroc'\?",
+        match=r"--by-client = 'aurok': is not a result of these runs; did you mean 'auroc'\? Use one of: auroc",
     ):
         by_client(RUNS, "aurok")
 

@@ -130,11 +130,11 @@ def test_the_primary_metric_is_compared() -> None:
     [
         (
             {"baseline": "bas"},
-            r"baseline = 'bas': is not a label of these runs\. Use one of: base, better, same; did you mean",
+            r"baseline = 'bas': is not a label of these runs; did you mean 'base'\? Use one of: base, better, same",
         ),
         (
             {"metrics": ["acuracy"]},
-            r"metric = 'acuracy': is not a result of these runs\. Use one of: final_accuracy, best_accuracy,",
+            r"metric = 'acuracy': is not a result of these runs; did you mean 'accuracy'\? Use one of: final_accuracy,",
         ),
         ({"metrics": ["rounds_to_go"]}, "metric = 'rounds_to_go'"),
         (

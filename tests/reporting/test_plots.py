@@ -56,7 +56,7 @@ def test_a_history_or_the_histories_of_a_comparison_are_drawn(tmp_path: Path) ->
     assert [line.get_ydata().tolist() for line in figure.axes[0].lines] == [pytest.approx([30]), pytest.approx([50])]
     with pytest.raises(
         SpecError,
-        match=r"column = 'accurasy': is not a column of numbers\. Use one of: accuracy; did you mean 'accuracy'\?",
+        match=r"column = 'accurasy': is not a column of numbers; did you mean 'accuracy'\? Use one of: accuracy",
     ):
         fs.plot(run([0.5]), "accurasy")
 

@@ -205,7 +205,7 @@ def test_imputed_values_come_back_to_the_bit(tmp_path: Path) -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "category": (
         {"kind": "yy"},
-        "line 3, column 'kind' = 'yy': is not a category. Use one of 'x', 'y', 'z'; did you m",
+        "line 3, column 'kind' = 'yy': is not a category; did you mean 'y'? Use one of 'x', 'y', 'z'",
     ),
     "text": ({"age": "old"}, "line 3, column 'age' = 'old': is not a finite number. Use numbers from 18 to 100 y"),
     "range": (

@@ -126,7 +126,7 @@ def test_an_engine_is_closed_where_the_run_does_not_even_begin():
 
 def test_an_engine_that_there_is_not():
     with pytest.raises(
-        SpecError, match=r"engine = 'locl': is not an engine\. Use one of: local, ray, nvflare; did you mean 'local'\?"
+        SpecError, match=r"engine = 'locl': is not an engine; did you mean 'local'\? Use one of: local, ray, nvflare"
     ):
         fs.Simulation(fs.prepare(spec()), "locl")
 

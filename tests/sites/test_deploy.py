@@ -124,7 +124,7 @@ def test_a_sites_own_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('date = "own.npz"', r"date = 'own.npz': is not a known key. Use one of: data, keys.*did you mean 'data'"),
+        ('date = "own.npz"', r"date = 'own.npz': is not a known key; did you mean 'data'. Use one of: data, keys"),
         ("patience = -1", r"patience = -1: must be greater than 0"),
         ('patience = "long"', r"patience = 'long': .*number"),
         ('secure = "perhaps"', r"secure = 'perhaps': .*true or false"),

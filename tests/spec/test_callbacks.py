@@ -254,13 +254,13 @@ def test_a_function_that_raises_is_named_too():
         (
             ["early-stoping"],
             {},
-            "callbacks.name = 'early-stoping': is not a known callback. Use one of: early-stopping, keep-best",
+            r"callbacks.name = 'early-stoping': is not a known callback; did you mean 'early-stopping'\? Use one of: ",
         ),
         ([{"name": "early-stopping", "patience": 0}], {}, "callbacks.patience = 0"),
         (
             [{"name": "early-stopping", "metric": "auroc"}],
             {},
-            "callbacks.metric = 'auroc': is not a metric of this run. Add it to evaluation.metrics, or use one of: ",
+            r"callbacks.metric = 'auroc': is not a metric of this run; did you mean 'accuracy'\? Add it to ",
         ),
         (
             ["early-stopping"],

@@ -261,7 +261,7 @@ def test_a_spec_says_it_and_reads_it_back(tmp_path):
 @pytest.mark.parametrize(
     ("tracking", "message"),
     [
-        ({"tensorbord": True}, "tracking.tensorbord = True: is not a known key. .*did you mean 'tensorboard'"),
+        ({"tensorbord": True}, "tracking.tensorbord = True: is not a known key; did you mean 'tensorboard'"),
         ({"tensorboard": {"folder": "x"}}, "tracking.tensorboard.folder = 'x': is not a known key. Use one of: dir"),
         ({"mlflow": 3}, "tracking.mlflow = 3: must be true, false or a table of settings"),
         ({"mlflow": {"tags": {"a": 1}}}, r"tracking.mlflow.*tags.a.* = 1"),

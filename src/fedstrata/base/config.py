@@ -184,9 +184,9 @@ class Registry(Generic[T]):
             SpecError: The class does not exist, or is not derived from the registry's base class.
         """
         if name not in self._paths and ":" not in name:
-            accepted = ", ".join(self._paths)
-            problem = f"is not a known {self.kind}. Use one of: {accepted}, or your own {self.path_form}"
-            raise SpecError("name", problem + nearest(name, self._paths), name)
+            problem = f"is not a known {self.kind}{nearest(name, self._paths)} "
+            problem += f"Use one of: {', '.join(self._paths)}, or your own {self.path_form}."
+            raise SpecError("name", problem, name)
         cls = import_object(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
         if not (inspect.isclass(cls) and issubclass(cls, self.base)):
             raise SpecError(
@@ -283,8 +283,7 @@ def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
     key = ".".join(path)
     cause = (first.get("ctx") or {}).get("error")
     if first["type"] == "extra_forbidden":
-        problem = f"is not a known key. {_accepted(_model_at(cls, path[:-1]), path[-1])}"
-        return SpecError(key, problem, first["input"])
+        return SpecError(key, _unknown(_model_at(cls, path[:-1]), path[-1]), first["input"])
     if first["type"] == "missing":
         inner = _model_at(cls, path)
         keys = "" if inner is _model_at(cls, path[:-1]) else f" Its keys are: {', '.join(inner.model_fields)}."
@@ -315,16 +314,18 @@ def _reworded(message: str) -> str:
     return f"{message[0].lower()}{message[1:].rstrip('.')}."
 
 
-def _accepted(cls: type[BaseModel], word: str) -> str:
-    """Return a text with the keys that ``cls`` accepts, and a hint which of them the unknown key ``word`` may mean."""
+def _unknown(cls: type[BaseModel], word: str) -> str:
+    """Return the problem of an unknown key: which key ``word`` may mean, and which keys ``cls`` accepts."""
     accepted = list(cls.model_fields)
     others = _belongs(cls, word)
     if not accepted:
-        return f"{others}{getattr(cls, 'name', '') or cls.__name__} has no keys in a spec. Remove it."
+        return (
+            f"is not a known key. {others}{getattr(cls, 'name', '') or cls.__name__} has no keys in a spec. Remove it."
+        )
     sections = {key: _model_at(cls, [key]) for key in accepted}
     inside = [key for key, inner in sections.items() if inner is not cls and word in inner.model_fields]
-    hint = f"; did you mean '{inside[0]}.{word}'?" if inside else "" if others else nearest(word, accepted)
-    return f"{others}Use one of: {', '.join(accepted)}{hint}"
+    hint = f"; did you mean '{inside[0]}.{word}'?" if inside else "." if others else nearest(word, accepted)
+    return f"is not a known key{hint} {others}Use one of: {', '.join(accepted)}."
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Self
 
 LONGEST = 500
@@ -96,11 +96,20 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return a hint with the accepted word that is most similar to ``word``; empty if none is similar.
+    """Return the end of a sentence about ``word``, which names the most similar accepted word, if one is similar.
 
-    >>> nearest("alfa", ["alpha", "clients"])
-    "; did you mean 'alpha'?"
+    >>> nearest("alfa", ["alpha", "clients"]), nearest("rounds", ["alpha", "clients"])
+    ("; did you mean 'alpha'?", '.')
     """
     spellings = {each.casefold(): each for each in accepted}
     close = difflib.get_close_matches(word.casefold(), list(spellings), n=1, cutoff=0.6)
-    return f"; did you mean {spellings[close[0]]!r}?" if close else ""
+    return f"; did you mean {spellings[close[0]]!r}?" if close else "."
+
+
+def not_among(problem: str, word: str, accepted: Collection[str], use: str = "Use one of") -> str:
+    """Return the problem of an unknown word: first the most similar accepted word, and last all of them.
+
+    >>> not_among("is not a known key", "alfa", ["alpha", "clients"])
+    "is not a known key; did you mean 'alpha'? Use one of: alpha, clients."
+    """
+    return f"{problem}{nearest(word, accepted)} {use}: {', '.join(accepted)}."

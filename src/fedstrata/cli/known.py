@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, not_among
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,9 +53,7 @@ def find_section(name: str) -> dict[str, Any]:
     """
     sections: dict[str, dict[str, Any]] = known()["settings"]
     if name not in sections:
-        raise SpecError(
-            "section", f"is not a section. Use one of: {', '.join(sections)}{nearest(name, sections)}", name
-        )
+        raise SpecError("section", not_among("is not a section", name, sections), name)
     return sections[name]
 
 
@@ -85,9 +83,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
         if isinstance(registry := SECTIONS[section], Registry):
             return _described(registry.find(name))
     if name not in kinds:
-        raise SpecError(
-            "name", f"is not a name in this section. Use one of: {', '.join(kinds)}{nearest(name, kinds)}", name
-        )
+        raise SpecError("name", not_among("is not a name in this section", name, kinds), name)
     kind: dict[str, Any] = kinds[name]
     return kind
 

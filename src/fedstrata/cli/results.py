@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, not_among
 from fedstrata.base.printable import printable
 from fedstrata.cli import common, first_line
 from fedstrata.cli.common import Commands, add_command, add_output, located, print_json, run_folder
@@ -74,9 +74,7 @@ def _table(options: argparse.Namespace) -> None:
     metrics = [name.strip() for name in options.metric.split(",")] if options.metric else []
     at = None if options.at is None else dict(map(_budget, options.at))
     if options.baseline is not None and options.baseline not in finished:
-        problem = (
-            f"is not a label of a finished run. Use one of: {', '.join(finished)}{nearest(options.baseline, finished)}"
-        )
+        problem = not_among("is not a label of a finished run", options.baseline, finished)
         raise SpecError("--baseline", problem, options.baseline)
     members = {data: histories(runs) for data, runs in by_data(finished).items()}
     if options.by_client is not None:

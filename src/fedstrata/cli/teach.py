@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedstrata.base.errors import SpecError, nearest
-from fedstrata.cli.common import Commands, add_command, add_output, print_json, print_result
+from fedstrata.base.errors import SpecError, nearest, not_among
+from fedstrata.cli.common import Commands, add_command, add_output, print_json, print_result, show_paragraphs
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -57,7 +57,7 @@ def add_new(commands: Commands) -> None:
 def _new(options: argparse.Namespace) -> None:
     kind: str = options.kind
     if kind not in KINDS:
-        raise SpecError("KIND", f"is not a kind of file. Use one of: {', '.join(KINDS)}{nearest(kind, KINDS)}", kind)
+        raise SpecError("KIND", not_among("is not a kind of file", kind, KINDS), kind)
     [template] = TEMPLATES.glob(f"{kind.replace('-', '_')}.*")
     path: Path = options.file or Path(template.name)
     if path.suffix != template.suffix:
@@ -96,18 +96,20 @@ def _explain(options: argparse.Namespace) -> None:
     if options.json:
         print_json(entries)
         return
+    from rich.text import Text
+
     for entry in entries:
         names = ", ".join(entry["kinds"])
         where = f"{entry['section']}.{entry['key']}" if entry["section"] and entry["key"] else entry["section"]
-        print((where or entry["key"]) + (f" of {names}" if names else ""))
-        print(f"  {entry['about']}")
+        title = (where or entry["key"]) + (f" of {names}" if names else "")
+        lines = [Text(title, style="bold"), Text(f"  {entry['about']}")]
         if entry["key"]:
-            print(f"  takes: {entry['takes']}; default: {entry['default']}")
+            lines.append(Text(f"  takes: {entry['takes']}; default: {entry['default']}", style="dim"))
             if example := _example(entry):
-                print(f"  {example}")
+                lines.append(Text(f"  {example}"))
         if entry["has"]:
-            print(f"  has: {', '.join(entry['has'])}")
-        print()
+            lines.append(Text(f"  has: {', '.join(entry['has'])}", style="dim"))
+        show_paragraphs(*lines, Text())
 
 
 NOT_BY_HAND = ("communication.codec", "evaluation.metrics", "callbacks", "data.schema.columns.NAME")
@@ -166,7 +168,7 @@ def explanations(word: str) -> list[dict[str, Any]]:
     if not (entries := entries or as_value):
         hint = nearest(word, words(table))
         raise SpecError(
-            "KEY", f"is not a key, section or name of a spec{hint}. List all with 'fedstrata settings'.", word
+            "KEY", f"is not a key, section or name of a spec{hint} List all with 'fedstrata settings'.", word
         )
     return entries
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.base.errors import DataError, ExtraMissingError, SpecError, nearest
+from fedstrata.base.errors import DataError, ExtraMissingError, SpecError, not_among
 from fedstrata.base.rng import rng
 from fedstrata.data.subsets import stratified
 
@@ -93,10 +93,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
 
 def _check_client(client: str, features: Any) -> None:
     if client not in features:
-        accepted = ", ".join(features)
-        raise SpecError(
-            "data.client", f"is not a column of the data set. Use one of: {accepted}{nearest(client, features)}", client
-        )
+        raise SpecError("data.client", not_among("is not a column of the data set", client, features), client)
 
 
 def input_columns(features: Any) -> list[str]:

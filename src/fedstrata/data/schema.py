@@ -151,7 +151,7 @@ class Column(Setting):
         if self.type == "category":
             assert self.categories is not None
             if (text := text_of(cell)) not in self.categories:
-                raise ValueError(f"is not a category. Use {self.accepted}{nearest(text, self.categories)}")
+                raise ValueError(f"is not a category{nearest(text, self.categories)} Use {self.accepted}.")
             return float(self.categories.index(text))
         if self.type == "boolean":
             if (text := text_of(cell).lower()) not in TRUTH:
@@ -394,8 +394,10 @@ class Table:
     def require(self, column: str, key: str) -> None:
         """Raise ``SpecError`` for ``key`` if the table lacks the column."""
         if column not in self.columns:
-            problem = f"{self.source} has no such column. Use one of: {_listed(self.columns)}"
-            error = SpecError(key, problem + nearest(column, self.columns), column)
+            hint = nearest(column, self.columns)
+            error = SpecError(
+                key, f"{self.source} has no such column{hint} Use one of: {_listed(self.columns)}.", column
+            )
             raise error.publicly(f"{key} = {column!r}: there is no such column")
 
     def cells(self, column: str, missing: Iterable[str] = ()) -> list[Any]:

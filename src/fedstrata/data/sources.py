@@ -380,8 +380,9 @@ def _read(name: str) -> Arrays:
         raise DataError(f"{problem}, or use a data set of Hugging Face: data.name = 'hub:owner/name'.")
     available = ", ".join(["digits", *names_there()])
     accepted = f"Use one of: {available} (found in {looked}), a path that ends in .npz, .csv or .parquet, or "
-    accepted += "'hub:owner/name'"
-    raise SpecError("data.name", f"is not a known data set. {accepted}{nearest(name, [*KNOWN, *names_there()])}", name)
+    accepted += "'hub:owner/name'."
+    hint = nearest(name, [*KNOWN, *names_there()])
+    raise SpecError("data.name", f"is not a known data set{hint} {accepted}", name)
 
 
 def _names(arrays: Arrays, key: str) -> list[str] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, not_among
 from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.federation.engine import Engine
@@ -35,4 +35,4 @@ def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:
         from fedstrata.engines.ray import RayEngine
 
         return RayEngine(context, store)
-    raise SpecError("engine", f"is not an engine. Use one of: {', '.join(ENGINES)}{nearest(name, ENGINES)}", name)
+    raise SpecError("engine", not_among("is not an engine", name, ENGINES), name)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedstrata.base.errors import DataError, ExtraMissingError, SpecError, nearest
+from fedstrata.base.errors import DataError, ExtraMissingError, SpecError, not_among
 from fedstrata.base.jsonl import jsonable, read_jsonl, replace_file
 from fedstrata.base.printable import csv_cell
 
@@ -212,9 +212,7 @@ class History(Sequence[Record]):
         """
         rounds, values = self.points(name)
         if not len(rounds) and self and name not in (*STANDARD, column_of(self.primary)):
-            accepted = self.columns
-            problem = f"is not a column of numbers. Use one of: {', '.join(accepted)}{nearest(name, accepted)}"
-            raise SpecError("column", problem, name)
+            raise SpecError("column", not_among("is not a column of numbers", name, self.columns), name)
         return rounds, values
 
     def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from fedstrata.base.config import MayChange, Setting, plain
-from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, not_among
 from fedstrata.data.tasks.base import Task
 from fedstrata.evaluation.metrics import METRICS, AnyMetric, Metric
 
@@ -90,13 +90,10 @@ class Evaluation(Setting):
     def _fits(self) -> Evaluation:
         for name in self.metric_targets:
             if name not in self.measured:
-                problem = (
-                    f"is not a metric of this run. Use one of: {', '.join(self.measured)}{nearest(name, self.measured)}"
-                )
-                raise SpecError("targets", problem, name)
+                raise SpecError("targets", not_among("is not a metric of this run", name, self.measured), name)
         if self.primary not in self.measured:
-            accepted = f"{', '.join(self.measured)}{nearest(self.primary, self.measured)}"
-            problem = f"is not a metric of this run. Add it to evaluation.metrics, or use one of: {accepted}"
+            use = "Add it to evaluation.metrics, or use one of"
+            problem = not_among("is not a metric of this run", self.primary, self.measured, use)
             raise SpecError("primary", problem, self.primary)
         if self.fine_tune is not None and self.client_test is None:
             problem = "personal models are evaluated on the clients' own test parts. Set evaluation.client_test too."
@@ -152,10 +149,8 @@ class Evaluation(Setting):
         """
         metrics = dict(zip(self.labels, self.metrics, strict=True))
         if label not in metrics:
-            accepted = f"{', '.join(metrics)}{nearest(label, metrics)}"
-            raise SpecError(
-                "metric", f"is not a metric of this run (evaluation.metrics). Use one of: {accepted}", label
-            )
+            problem = not_among("is not a metric of this run (evaluation.metrics)", label, metrics)
+            raise SpecError("metric", problem, label)
         return metrics[label]
 
     def evaluated_rounds(self, last: int) -> frozenset[int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, not_among
 from fedstrata.base.jsonl import MetricsLog, replace_file, write_json
 from fedstrata.data.partitions.natural import SingleClient
 from fedstrata.evaluation.evaluator import over_clients
@@ -74,9 +74,7 @@ def reference_runs(
         SpecError: The reference is unknown, or the experiments differ in one of the ``SHARED`` settings.
     """
     if name not in REFERENCES:
-        raise SpecError(
-            "--references", f"is not a reference. Use one of: {', '.join(REFERENCES)}{nearest(name, REFERENCES)}", name
-        )
+        raise SpecError("--references", not_among("is not a reference", name, REFERENCES), name)
     first = next(iter(experiments.values()))
     for description, setting in SHARED.items():
         if any(setting(spec) != setting(first) for spec in experiments.values()):

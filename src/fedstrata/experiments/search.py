@@ -90,8 +90,9 @@ class Range:
         kind, _, rest = text.strip().partition(":")
         kinds = ("uniform", "log", "int", "choice")
         if kind not in kinds:
-            problem = f"is not a range for {key}. Use one of: {', '.join(f'{each}:…' for each in kinds)}, such as "
-            raise SpecError("--search", f"{problem}log:0.001..0.5{nearest(kind, kinds)}", text)
+            problem = f"is not a range for {key}{nearest(kind, kinds)} Use one of: "
+            problem += f"{', '.join(f'{each}:…' for each in kinds)}, such as log:0.001..0.5."
+            raise SpecError("--search", problem, text)
         if kind == "choice":
             choices = tuple(map(str.strip, split_values(rest)))
             if len(choices) < 2 or len(set(choices)) < len(choices):

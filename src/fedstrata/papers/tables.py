@@ -13,7 +13,7 @@ from functools import cache, reduce
 from importlib.resources import files
 from typing import Any
 
-from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, not_among
 from fedstrata.spec.experiment import Experiment, deep_merge, parse_toml
 
 PAPERS = {
@@ -179,8 +179,7 @@ def read(paper: str, name: str, text: str) -> Table:
     named = [row for pair in table.against for row in pair] + [row for rows in table.only.values() for row in rows]
     for row in [table.baseline, *named, *table.published]:
         if row not in table.rows:
-            problem = f"is not a row. Use one of: {', '.join(table.rows)}{nearest(row, table.rows)}"
-            raise SpecError(f"{paper}/{name}", problem, row)
+            raise SpecError(f"{paper}/{name}", not_among("is not a row", row, table.rows), row)
     for column in [*table.only, *(column for figures in table.published.values() for column in figures)]:
         if column not in table.columns:
             raise SpecError(f"{paper}/{name}", f"is not a column. Use one of: {', '.join(table.columns)}", column)
@@ -196,8 +195,7 @@ def chosen(names: Sequence[str]) -> dict[str, Table]:
     known = tables()
     for name in names:
         if name not in PAPERS and name not in known:
-            problem = f"is not a paper or table. Use one of: {', '.join([*PAPERS, *known])}{nearest(name, known)}"
-            raise SpecError("TABLE", problem, name)
+            raise SpecError("TABLE", not_among("is not a paper or table", name, [*PAPERS, *known]), name)
     return {key: table for key, table in known.items() if not names or key in names or table.paper in names}
 
 

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 
-from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, not_among
 from fedstrata.base.printable import csv_cell
 from fedstrata.base.screen import ScreenTable
 from fedstrata.evaluation.history import History
@@ -45,8 +45,7 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
         raise SpecError("--by-client", problem)
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in NOT_RESULTS]
     if column not in columns:
-        accepted = f"{', '.join(columns)}{nearest(column, columns)}"
-        raise SpecError("--by-client", f"is not a result of these runs. Use one of: {accepted}", column)
+        raise SpecError("--by-client", not_among("is not a result of these runs", column, columns), column)
     if not all("name" in row for row in rows) and any(len(members) > 1 for members in results.values()):
         problem = (
             "each seed assigns samples to clients differently, so that client 0 of one seed is not client 0 of another"

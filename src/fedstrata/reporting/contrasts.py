@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedstrata.base.arrays import Floats
-from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, nearest, not_among
 from fedstrata.base.printable import csv_cell, printable
 from fedstrata.base.screen import ScreenTable
 from fedstrata.evaluation.history import History, column_of
@@ -149,7 +149,7 @@ def contrast(
     if baseline is not None and baseline not in runs:
         raise SpecError(
             "baseline",
-            f"is not a label of these runs. Use one of: {', '.join(runs)}{nearest(baseline, runs)}",
+            not_among("is not a label of these runs", baseline, runs),
             baseline,
         )
     if baseline is None and len(runs) > 1:
@@ -276,8 +276,8 @@ def _measure(key: str, budgets: Mapping[str, float], runs: Curves) -> tables.Mea
         named, others = [*tables.MEASURES, "rounds_to_T"], [name for name in columns if name not in tables.MEASURES]
         rest = f", … ({len(others)} columns of metrics.jsonl)" if len(others) > SHOWN else ""
         problem = (
-            "is not a result of these runs. Use one of: "
-            f"{', '.join([*named, *others[:SHOWN]])}{rest}{nearest(key, [*named, *others])}"
+            f"is not a result of these runs{nearest(key, [*named, *others])} "
+            f"Use one of: {', '.join([*named, *others[:SHOWN]])}{rest}."
         )
         raise SpecError("metric", problem, key)
     shown_as = quantity(key)

@@ -14,7 +14,7 @@ import safetensors.torch
 from pydantic import NonNegativeFloat, PositiveInt
 
 from fedstrata.base.config import FromRegistry, Registry, Setting
-from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, not_among
 from fedstrata.base.jsonl import replace_file
 from fedstrata.evaluation.history import History
 from fedstrata.evaluation.settings import Evaluation
@@ -83,8 +83,9 @@ class _Best(Callback):
         """Raise ``SpecError`` if the metric is not measured."""
         known = evaluation.measured
         if self.metric is not None and self.metric not in known:
-            problem = f"is not a metric of this run. Add it to evaluation.metrics, or use one of: {', '.join(known)}"
-            raise SpecError("callbacks.metric", problem + nearest(self.metric, known), self.metric)
+            use = "Add it to evaluation.metrics, or use one of"
+            problem = not_among("is not a metric of this run", self.metric, known, use)
+            raise SpecError("callbacks.metric", problem, self.metric)
 
     def compared(self, simulation: Simulation) -> str:
         """Return the metric to compare."""

@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from fedstrata.base.config import Setting, build, from_word
-from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, not_among
 from fedstrata.data.partitions.base import AnyPartition
 from fedstrata.data.partitions.schemes import Dirichlet
 from fedstrata.data.sources import Data
@@ -421,8 +421,7 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
         if label in overlays:
             problem = f"is not set. Set method.name in [compare.{label}], or [method] in the spec."
             raise SpecError(f"{COMPARE}.{label}.method.name", problem)
-        accepted = [*METHODS, *overlays]
-        problem = f"is not a known method or label. Use some of: {', '.join(accepted)}{nearest(label, accepted)}"
+        problem = not_among("is not a known method or label", label, [*METHODS, *overlays], "Use some of")
         raise SpecError("--methods", problem, label)
     # Settings of the spec's method apply only to the same method.
     common = common if common.get("name", "fedavg") == name else {}

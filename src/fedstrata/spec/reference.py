@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.aggregation.optimizers import ServerOptimizer
 from fedstrata.base.config import Registry, Setting, plain
-from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, not_among
 from fedstrata.data.augmentation import AUGMENTATIONS
 from fedstrata.data.partitions.base import PARTITIONS
 from fedstrata.data.schema import Column, Schema
@@ -90,9 +90,7 @@ def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
         SpecError: The section does not exist.
     """
     if section not in SECTIONS:
-        raise SpecError(
-            "section", f"is not a section. Use one of: {', '.join(SECTIONS)}{nearest(section, SECTIONS)}", section
-        )
+        raise SpecError("section", not_among("is not a section", section, SECTIONS), section)
     settings = SECTIONS[section]
     if isinstance(settings, Registry):
         yield from ((name, settings.find(name)) for name in settings)

@@ -95,7 +95,9 @@ def test_refuses_an_unknown_stratum():
     x, y, *test = generated()
     data = {"x_train": x, "y_train": y, "x_test": test[0], "y_test": test[1], "class_names": ["flu", "cold", "asthma"]}
     words = refusal(data, spec({"stratum": "astma"}))
-    assert words.startswith("task.stratum = 'astma': is not a label. Use one of: flu, cold, asthma")
+    assert words.startswith(
+        "task.stratum = 'astma': is not a label; did you mean 'asthma'? Use one of: flu, cold, asthma"
+    )
 
 
 def test_refuses_names_of_other_labels():

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fedstrata.base.arrays import Ints
-from fedstrata.base.errors import DataError, SpecError, nearest
+from fedstrata.base.errors import DataError, SpecError, not_among
 from fedstrata.data import arrays
 from fedstrata.data.tasks.base import Targets, Task
 
@@ -47,8 +47,7 @@ class MultiLabel(Task):
         if len(labels) != width:
             raise DataError(f"class_names: has {len(labels)} names for {width} labels. Give one for each label.")
         if self.stratum is not None and self.stratum not in labels:
-            problem = f"is not a label. Use one of: {', '.join(labels)}{nearest(self.stratum, labels)}"
-            raise SpecError("task.stratum", problem, self.stratum)
+            raise SpecError("task.stratum", not_among("is not a label", self.stratum, labels), self.stratum)
         y, other = (torch.from_numpy(values).float() for values in both)
         return Targets(y, other, labels, width)
 
