@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import jsonable
 from fedstrata.base.printable import print_lines
+from fedstrata.base.screen import READABLE
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
     from fedstrata.evaluation.history import History
     from fedstrata.spec.experiment import Experiment
@@ -83,6 +85,25 @@ def show(*parts: RenderableType) -> None:
     console = Console()
     for part in parts:
         console.print(part, crop=False)
+
+
+def show_paragraphs(*paragraphs: Text) -> None:
+    """Print paragraphs that wrap between words. Their second and further lines are indented by two more columns."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    for paragraph in paragraphs:
+        indent = len(paragraph.plain) - len(paragraph.plain.lstrip())
+        first, *rest = paragraph.wrap(console, min(console.width, READABLE)) or [paragraph]
+        if rest:
+            body = paragraph[len(first.plain.rstrip()) :]
+            body = body[len(body.plain) - len(body.plain.lstrip()) :]
+            body_lines = body.wrap(console, min(console.width, READABLE) - indent - 2)
+            rest = [Text.assemble(" " * (indent + 2), line) for line in body_lines]
+        for line in (first, *rest):
+            line.rstrip()
+            console.print(line, crop=False, soft_wrap=True)
 
 
 def show_link(word: str, path: Path) -> None:

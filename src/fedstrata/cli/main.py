@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fedstrata import __version__
 from fedstrata.base import outer
-from fedstrata.base.errors import DataError, FedstrataError, SpecError
+from fedstrata.base.errors import DataError, FedstrataError, SpecError, nearest
 from fedstrata.base.loading import only_from
 from fedstrata.base.printable import print_lines
 from fedstrata.base.signals import TERMINATED, Terminated, ending_in_order
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         completers.attach(whole)
         teach.complete(whole)
-    options = whole.parse_args((sys.argv[1:] if arguments is None else arguments) or ["--help"])
+    options = _parse(whole, (sys.argv[1:] if arguments is None else arguments) or ["--help"])
     if any("\0" in str(value) for value in vars(options).values()):
         whole.error("an argument contains a NUL character, which names of files cannot contain. Remove it.")
     warnings.showwarning = _one_line
@@ -102,6 +102,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         next_step = f". {options.after_interrupt}" if "after_interrupt" in options else ""
         print(f"fedstrata: {how}{next_step}", file=sys.stderr)
         return code
+
+
+def _parse(whole: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments. If the command or an argument is unknown, exit with a message in one line."""
+    commands = next(action.choices for action in whole._actions if isinstance(action, argparse._SubParsersAction))
+    name, *_ = arguments
+    if name not in commands and not name.startswith("-"):
+        problem = f"is not a command{nearest(name, commands)} List all with 'fedstrata --help'."
+        whole.exit(BAD_INPUT, f"fedstrata: error: {SpecError('COMMAND', problem, name)}\n")
+    options, unknown = whole.parse_known_args(arguments)
+    if unknown:
+        hint = nearest(unknown[0].partition("=")[0], commands[name]._option_string_actions)
+        problem = f"is not an argument of 'fedstrata {name}'{hint} List all with 'fedstrata {name} --help'."
+        whole.exit(BAD_INPUT, f"fedstrata: error: {SpecError(unknown[0], problem)}\n")
+    return options
 
 
 @contextmanager

@@ -67,6 +67,10 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
         return Source(partial(_of_kit, folder), partial(_result_of_kit, folder))
     if (folder / SPEC).is_file() and (folder / METRICS).is_file():
         return Source(partial(of_run, folder), lambda: folder if of_run(folder)["over"] else None)
+    if runs := sorted(path.parent for path in folder.glob(f"*/seed-*/{METRICS}")):
+        count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+        problem = f"is the folder of a comparison of {count}. Name one of them, for example {runs[0]}."
+        raise SpecError("FOLDER", problem, str(folder))
     raise SpecError(
         "FOLDER", "is neither the folder of a party (with startup/) nor a run folder. Give one of these.", str(folder)
     )
