@@ -193,11 +193,18 @@ def test_without_a_command_the_help_shows_each_command_in_one_group(capsys):
 
 
 def test_usage_errors_have_code_2(capsys):
-    for arguments in (["walk"], ["run", "--nonsense"]):
+    for arguments, message in {
+        ("compar",): "COMMAND = 'compar': is not a command; did you mean 'compare'? List all with 'fedstrata --help'.",
+        ("walk",): "COMMAND = 'walk': is not a command. List all with 'fedstrata --help'.",
+        ("run", "--sett", "a=1"): "--sett: is not an argument of 'fedstrata run'; did you mean '--set'? ",
+        ("run", "--nonsense"): "--nonsense: is not an argument of 'fedstrata run'. List all with 'fedstrata run ",
+    }.items():
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
-    assert "usage: fedstrata" in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"fedstrata: error: {message}")
+        assert shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(

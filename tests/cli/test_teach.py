@@ -130,6 +130,17 @@ def test_nothing_is_written_over(capsys):
     assert "LongestAway" in Path("sampler.py").read_text()
 
 
+def test_an_explanation_wraps_between_words(capsys, monkeypatch):
+    assert main(["explain", "alpha"]) == 0
+    words = set(capsys.readouterr().out.split())
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["explain", "alpha"]) == 0
+    narrow = capsys.readouterr().out
+    assert set(narrow.split()) == words
+    assert max(map(len, narrow.splitlines())) <= 40
+    assert "\n  for example: --set partition=dirichlet\n    --set partition.alpha=0.5\n" in narrow
+
+
 def test_a_value_is_explained_by_the_keys_that_take_it(capsys):
     assert main(["explain", "constant"]) == 0
     shown = capsys.readouterr().out

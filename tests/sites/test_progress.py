@@ -139,3 +139,12 @@ def test_a_status_that_cannot_be_written_stops_no_run(tmp_path: Path, monkeypatc
     (tmp_path / STATUS).unlink()
     time.sleep(0.05)
     assert not (tmp_path / STATUS).exists(), "the run is over"
+
+
+def test_the_folder_of_a_comparison_names_one_of_its_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in ("scaffold/seed-0", "fedavg/seed-0"):
+        (tmp_path / run).mkdir(parents=True)
+        (tmp_path / run / "metrics.jsonl").touch()
+    assert main(["status", str(tmp_path)]) == 2
+    example = f"Name one of them, for example {tmp_path / 'fedavg/seed-0'}.\n"
+    assert capsys.readouterr().err.endswith(f"is the folder of a comparison of 2 runs. {example}")

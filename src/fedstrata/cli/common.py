@@ -17,7 +17,7 @@ from fedstrata.base.printable import print_lines
 from fedstrata.base.screen import READABLE
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.text import Text
 
     from fedstrata.evaluation.history import History
@@ -78,21 +78,29 @@ def add_columns(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--columns", choices=("fit", "all"), default="fit", help=help)
 
 
-def show(*parts: RenderableType) -> None:
-    """Print tables and texts of Rich, without cutting lines off that are wider than the terminal."""
+def _console() -> Console:
+    """Return a console that raises ``BrokenPipeError`` where Rich would exit with code 1; ``main`` handles it."""
     from rich.console import Console
 
-    console = Console()
+    class Screen(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Screen()
+
+
+def show(*parts: RenderableType) -> None:
+    """Print tables and texts of Rich, without cutting lines off that are wider than the terminal."""
+    console = _console()
     for part in parts:
         console.print(part, crop=False)
 
 
 def show_paragraphs(*paragraphs: Text) -> None:
     """Print paragraphs that wrap between words. Their second and further lines are indented by two more columns."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console()
+    console = _console()
     for paragraph in paragraphs:
         indent = len(paragraph.plain) - len(paragraph.plain.lstrip())
         first, *rest = paragraph.wrap(console, min(console.width, READABLE)) or [paragraph]
