@@ -102,7 +102,8 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
     if total == 0:
         return buffers
     floats = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
-    # Average the changes of buffers. In an average of the buffers, rounding would alter those that no client changed.
+    # Average the changes of the buffers. If the buffers themselves were averaged, rounding would alter those that no
+    # client changed.
     change = weighted_update(floats, others, a / total)
     result: Params = {}
     for name, buffer in buffers.items():
