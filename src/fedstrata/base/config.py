@@ -86,7 +86,7 @@ class Setting(BaseModel):
         """The class or function that does the work; the identity of a run includes the source of its module."""
         return type(self)
 
-    if not TYPE_CHECKING:  # type checkers know the arguments from the fields
+    if not TYPE_CHECKING:  # hidden from type checkers, which derive the arguments from the fields
 
         def __init__(self, /, **settings: Any) -> None:
             try:
@@ -94,7 +94,8 @@ class Setting(BaseModel):
             except ValidationError as error:
                 raise explain(error, type(self)) from None
 
-        # pydantic then validates nested settings without their __init__, so that errors show the whole key.
+        # This attribute makes pydantic validate nested settings without their __init__, so that errors show the whole
+        # key.
         __init__.__pydantic_base_init__ = True
 
     @field_validator("*", mode="before")

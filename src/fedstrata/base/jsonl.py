@@ -59,7 +59,7 @@ class Log:
             with open(self.path, "ab", opener=lambda name, flags: os.open(name, flags, self._mode)) as file:
                 file.write(data)
         except OSError as error:
-            error.filename = str(self.path)  # some errors lack it, such as that of a full disk
+            error.filename = str(self.path)  # an error such as a full disk does not name the file
             raise
         self.last, self.size = last, self.size + len(data)
 
@@ -201,7 +201,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
         error.filename, error.filename2 = (
             str(path),
             None,
-        )  # some errors lack it, such as that of a full disk
+        )  # an error such as a full disk does not name the file
         raise
     finally:
         beside.unlink(missing_ok=True)
@@ -238,7 +238,8 @@ def jsonable(value: Any) -> Any:
     >>> jsonable({1: np.float32(0.5), "b": (float("nan"), np.arange(2))})
     {'1': 0.5, 'b': [None, [0, 1]]}
     """
-    if hasattr(value, "tolist"):  # arrays and tensors; importing NumPy and PyTorch for isinstance would take seconds
+    # True for arrays and tensors. isinstance would need NumPy and PyTorch, whose import takes seconds.
+    if hasattr(value, "tolist"):
         value = value.tolist()
     if value is None or isinstance(value, (bool, int, str)):
         return value

@@ -31,7 +31,7 @@ def occupied(folder: Path) -> Iterator[None]:
         raise SpecError(
             "out", "another process is using this folder. Give another folder, or wait.", str(folder)
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+    except (OSError, ValueError) as error:  # a null byte in the name raises ValueError
         raise SpecError(
             "out",
             f"the folder cannot be created: {getattr(error, 'strerror', error)}. Give another folder.",

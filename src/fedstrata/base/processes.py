@@ -74,7 +74,9 @@ class Worker:
         self.process = context.Process(target=_begin, args=arguments, daemon=daemon, name="fedstrata-worker")
         program = sys.modules["__main__"]
         try:
-            if not fork:  # a new process imports __main__; this would run a script that lacks a main guard
+            if not fork:
+                # A new process imports __main__, which would run a script without a main guard again. An empty module
+                # prevents this.
                 sys.modules["__main__"] = ModuleType("__main__")
             with warnings.catch_warnings():
                 # Python warns of locks that other threads hold during the fork. Workers do not use these locks.
@@ -86,7 +88,7 @@ class Worker:
 
     def send(self, message: object) -> None:
         """Send a message to the worker."""
-        with suppress(OSError):  # if the worker has ended, ``receive`` raises
+        with suppress(OSError):  # if the worker has ended, ``receive`` raises the error
             self.connection.send(message)
 
     def receive(self) -> Any:
@@ -117,8 +119,9 @@ def _begin(
     inherited: Iterable[Connection],
     asked_by_main_thread: bool,
 ) -> None:
-    signal.set_wakeup_fd(-1)  # else, signals to this process would wake the parent's event loop, as in a notebook
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, but the parent ends this one
+    # Otherwise, signals to this process would wake the event loop that it inherits from its parent, such as a notebook.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C, because the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:
         other.close()

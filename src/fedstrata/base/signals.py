@@ -75,7 +75,7 @@ def ending_in_order() -> Iterator[None]:
     sender = threading.Thread(target=send_until_raised, name="fedstrata-sigterm", daemon=True)
 
     def send_again() -> None:
-        with suppress(RuntimeError):  # the thread was started before
+        with suppress(RuntimeError):  # raised if the thread has already been started
             sender.start()
 
     sys.unraisablehook = report_ignored
