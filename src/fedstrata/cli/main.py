@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_lines(f"fedstrata: {_flat(error)}", file=sys.stderr)
         return FAILED
     except (MemoryError, RuntimeError) as error:
-        # PyTorch has no class of its own for memory of the CPU that runs out.
+        # PyTorch raises a plain RuntimeError if the memory of the CPU is full.
         if not isinstance(error, MemoryError) and not re.search("allocate memory|out of memory", str(error)):
             raise
         advice = "Use a smaller model or batch, or fewer training.workers, or free memory and repeat the command."
