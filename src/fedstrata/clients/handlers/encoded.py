@@ -92,7 +92,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
     if not all(map(finite, change.values())):
         raise FedstrataError(f"its update contains NaN or infinity. {DIVERGED}")
     reply = reply.merge_update(inner.weights, unencoded)
-    # If the reply has no change (no samples, or a request without training), the error of earlier changes stays.
+    # If the reply has no change (no samples, or a request without training), the codec's stored error is kept as it is.
     remembers = isinstance(codec, WithMemory) and bool(change) and whole.has_update()
     if isinstance(codec, WithMemory) and remembers:
         change = _with_residual(client, codec, request.round, change)

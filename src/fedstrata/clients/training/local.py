@@ -143,7 +143,8 @@ def _in_order(tensor: Tensor, where: Tensor) -> Tensor:
     """Return the samples at some positions, in the memory format of ``tensor``."""
     if tensor.dim() != 4 or not tensor.is_contiguous(memory_format=torch.channels_last):
         return tensor.index_select(0, where)
-    # Alone, index_select would return the default memory format. Permuted axes keep it channels-last.
+    # index_select alone would return the default memory format. Permute the axes before and after it to keep
+    # channels-last.
     return tensor.permute(0, 2, 3, 1).index_select(0, where).permute(0, 3, 1, 2)
 
 

@@ -220,8 +220,8 @@ def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
     *gradients, loss = results
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = placeholders[: len(gradients)]
-    # The updates overwrite these nodes: parameters and their views. A gradient that is a product with one of them must
-    # be computed before the first update, and so cannot be computed as part of its own update by addmm_.
+    # The updates overwrite parameters and their views. A gradient that is a product with one of them must be computed
+    # before the first update. It cannot be fused with its own update into addmm_.
     changed = _mutated(graph) | set(placeholders[:-2])
     with graph.inserting_after(placeholders[-1]):
         rate = graph.placeholder("rate")  # the negative learning rate, −η
@@ -273,7 +273,7 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
     try:
         FakeTensorProp(fx.GraphModule(nn.Module(), graph)).propagate(*inputs)
     except RuntimeError:
-        # A later operation makes a view that is only possible in the original format: undo the change.
+        # A later operation makes a view that is possible only in the original format. Undo the change of format.
         for copy, source in copies:
             copy.replace_all_uses_with(source)
             graph.erase_node(copy)
