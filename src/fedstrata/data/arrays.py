@@ -347,7 +347,7 @@ def encode_clients(
         if second is not None:
             raise DataError("client_test: is given without client_train. Give both, or only client_train.")
         return (None, None), ()
-    # If the clients of test samples are not known, encode an empty list of them, of the same type.
+    # If the clients of test samples are not known, encode an empty list that has the type of ``client_train``.
     ids, n_test = (second, sizes[1]) if second is not None else (_numpy(first, "client_train")[:0], 0)
     owners, names = encode(checked_labels(first, ids, (sizes[0], n_test), "client"), None, "client")
     return (owners[0], None if second is None else owners[1]), names
@@ -408,7 +408,9 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
     # would be lost to rounding if the mean is large.
     origin = flat[0].double()
     total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
-    large = flat.numel() > 1 << 26  # smaller inputs keep their chunks, because other sums would change their results
+    # Keep the chunk size for smaller inputs. Other chunks would change the rounding of the sums, and so earlier
+    # results.
+    large = flat.numel() > 1 << 26
     for chunk in torch.split(flat, min(1 << 20, max(1, (1 << 21) // width)) if large else 1 << 20):
         centred = chunk.double() - origin
         total += centred.sum(0)

@@ -38,7 +38,7 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
     path, _, configuration = name.partition(":")
     try:
         splits = datasets.load_dataset(path, configuration or None)
-    except Exception as error:  # network, name, permission, format
+    except Exception as error:  # the network, the name or the format can be at fault, each with its own class of error
         first = str(error).strip().partition("\n")[0]
         raise DataError(
             f"Hugging Face did not deliver {name!r}. Check the name and the connection. {type(error).__name__}: {first}"

@@ -146,7 +146,7 @@ with warnings.catch_warnings():
                     check_seen(limited["y_train"], data.y_test, data.class_names)
                 if (unfitted := data.unfitted) is not None:
                     limited["unfitted"] = replace(unfitted, train=unfitted.train[chosen])
-                data = replace(data, **limited, mapped={})  # the samples that were drawn are now in memory
+                data = replace(data, **limited, mapped={})  # the drawn samples are in memory, not in mapped files
             if data.unfitted is not None:
                 return fit(data, data.unfitted.statistics([np.arange(data.train_size)]), again=True)
             if self.normalize == "keep":
@@ -327,7 +327,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
         if path.exists() and not path.is_file():
             raise DataError(f"{path} is not a file. Give a .npz file.")  # reading from a pipe could block for ever
         with _reading, path.open("rb") as file:  # NumPy would not close a damaged file
-            if not file.read(6).startswith((b"PK", b"\x93NUMPY")):  # NumPy would take it for a pickle
+            if not file.read(6).startswith((b"PK", b"\x93NUMPY")):  # NumPy would read other files as pickles
                 raise ValueError("its first bytes are wrong")
             file.seek(0)
             archive = np.load(file, allow_pickle=False)

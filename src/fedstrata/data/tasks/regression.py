@@ -90,7 +90,7 @@ class Regression(Task):
     def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         values = self.predictions(outputs)["values"]
         error = values - targets
-        # Distances from the mean, and not the targets themselves, so that R² does not lose digits.
+        # Use distances from the mean and not the targets themselves, because the sums for R² would lose digits.
         centred = targets - next(iter(self._units(targets)))
         columns = (torch.ones_like(error), error.abs(), error.square(), centred, centred.square())
         return {"targets": targets, "predictions": values, "errors": torch.stack(columns, dim=2)}
