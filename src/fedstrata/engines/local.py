@@ -109,7 +109,8 @@ class LocalEngine(Engine):
                 if seconds > ASKING_PAYS and (self._pool is not None or seconds + self._seconds_alone > STARTING_PAYS):
                     shared = True
                     self._ask_pool(order[index:], requests, outcomes, run_locally)
-            # Workers return no answer if a client raises an exception. The exception is raised again here and recorded.
+            # If a client raises an exception in a worker, it gets no answer there. Ask it here, where the exception is
+            # recorded.
             if number not in outcomes:
                 run_locally(number)
         return {number: outcomes[number] for number in sorted(outcomes)}
@@ -299,7 +300,7 @@ def refuse_random(config: FederationConfig) -> None:
         SpecError: The model's forward pass draws random numbers.
     """
     if config.random:
-        # Threads share PyTorch's random generator, so that the numbers which each of them draws would depend on timing.
+        # Threads share PyTorch's random generator, so the numbers that each thread draws would depend on timing.
         problem = (
             "draws random numbers, which is not reproducible when clients train at the same time. Use a model that "
         )
@@ -325,7 +326,8 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
     waited = 0.0
     try:
         while alive := {client: thread for client, thread in threads.items() if thread.is_alive()}:
-            # Waiting is counted in steps of a second. Time in which the process or the machine sleeps does not count.
+            # Count the waiting in steps of a second, so that time in which the process or the machine sleeps does not
+            # count.
             next(iter(alive.values())).join(1.0)
             progress = (group.progress, list(alive))
             last_progress, waited = progress, 0.0 if progress != last_progress else waited + 1.0

@@ -328,7 +328,6 @@ class WorkerPool:
     def _hand_out(self, calls: Iterator[Call], retries: deque[Call]) -> None:
         ready = [worker for worker in self._all if worker.hello is None]
         while ready:
-            # The worker with the least work gets the next call.
             worker = min(ready, key=lambda worker: worker.load)
             if len(worker.running) >= AHEAD:
                 return
@@ -426,7 +425,7 @@ def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], No
     """
     if ray.is_initialized():
         return lambda: None
-    # The argument logging_level of ray.init comes too late for its first log messages.
+    # The argument logging_level of ray.init takes effect only after Ray's first log messages.
     logging.getLogger("ray").setLevel(logging.ERROR)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:
