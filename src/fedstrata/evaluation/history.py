@@ -505,7 +505,8 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if (folder / "summary.json").is_file():
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
             about |= {key: summary[key] for key in ("method", "seed", "primary") if key in summary}
-            if summary.get("lower_is_better"):  # for a user's own metric class, only the summary says so
+            if summary.get("lower_is_better"):
+                # For a user's own metric class, only the summary says that lower values are better.
                 about["lower"] = about.get("lower", LOWER) | {summary["primary"]}
             if "rounds_to_target" in summary:
                 reached = summary["rounds_to_target"].items()

@@ -538,7 +538,7 @@ class TorchMetric(_Named):
         if metric.__module__.startswith("torchmetrics.classification") and np.array_equal(targets, np.rint(targets)):
             targets = targets.astype(np.int64)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns about each client that lacks a class
+            warnings.simplefilter("ignore")  # TorchMetrics warns about each client that lacks a class
             metric.update(torch.from_numpy(predictions), torch.from_numpy(targets))
             return none_for_nan(float(metric.compute()))
 

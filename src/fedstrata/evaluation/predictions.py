@@ -148,7 +148,8 @@ def collect(
     """
     n = len(data.y_train if split == "train" else data.y_test) if indices is None else len(indices)
     every = np.arange(n) if indices is None else indices
-    # Small tensors, kept from batch to batch, would lie between large ones and keep their memory from being used again.
+    # Copy results into arrays. Small tensors that are kept from each batch would lie between large ones in memory, and
+    # their gaps could not be reused.
     arrays, losses, counts = dict[str, NDArray[Any]](), np.zeros(n), np.zeros(n)
     size = min(batch_size, _samples_in_memory(model, weights, data, split, every)) if n else 1
     with _evaluating(model, weights, batch_statistics and n > 1) as (params, device):
