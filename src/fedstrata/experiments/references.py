@@ -137,7 +137,8 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
     combined.kept = _combined(kept, lower) if kept else {}
     if untrained := [history for history in histories if history.warning]:
         combined.warning = f"{len(untrained)} of its {len(histories)} runs: {untrained[0].warning}"
-    # A client that trains alone has number 0 in its own run. Its folder names its number in the federation.
+    # A client that trains alone has number 0 in its own run. The name of its folder contains its number in the
+    # federation.
     combined.clients = [
         {**row, "client": int(folder.name.removeprefix("client-"))}
         for folder, history in zip(folders, histories, strict=True)
@@ -187,5 +188,5 @@ def _combined(records: Sequence[Record], lower: Collection[str]) -> Record:
         higher = np.array([label not in lower for label in labels])
         combined["clients"] = dict(zip(labels, over_clients(means, np.ones(len(means)), higher), strict=True))
         for statistic in combined["clients"].values():
-            del statistic["weighted_mean"]  # the records do not contain the weights
+            del statistic["weighted_mean"]  # computed with equal weights, because the records lack them
     return combined

@@ -148,7 +148,8 @@ def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[s
         raise SpecError(
             "--set", "no setting has several values to try. Give one, for example --set training.lr=0.01,0.1."
         )
-    # The name of a key is its last part, such as lr for training.lr; or the whole key if another one ends alike.
+    # Labels show only the last part of a key, such as lr for training.lr. If two keys have the same last part, labels
+    # show the whole keys.
     ends = [key.rpartition(".")[2] for key in grid]
     names = {key: end if ends.count(end) == 1 else key for key, end in zip(grid, ends, strict=True)}
     result: dict[str, Cell] = {}
@@ -195,7 +196,7 @@ def judge(
     means = {label: value.mean for label, value in values.items() if value.n == len(histories[label]) and value.n}
     of_methods = dict[str, list[str]]()
     for label in (label for label in means if label not in notes):
-        # A colon, as in "my_module:MyMethod", is not allowed in the names of folders on all systems.
+        # Some systems do not allow a colon, as in "my_module:MyMethod", in the name of a folder.
         of_methods.setdefault(planned[label].spec.method.name.replace(":", "."), []).append(label)
 
     def value(label: str) -> float:
