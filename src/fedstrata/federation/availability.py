@@ -243,7 +243,8 @@ class Trace(Availability):
         except FileNotFoundError:
             problem = "the file does not exist. Give a CSV file with the columns client,first,last."
             raise SpecError("file", problem, self.file) from None
-        except (OSError, RuntimeError, ValueError, csv.Error) as error:  # RuntimeError: "~" of an unknown user
+        except (OSError, RuntimeError, ValueError, csv.Error) as error:
+            # expanduser raises RuntimeError for an unknown user.
             raise SpecError("file", f"is not a trace: {error}. Correct the file.", self.file) from None
         return self
 

@@ -238,7 +238,7 @@ class Exchanges:
             raised = sum(failure.error is not None for failure in failures.values())
             self.raise_if_hopeless(set(asked), raised, kinds, list(failures.items()))
         if together and len(replies) < len(outcomes):
-            # Every reply depends on sums over all these clients, and the reply of one of them does not count.
+            # Every reply depends on sums over all these clients. If one client has no valid reply, no reply is valid.
             void = Failure("the group's sums are void: another of its clients did not count", bystander=True)
             failures |= dict.fromkeys(replies, void)
             replies.clear()

@@ -226,14 +226,15 @@ class Federation:
     def _sum(self, reached: Requests, check: Check | None) -> Summed | None:
         """Return the sum of the replies if the engine can compute it in one pass and it is usable; otherwise None."""
         clock, deadline = self.exchanges.clock, self.availability.deadline
-        # With a simulated network and a deadline, the size of each client's reply decides whether it is late.
+        # With a simulated network and a deadline, a reply can be late because of its size, so each reply is needed.
         alone = clock is not None and self.availability.network and deadline is not None
         if not reached or self.config.training.execution != "fused" or alone:
             return None
         total = self.engine.ask_sum(reached)
         first = next(iter(reached.values()))
         if total is None or defect_of(total, first.check_reply, check) is not None:
-            return None  # the caller then asks for single replies, which show whose is unusable
+            # The caller then asks for single replies, which show which client's reply is unusable.
+            return None
         self.engine.commit(reached)
         size = records.size(total)
         if clock is not None:
@@ -337,8 +338,8 @@ class Federation:
                     self.log.bytes_up += records.size(outcome)
             raised = {client for client, failure in failures if failure.error is not None}
             if raised < reached:
-                # Some client never raised an exception. (A reply alone shows little: a task without work always
-                # succeeds.)
+                # Some client never raised an exception, so these requests can be answered. A reply alone would not show
+                # this, because a task without work always succeeds.
                 self.exchanges.answered |= kinds
             else:
                 self.exchanges.raise_if_hopeless(reached, len(raised), kinds, failures)

@@ -13,7 +13,7 @@ from fedstrata.base.config import FromRegistry, Registry, Setting, build, plain
 from fedstrata.base.errors import SpecError
 from fedstrata.base.loading import load_object
 
-if TYPE_CHECKING:  # settings are read without PyTorch
+if TYPE_CHECKING:  # reading settings must not import PyTorch
     from torch import Tensor
     from torch.optim import Optimizer
 

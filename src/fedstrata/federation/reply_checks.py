@@ -38,7 +38,7 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
     if not isinstance(reply, records.Message):
         return f"the reply is a {type(reply).__name__}, which is not a message"
     try:
-        # For replies that came as bytes, decoding has checked the types. Clients in this process reply with objects.
+        # Decoding has checked the types of replies that came as bytes, but clients in this process reply with objects.
         records.require_types(reply)
         for leaf in records.leaves_of(reply):
             if isinstance(leaf, Tensor):

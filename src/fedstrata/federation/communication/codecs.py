@@ -482,7 +482,7 @@ def _largest(sizes: NDArray[np.float32], k: int) -> NDArray[np.int64]:
     """
     if k == 0:
         return np.zeros(0, dtype=np.int64)
-    least = np.partition(sizes, len(sizes) - k)[-k]  # ten times as fast as sorting
+    least = np.partition(sizes, len(sizes) - k)[-k]  # ten times as fast as sorting all sizes
     above, equal = np.flatnonzero(sizes > least), np.flatnonzero(sizes == least)
     return np.sort(np.concatenate([above, equal[: k - len(above)]]))
 

@@ -241,7 +241,8 @@ class Compression:
         versions = [replace(request, request=bare, delivery=self._delivery(base)) for base in index_of]
         answers = yield Leg(Requests(versions, {client: index_of[base] for client, base in bases.items()}), check)
         confirmed[list(answers)] = self.state.version
-        # A client that failed may or may not have the new version. A client that was not reached has its old version.
+        # A client that failed may or may not have the new version, so forget its version. A client that was not reached
+        # still has its old version.
         confirmed[[client for client in clients if client in federation.log.failed]] = -1
         self.state = replace(self.state, confirmed=confirmed)
         return answers
