@@ -72,6 +72,7 @@ class SFL(Method):
         loss = sum(reply.loss * reply.seen for reply in replies) / seen if seen else None
         metrics = {"samples": seen, "train_loss": loss, **selection.metrics}
         metrics |= communication(relayed.weights, federation.log.hops, config.clients, federation.round)
-        # The sampler learns here which clients took part. ``check`` refuses samplers that also need their models.
+        # The sampler learns here which clients took part. ``check`` refuses samplers that also need the models of these
+        # clients.
         by_client = {order[position]: reply for position, reply in relayed.replies.items()}
         return SFLState(relayed.weights, sampler.observe(clients, by_client)), metrics
