@@ -53,10 +53,11 @@ def _runs(module: nn.Module, shape: tuple[int, ...]) -> bool:
             expected = forward(module, x)
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         with torch.enable_grad():
-            images = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # like inputs of a ``Dataset``
+            images = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # has the strides of a ``Dataset``'s inputs
             logits = forward(module, images)
             torch.autograd.backward(logits.sum())
-    except Exception:  # a user's own module may raise anything; if it cannot be used at all, preparation reports it
+    except Exception:
+        # A user's own module may raise anything. If it cannot be used at all, preparation reports this.
         return False
     return torch.allclose(logits, expected, rtol=1e-3, atol=1e-4)
 

@@ -150,7 +150,8 @@ class Model:
             output = self.module(x) if isinstance(x, Tensor) else self.module(**x)
             return output if isinstance(output, Tensor) else unwrapped(output)
         if self.untrained.changing and self.module.training:
-            # BatchNorm updates its running statistics in place; copies keep the call pure.
+            # BatchNorm updates its running statistics in place. Pass copies, so that this call does not change the
+            # model.
             params = {**_copies(self.untrained.changing), **params}
         tied = {other: params[name] for name, others in self._tied.items() if name in params for other in others}
         args, named = ((x,), {}) if isinstance(x, Tensor) else ((), dict(x))
@@ -344,7 +345,7 @@ def unwrapped(output: Any) -> Tensor:
     """Return the logits in the output of a module: the output itself, its ``logits``, or the first item of a tuple."""
     if isinstance(output, Tensor):
         return output
-    if hasattr(output, "logits"):  # before the check for a tuple, because some tuples have names
+    if hasattr(output, "logits"):  # checked before tuples, because a named tuple can have logits
         return output.logits  # type: ignore[no-any-return]
     return output[0] if isinstance(output, tuple) and output else output  # type: ignore[no-any-return]
 

@@ -32,7 +32,7 @@ def draws_random_numbers(model: Model, x: Inputs) -> bool:
             versions, sums = model.untrained.versions(), model.untrained.sums()
             with draws:
                 model(params, x)
-            if model.untrained.sent:  # find buffers that only change in an evaluation too
+            if model.untrained.sent:  # find also the buffers that change only in evaluation mode
                 model.train_mode(False)
                 model(params, x)
             changed = model.untrained.changed(versions) | dict(sums.items() ^ model.untrained.sums().items()).keys()
@@ -72,7 +72,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             names = [argument.name for argument in func._schema.arguments]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}  # without those that have their default
-            # Attention always has this tag, but draws only for dropout, whose default is 0.
+            # PyTorch does not pass arguments that have their default value.
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            # Attention operations always have this tag, but draw random numbers only for dropout, whose default is 0.
             self.random |= "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
         return func(*args, **kwargs)

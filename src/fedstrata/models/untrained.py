@@ -98,6 +98,7 @@ def twin_of(module: nn.Module, constant: Iterable[Tensor] = ()) -> nn.Module:
     """Return a copy of a module that shares the memory of frozen parameters, and of the given buffers."""
     memo: dict[int, Tensor] = {id(tensor): tensor for tensor in constant}
     for tensor in module.parameters():
-        if not tensor.requires_grad:  # a parameter of its own, because ``Module.to`` changes parameters in place
+        if not tensor.requires_grad:
+            # Share the memory but not the parameter object, because ``Module.to`` changes parameters in place.
             memo[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)
     return copy.deepcopy(module, memo)
