@@ -69,7 +69,8 @@ class Contrastive(PerSample):
     def client_init(self, model: Model, context: Context) -> Context:
         """Put the global model and the client's last model into ``derived``."""
         received = {**context.start, **context.received["buffers"]}
-        # Restore the memory format of tensors, which affects rounding in convolutions, and which checkpoints lack.
+        # Checkpoints do not store the memory format of tensors. Restore it, because it affects rounding in
+        # convolutions.
         last = model.laid_out(context.kept) if isinstance(context.kept, dict) else received
         return context.deriving(positive=received, negative=last)
 
