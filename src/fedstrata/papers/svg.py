@@ -24,7 +24,7 @@ def as_svg(draw: Callable[[], Figure], *, size: float = 8) -> str:
     """
     import matplotlib
 
-    # Text stays text, so that the file is small and does not depend on the fonts of this machine.
+    # Store text as text and not as shapes, so that the file is small and does not depend on the fonts of this machine.
     colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
     options: Any = {
         "svg.fonttype": "none",
