@@ -302,7 +302,7 @@ def _matrix(history: History) -> Confusion | None:
 
 
 def _class_names(run: Run) -> list[str]:
-    with suppress(OSError, ValueError, AttributeError, TypeError):  # an unfinished run does not have the file
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # an unfinished run does not have this file
         return [str(name) for name in json.loads((run.folder / MODEL).read_text(encoding="utf-8"))["class_names"]]
     return []
 

@@ -261,7 +261,7 @@ def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
         if len(band.rounds) == 0 or (column != "clients_returned" and not band.mean.any()):
             continue
         base = np.zeros(len(band.rounds)) if base is None else base
-        if len(base) != len(band.rounds):  # a column with values in other rounds cannot be stacked
+        if len(base) != len(band.rounds):  # values of other rounds cannot be stacked
             continue
         low, high = (np.append(values, values[-1]) for values in (base, base + band.mean))
         axes.fill_between(
@@ -378,7 +378,7 @@ def label_ends(
 
     figure, halo = axes.get_figure(root=True), [withStroke(linewidth=2, foreground=ground)]
     assert figure is not None
-    figure.draw_without_rendering()  # only then, the layout is known
+    figure.draw_without_rendering()  # computes the layout, which the next lines need
     heights = [float(axes.transData.transform((end.x, end.y))[1]) for end in ends]
     places = separated(heights, 1.15 * size * figure.dpi / 72)
     for end, place in zip(ends, places, strict=True):

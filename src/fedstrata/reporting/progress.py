@@ -141,7 +141,8 @@ class Progress:
         if bars is None or self._console is None:
             return
         task, fields["note"] = printable(task), printable(fields["note"])
-        if task not in self._ids:  # the remaining time is estimated without parts that were done before this call
+        if task not in self._ids:
+            # Store what was done before this call, because the estimate of the remaining time leaves it out.
             name = f"{task[: NAME - 1]}…" if is_cut and len(task) > NAME else task
             begin: dict[str, Any] = {"first": done, "began": now} | fields
             self._ids[task] = bars.add_task(name, completed=done, total=total, visible=visible, **begin)
@@ -227,7 +228,8 @@ class Progress:
             first.setdefault(key, done)
             finished[key] = done
             total = sum(finished.values())
-            # Rounds that were done before do not tell how fast the others are.
+            # Rounds that were done before took no time now. ``first`` counts them, so that the estimate leaves them
+            # out.
             self._show(
                 task, total, sum(rounds.values()), count=f"{total}/{sum(rounds.values())}", note="rounds",
                 first=sum(first.values()),

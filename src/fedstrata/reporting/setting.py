@@ -135,7 +135,7 @@ def _named(specs: Sequence[Mapping[str, Any]], section: str) -> str:
 def _versions(runs: Mapping[str, Sequence[Run]]) -> str:
     versions = dict[str, None]()
     for run in (run for members in runs.values() for run in members):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # a folder of only metrics has no such file
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a folder that contains only metrics lacks run.json
             made_with = json.loads((run.folder / "run.json").read_text(encoding="utf-8"))["made_with"]
             versions[str(made_with["fedstrata"])] = None
     return f"fedstrata {' and '.join(versions)}" if versions else ""

@@ -213,6 +213,6 @@ def _p(differences: Floats, test: Test, rounding: float) -> float | None:
     if test == "t":
         return float(stats.ttest_1samp(differences, 0.0).pvalue)
     steps = np.round(differences / rounding)  # equal differences share a rank, whatever their rounding errors
-    if np.count_nonzero(steps) < FEWEST[test]:  # Wilcoxon's test ignores pairs of equal numbers
+    if np.count_nonzero(steps) < FEWEST[test]:  # Wilcoxon's test ignores differences of 0
         return None
     return float(stats.wilcoxon(steps).pvalue)

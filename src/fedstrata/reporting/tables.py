@@ -252,7 +252,7 @@ def shown(cell: Estimate, how: Measure, seeds: int) -> str:
     if cell.mean is None:
         return MISSING
     text = number(cell.mean, how)
-    if cell.sd and float((spread := number(cell.sd, how)).replace(",", "")):  # a deviation of 0 is not shown
+    if cell.sd and float((spread := number(cell.sd, how)).replace(",", "")):  # omit a deviation that rounds to 0
         text += f" ± {spread}"
     return text + (f" ({cell.n} of {seeds})" if cell.n < seeds else "")
 
