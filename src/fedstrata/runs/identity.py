@@ -278,5 +278,6 @@ def _add(digest: hashlib._Hash, *pieces: Any) -> None:
 def _pieces(tensor: Tensor) -> tuple[bytes, NDArray[np.uint8]]:
     """Return the type and shape of a tensor as bytes, and its values as bytes without a copy of them."""
     flat = tensor.detach().cpu().contiguous()
-    values = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # NumPy does not have all types of PyTorch
+    # View the values as bytes, because NumPy lacks some types of PyTorch.
+    values = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
     return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}".encode(), values.numpy()

@@ -82,7 +82,8 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
         about |= {"task": data.task.to_spec(), "keep": data.keep}
     if isinstance(x := data.inputs(slice(0, 0)), Mapping):
         about["inputs"] = _several(x, data)
-    frozen = prepared.identity.get("frozen")  # not in the file of parameters: whoever loads the model builds them again
+    # Frozen parameters are not in the file. They are built again, from the seed, when the model is loaded.
+    frozen = prepared.identity.get("frozen")
     return about | {"frozen": {"seed": spec.seed, "fingerprints": frozen}} if frozen else about
 
 
@@ -573,7 +574,7 @@ def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> N
             problem = f"does not fit the run in {folder}: {name} is {here} in the module, but {stored} in {WEIGHTS}"
             raise SpecError("model", f"{problem}. Pass the module of the run.", type(model.module).__name__)
     for name, tensor in stored_frozen.items():
-        tensor.data = torch.empty_like(tensor).copy_(tensors[name])  # the user's module keeps its own
+        tensor.data = torch.empty_like(tensor).copy_(tensors[name])  # new memory: the user's module is unchanged
 
 
 def _size(tensor: Tensor | None) -> str:

@@ -93,7 +93,9 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | N
     if share is not None and spec.partition.name not in NATURAL:
         validation = cut_validation(dataset, share, spec.seed)
         divided, numbers = without(dataset, validation)
-    if dataset.task.fits:  # who trains on which samples is unknown yet; a partition's strata are those of all of them
+    if dataset.task.fits:
+        # It is not known yet which client trains on which samples. The partition needs strata, so compute them from all
+        # samples.
         divided = fit_targets(divided, [np.arange(divided.train_size)])
 
     def split(partition: Partition) -> Assignment:

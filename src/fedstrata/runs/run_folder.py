@@ -159,7 +159,8 @@ class RunFolder:
         if self.path is None:
             return
         done, notes = simulation.round, self._notes + self._other_environment()
-        # Write the identity before the spec, so that a folder with a spec has it even if the process is killed here.
+        # Write the identity before the spec. Even if the process is killed here, a folder with a spec then has an
+        # identity.
         write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment()})
         self._write_spec(self.path)
         for log in self._logs.values():
@@ -180,7 +181,7 @@ class RunFolder:
         rounds, values = history.points(f"validation.{history.primary}" if validated else column_of(history.primary))
         known = dict(zip(rounds.tolist(), values.tolist(), strict=True))
         if loop_state.best is not None and loop_state.best.value != known.get(loop_state.best.round):
-            loop_state.best = None  # it was the best by the primary metric of an earlier spec
+            loop_state.best = None  # it was chosen by the primary metric of an earlier spec
         # Compare the last lines too: the checksums within a log do not reveal missing lines, or a log of another run.
         for name, last in self.checkpoint.logs.items() if self.checkpoint is not None else ():
             if last and not self._logs[name].holds(last):
