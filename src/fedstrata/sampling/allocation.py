@@ -107,7 +107,7 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
     # The second term is tiny. It matters if all strata with a positive weight have reached their size: it then divides
     # the rest of the budget.
     shares = (weights / total if total > 0 else 0.0) + 1e-12 * sizes / sizes.sum()
-    # Find the factor for the shares with which they add up to the budget after clipping, by bisection to the last bit.
+    # Find the factor with which the clipped shares add up to the budget, by bisection to the last bit.
     low, high = float(floors[filled].min() / shares.max()), float((sizes[filled] / shares[filled]).max())
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if np.clip(middle * shares, floors, sizes).sum() < budget else (low, middle)

@@ -93,7 +93,7 @@ def truth_probability(epsilon: float, bound: int) -> float:
     >>> round(truth_probability(3.0, 100), 4)
     0.1616
     """
-    # Numerator and denominator are divided by e^ε, which overflows for a large ε.
+    # Divide numerator and denominator by e^ε, because e^ε would overflow for a large ε.
     return -math.expm1(-epsilon) / (1 + (bound - 2) * math.exp(-epsilon))
 
 

@@ -234,7 +234,7 @@ def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, 
     core = np.partition(distances, min_samples - 1, axis=1)[:, min_samples - 1]
     reachability, predecessor = np.full(n, np.inf), np.full(n, -1, dtype=np.int64)
     ordering = np.empty(n, dtype=np.int64)
-    # The reachability of the points that are not yet in the ordering; infinite for points in the ordering.
+    # ``waiting`` holds the reachability of points that are not in the ordering yet, and infinity for the others.
     waiting = np.full(n, np.finfo(np.float64).max)
     for place in range(n):
         point = int(waiting.argmin())

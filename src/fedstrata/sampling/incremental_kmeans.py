@@ -62,7 +62,8 @@ class Clusters:
         sums = np.stack([matrix[labels == h].sum(axis=0, dtype=np.float64) for h in range(count)])
         sizes = np.bincount(labels, minlength=count)
         centres = (sums / sizes[:, None]).astype(np.float32)
-        # If another centre is nearer to a row than its own, upper > lower, so that ``converged`` checks the row first.
+        # A row that is nearer to another centre than to its own has upper > lower, so that ``converged`` checks it
+        # first.
         scale = _scale(rows.norms)
         upper, lower = (scale * bound for bound in _bounds(_distances(rows, None, centres, scale), labels))
         return cls(centres, sums, sizes, labels, upper, lower)
@@ -134,7 +135,7 @@ class Clusters:
         sums = self.sums / scale
 
         def deviation(squares: Floats, lengths: Floats, sizes: NDArray[Any]) -> Floats:
-            # Uses Σ‖z − mean‖² = Σ‖z‖² − ‖Σz‖² / n.
+            # This uses the identity Σ‖z − mean‖² = Σ‖z‖² − ‖Σz‖² / n.
             n = np.maximum(sizes, 1)
             spread: Floats = scale * np.sqrt(np.maximum(squares - lengths / n, 0.0) / (n * d))
             return spread

@@ -83,8 +83,7 @@ class FedSTaSData(DataSampler):
         keep = min(1.0, wanted / estimate)
         metrics = {"estimated_samples": estimate, "requested_samples": wanted, "keep": keep}
         if (true_sizes := federation.config.sizes) is not None:
-            # The true sizes are known only in simulations. The expected number of samples is recorded, because it
-            # exceeds n*: slightly because 1/ñ is convex, and by far if M clips sizes. Methods can then be compared at
-            # equal numbers of samples.
+            # The true sizes are known only in simulations. Record the expected number of samples, so that methods can
+            # be compared at equal numbers. It exceeds n*: slightly because 1/ñ is convex, and by far if M clips sizes.
             metrics["expected_samples"] = keep * float(true_sizes[list(sizes)].sum())
         return keep, state, metrics

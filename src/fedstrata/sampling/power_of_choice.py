@@ -59,7 +59,8 @@ class PowerOfChoice(ClientSampler):
         chosen = federation.rng("candidates").choice(clients, size=d, replace=False, p=sizes / sizes.sum())
 
         request = LossReport(federation.round, weights)
-        replies = federation.ask(chosen.tolist(), request, work=lambda samples: samples / 3)  # only a forward pass
+        # A loss needs only the forward pass, which is about a third of a training step.
+        replies = federation.ask(chosen.tolist(), request, work=lambda samples: samples / 3)
         asked = np.fromiter(replies, dtype=np.int64)
         losses = np.array([reply.loss for reply in replies.values()])
         worst = np.lexsort((federation.rng("client-sampling").permutation(len(asked)), -losses))[:m]

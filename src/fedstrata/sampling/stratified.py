@@ -204,7 +204,8 @@ class Stratified(ClientSampler):
         clients = np.concatenate([known, unseen])
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
-        # Clients without a gradient are one stratum. The number of other strata shrinks with the share of the others.
+        # Clients without a gradient form one stratum. The number of other strata is proportional to the share of
+        # clients that have a gradient.
         count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
         available = np.searchsorted(state.known, known)
         norms = state.rows.norms[available]
@@ -236,7 +237,8 @@ class Stratified(ClientSampler):
         # A client that used no sample took no step, so that its update says nothing about its gradient.
         trained = {client: reply for client, reply in replies.items() if reply.trained} if len(state.sent) else {}
         if trained:
-            # If sizes are private, replies lack the number of steps. ``check_private`` ensures that it never differs.
+            # If sizes are private, replies lack the number of steps. ``check_private`` ensures that it is equal for all
+            # clients.
             steps = [reply.steps or state.steps for reply in trained.values()]
             models = np.stack(
                 [sketch(reply.weights.params, self.coordinates, state.seed) for reply in trained.values()]
