@@ -133,7 +133,7 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
         ) from None
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), root.not_valid_after_utc)
-    begin = min(now, end) - timedelta(hours=1)  # so that it is valid at once on machines whose clock is slow
+    begin = min(now, end) - timedelta(hours=1)  # so that the certificate is valid at once where the clock is slow
     new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), x509.random_serial_number(), begin, end)
     for extension in old.extensions:
         new = new.add_extension(extension.value, extension.critical)

@@ -101,7 +101,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
             prepared = assemble(spec, data_set, whole, sizes_known=False, brought=brought, fitting=begin.statistics)
     if len(prepared.assignment) != begin.total:
         raise SpecError("partition.clients", f"does not fit the job. Use {begin.total}.", len(prepared.assignment))
-    # Data that the spec names are not secret, so metrics on them may be sent.
+    # Without statistics, the spec names the data. Such data are not secret, so metrics on them may be sent.
     return dataclasses.replace(make_context(prepared, keys), tells_values=tells or begin.statistics is None)
 
 
@@ -211,8 +211,8 @@ def _public_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # The text of any other error may contain data, so only a general text leaves the site. The key of a setting may
-        # be named, because the server knows the spec.
+        # An error without a public text may contain data, so only a general text leaves the site. This text may name
+        # the key of a setting, because the server knows the spec.
         known = isinstance(error, (DataError, SpecError))
         LOG.error("%s", error, exc_info=None if known else error)
         key = error.key if isinstance(error, SpecError) else ""

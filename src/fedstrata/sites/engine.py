@@ -144,7 +144,8 @@ class NVFlareEngine(Engine):
             wanted = {site: body for site, body in bodies.items() if site not in outcomes}
             if len(outcomes) >= self.directory.least or self.directory.fewer != "wait":
                 break
-            self.directory.require_willing(())  # excluded sites count as willing, because they may correct their data
+            # Do not count excluded sites as unwilling, because they may still correct their data.
+            self.directory.require_willing(())
             self.directory.wait(lambda: False, BEGIN_AGAIN)
         for site in wanted:
             self._note("absent", site, self.directory.excluded[site])

@@ -34,7 +34,7 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     def __init__(self, records: str) -> None:
         super().__init__()
-        bound_growth()  # this process runs longer than any job
+        bound_growth()  # limits memory, because this process outlives all jobs
         self._members = Members(Path(records).parent)
         self._said_of: set[str] = set()
         self._lock = threading.Lock()  # heartbeats arrive in many threads, and a client must be logged out only once

@@ -67,7 +67,7 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
     name = section.get("name", BUNDLED[0]) if isinstance(section, dict) else section
     if data and name not in (*BUNDLED, *catalog):
         raise RuleError("data", f"data.name = {name!r} {where}")
-    # [data] is left out: a column of a table may be called 'file'.
+    # Leave out [data], because a column of a table may be called 'file'.
     level: list[tuple[str, Any]] = [("", {key: value for key, value in table.items() if key != "data"})]
     while level:
         place, entry = level.pop()
@@ -284,7 +284,7 @@ class Guard:
         """How often each client answered each request that is limited per run. A key consists of a client's id and the
         index of the declaration's entry. Checkpoints contain this mapping."""
         self._relay_over = -1
-        # The next three are reset when a phase begins.
+        # A new phase resets the next three mappings, but not ``_repeats``.
         self._times: dict[tuple[ClientId, int], int] = {}
         self._orders: dict[tuple[ClientId, type[Order]], Order] = {}
         self._last_digests: dict[tuple[ClientId, int], tuple[bytes, ...]] = {}

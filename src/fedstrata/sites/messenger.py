@@ -143,7 +143,8 @@ class Messenger:
         while isinstance(outcome, wire.Answers) and outcome.left:
             rest = self._send(site, wire.More(self.exchange), (wire.Answers,), next(self._numbers))
             if isinstance(rest, FedstrataError):
-                # After a SiteLostError, the question would be sent again, but the site can only repeat its last answer.
+                # Do not return a SiteLostError: the question would be sent again, but the site can only repeat its last
+                # answer.
                 return WireError(f"site {site} went away between two parts of its answer: {rest}")
             if not rest.outcomes or rest.left != outcome.left - len(rest.outcomes):
                 return WireError(f"site {site} promised {outcome.left} more answers, but sent something else")

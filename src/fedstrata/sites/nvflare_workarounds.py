@@ -124,7 +124,7 @@ def _start_threads_of(owner: type[Any]) -> None:
     """Let every new object of a class start the threads of its pools."""
     construct = owner.__init__
 
-    @wraps(construct)  # NVFlare reads the names of the constructor's parameters
+    @wraps(construct)  # keeps the names of parameters, which NVFlare reads
     def construct_with_threads(self: Any, *arguments: Any, **named: Any) -> None:
         construct(self, *arguments, **named)
         _start_threads(*(value for value in vars(self).values() if isinstance(value, ThreadPoolExecutor)))
@@ -301,8 +301,8 @@ def adapt_script(name: str, text: str) -> str:
     rest = rest.replace("python3 ", '"$FEDSTRATA_PYTHON" ')
     rest = rest.replace("\nSECONDS=0\n", f"{_kit_text('sub_start.sh')}SECONDS=0\n")
     rest = rest.replace("\n  $DIR/sub_start.sh &", _kit_text("start.sh").rstrip())
-    # Remove two steps of sub_start.sh: the lines that we put before have already written daemon_pid.fl; and pid.fl must
-    # not be deleted, because with --once it contains the script's own process id.
+    # Remove two steps of sub_start.sh. Our lines above have already written daemon_pid.fl. With --once, pid.fl contains
+    # the script's own process id and must not be deleted.
     rest = rest.replace('\ncheck_daemon\n\necho $BASHPID > "$WORKSPACE/daemon_pid.fl"\n', "")
     rest = rest.replace('directly"\n  rm -f "$WORKSPACE/pid.fl"', 'directly"\n  rm -f')
     if name == "stop_fl.sh":

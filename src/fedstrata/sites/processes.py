@@ -72,8 +72,8 @@ def _send(groups: set[int], number: signal.Signals) -> None:
 
 
 def _guard(command: Sequence[str]) -> int:
-    # SIGTERM is sent to the guard and the command, and the guard must live longer. A handler that does nothing is set,
-    # because the command would inherit SIG_IGN.
+    # SIGTERM is sent to the guard and the command, but the guard must live longer. Its handler does nothing, because
+    # the command would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     Thread(target=_follow, daemon=True).start()

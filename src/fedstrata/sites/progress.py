@@ -123,7 +123,7 @@ class Progress:
             left = seconds / (last["round"] - here[0]["round"] + 1) * (self._rounds - last["round"])
         if not self._over:
             self._update_states()
-        # The last value of each metric, because not every round has an evaluation.
+        # Use the last value of each metric, because not every round has an evaluation.
         measured = {key: record[key] for record in records for key in MEASURED if record.get(key) is not None}
         counts = {key: last[f"clients_{key}"] for key in COUNTED if f"clients_{key}" in last}
         column = column_of(history.primary)

@@ -143,7 +143,7 @@ def _certify(sites: Sites, out: Path) -> None:
     }
     with tempfile.TemporaryDirectory(prefix="fedstrata-provision-") as place:
         root = Path(place)
-        (root / "project.yml").write_text(json.dumps(project), encoding="utf-8")  # JSON is YAML
+        (root / "project.yml").write_text(json.dumps(project), encoding="utf-8")  # every JSON text is valid YAML
         command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.yml", "-w", "kits", "--force"]
         done = subprocess.run(command, cwd=root, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         kits = root / "kits" / sites.federation / "prod_00"
@@ -167,7 +167,7 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
     resources["class_allow_list"] = list(CLASSES)
     resources["allow_log_streaming"] = False
     for server in resources.get("servers", []):
-        server["heart_beat_timeout"] = 120  # seconds; a site that stops for a minute is not lost
+        server["heart_beat_timeout"] = 120  # in seconds, so that a site may pause for a minute
     if "snapshot_persistor" in resources:  # only the server has it
         resources["components"].append({"id": "gate", "path": GATE, "args": {"records": f"/{RECORDS}/"}})
     for component in resources.get("components", []):

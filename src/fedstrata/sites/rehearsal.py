@@ -72,7 +72,8 @@ def rehearse_file(
         transport.site_servers[name] = SiteServer(name, out / STATES / name, carry, settings, keys=keys, policy=policy)
     test = path_of(sites.server.data, base_dir)
     prepared = prepare_server(spec, test, len(site_of_client)) if sites.own_data else prepare(spec)
-    fewer = "abort" if sites.fewer == "wait" else sites.fewer  # do not wait: a site that failed here cannot recover
+    # Do not wait for sites, because a site that failed in a rehearsal cannot recover.
+    fewer = "abort" if sites.fewer == "wait" else sites.fewer
     messenger = Messenger(transport, site_of_client, patience=sites.patience, least=sites.least, fewer=fewer)
     direct = sites.relay == "direct"
     # The sites store states under the run's name. Any name will do, because no other run uses these folders.

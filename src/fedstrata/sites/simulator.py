@@ -89,7 +89,7 @@ def simulate(
         ]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / WEIGHTS).unlink(missing_ok=True)  # because _finished takes the file as a sign of a complete run
+            (folder / WEIGHTS).unlink(missing_ok=True)  # _finished regards a run with this file as complete
             write_json(folder / SITES, {"sites": count})
         states = folders[0] / "sites" if runs[0][1] is not None else root / "sites"
         (root / "keys").mkdir(mode=0o700)

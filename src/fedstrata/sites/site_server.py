@@ -116,7 +116,7 @@ class SiteServer:
             what = type(envelope.body).__name__
             return self.request_cache.answer(envelope.number, lambda: self._answered(envelope))
         except Exception as error:
-            # No error may end the site, and the server must learn of each.
+            # An error must not end the site, and the server must be told of each error.
             self._mark(failed=type(error).__name__)
             if isinstance(error, RuleError):
                 self.refused(error, what, caller)
@@ -125,7 +125,7 @@ class SiteServer:
                 if what in BEGINNINGS:
                     self.note(what, failed=type(error).__name__)
             try:
-                self._write_ledger()  # before the error is sent, because it reveals something too
+                self._write_ledger()  # before sending the error, which also reveals something
             except Exception as unwritten:
                 error, self.problem = unwritten, f"the ledger cannot be written: {unwritten}"
             for_good = isinstance(error, RuleError) and error.for_good
@@ -133,7 +133,7 @@ class SiteServer:
 
     def _answered(self, envelope: wire.Envelope) -> bytes:
         if self._run is not None:
-            # PyTorch keeps this setting per thread, and the rounding of sums depends on it.
+            # PyTorch stores the number of threads for each calling thread, and the rounding of sums depends on it.
             torch.set_num_threads(self._run.context.config.training.threads)
         self._asking = ""
         with only_from(self.settings.packages):
@@ -141,7 +141,8 @@ class SiteServer:
 
     def _encode(self, answer: Message) -> bytes:
         """Write the ledger, and return the encoded answer; raise ``RuleError`` if the policy forbids so many bytes."""
-        if self._run is not None and not isinstance(answer, wire.Surveyed):  # _surveyed has counted these bytes
+        # The bytes of a Surveyed were counted in _surveyed.
+        if self._run is not None and not isinstance(answer, wire.Surveyed):
             try:
                 self._run.guard.leave(records.size(answer))
             except RuleError as error:
@@ -333,7 +334,8 @@ class SiteServer:
         """Return a context manager in which the site's own data may be read, within the limits of the policy."""
         if self.policy is None:
             return nullcontext()
-        if isinstance(question, wire.Begin):  # so that a run that is resumed asks the same question as before
+        if isinstance(question, wire.Begin):
+            # Leave out the fields that differ when a run is resumed, so that its question counts as a repetition.
             question = dataclasses.replace(question, run="", round=0)
         description = description_of(Experiment.from_table(parse_toml(question.spec)))
         return data_trial(self.folder, self.policy, job, description, records.encode(question))

@@ -212,7 +212,8 @@ class _Administrator:
                 self._end(job, job_status)
             elif not self._watch.away:
                 self._job, status = job, "" if job else job_status
-        if self._job:  # the outcome is also returned after the server was shut down
+        if self._job:
+            # The job has ended. Its outcome is known even if the server has been shut down since.
             return self._over
         if self._watch.away:
             return {"away": self._watch.away}

@@ -157,7 +157,8 @@ class Watch:
     def finished(self) -> bool:
         """Poll once: submit the job if it is not submitted, and return True if it has ended with a result."""
         if self._job is None:
-            if self._given_up:  # after a restart of the server, sites connect again one after another
+            if self._given_up:
+                # If the server was restarted, its sites connect again one after another, so wait for them.
                 self.wait_for_sites(0, REJOIN)
             if submitted := self._call(self._submit):
                 self._job, text = submitted
@@ -223,7 +224,8 @@ class Watch:
         """
         table = self.progress()
         now = time.monotonic()
-        if table is None:  # after a restart, the server cannot report on the job, but its status stays RUNNING
+        if table is None:
+            # After a restart, the server reports nothing about the job, but the job's status stays RUNNING.
             return None if self._over and now - self._last_progress < ENDS else {}
         self._last_progress, self._over = now, bool(table.get("over")) or table["round"] == table["rounds"]
         if table.get("over"):
@@ -234,7 +236,7 @@ class Watch:
             self._states[site] = state
         if table["round"] > self._furthest:
             self._furthest = table["round"]
-            self._resubmissions.pop("server", None)  # because the job made progress
+            self._resubmissions.pop("server", None)  # the job made progress, so count failures from 0
         if table["round"] != self._round and (now - self._last_report > TELL or table["round"] == table["rounds"]):
             self._round, self._last_report = table["round"], now
             self.report(headline(table))

@@ -90,7 +90,7 @@ def _report(options: argparse.Namespace) -> Callable[[str], None]:
     """Return a function that prints events: to standard error if the result is JSON, otherwise to standard output."""
 
     def report(text: str) -> None:
-        with suppress(BrokenPipeError):  # the result is wanted even if the output is not read any more
+        with suppress(BrokenPipeError):  # continue even if nobody reads the output any more
             print_lines(text, file=sys.stderr if options.json else sys.stdout)
 
     return report
@@ -127,7 +127,7 @@ def _port(text: str) -> int:
 def _status(options: argparse.Namespace) -> int:
     if options.serve is not None and options.json:
         raise SpecError("--json", "cannot be combined with --serve. Remove one of the two.")
-    with suppress(KeyboardInterrupt, Terminated):  # the usual end of the command
+    with suppress(KeyboardInterrupt, Terminated):  # Ctrl-C or SIGTERM is the usual end of the command
         if options.serve is not None:
             from fedstrata.sites.live import serve
 
