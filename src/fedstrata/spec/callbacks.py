@@ -166,7 +166,8 @@ class KeepBest(_Best):
         if simulation.folder is not None:
             weights = simulation.evaluated()
             tensors = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
-            # Several entries of metadata would be written in random order, so there is only one.
+            # safetensors writes several entries of metadata in random order. With one entry, equal models are equal
+            # files.
             metadata = {"round": str(record["round"])}
             replace_file(simulation.folder / BEST, safetensors.torch.save(tensors, metadata))
 

@@ -383,14 +383,14 @@ def variants(
                 f"none of the methods has this setting: {', '.join(merged)}. Check the key with 'fedstrata explain'.",
                 override,
             )
-        # The spec's own tables are changed too. For a later override, _accepts compares the section's name in an
-        # experiment with the name in these tables, and this override may have set that name.
+        # Change the spec's tables too, because this override may set the name of a section, such as data.name. For
+        # later overrides, _accepts compares an experiment's name with the one in these tables.
         for sections in (*accepting, tables):
             apply_override(sections, override)
     result: dict[str, Experiment] = {}
     for label, sections in merged.items():
         try:
-            # A colon, as in "my_module:MyMethod", is not allowed in the names of folders on all systems.
+            # Some systems do not allow a colon, as in "my_module:MyMethod", in the name of a folder.
             result[label.replace(":", ".")] = Experiment.from_table(sections)
         except SpecError as error:
             key = f"{COMPARE}.{label}.{error.key}" if label in overlays else error.key
@@ -423,7 +423,7 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
             raise SpecError(f"{COMPARE}.{label}.method.name", problem)
         problem = not_among("is not a known method or label", label, [*METHODS, *overlays], "Use some of")
         raise SpecError("--methods", problem, label)
-    # Settings of the spec's method apply only to the same method.
+    # The settings in the spec's [method] apply only to the method that is named there.
     common = common if common.get("name", "fedavg") == name else {}
     merged = deep_merge(base, {key: value for key, value in overlay.items() if key != "method"})
     merged["method"] = {**common, **own, "name": name}

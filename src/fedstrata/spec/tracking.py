@@ -120,7 +120,7 @@ class TensorBoard(Tracker):
             problem = "is required for a run without a run folder. Set it."
             raise SpecError("tracking.tensorboard.dir", problem)
         is_new = simulation.round == 0
-        # A step is a round. TensorBoard ignores this step and all later steps in earlier event files.
+        # Steps are rounds. In earlier event files, TensorBoard ignores the step ``purge`` and all later steps.
         purge = 0 if is_new else simulation.round + 1
         self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=purge if folder.exists() else None)
         if is_new:
@@ -233,7 +233,7 @@ class MLflow(Tracker):
         for _ in range(2):
             if (experiment := self.client.get_experiment_by_name(self.experiment)) is not None:
                 return str(experiment.experiment_id)
-            with suppress(MlflowException):  # another process may have created it at the same time
+            with suppress(MlflowException):  # another process may have created the experiment at the same time
                 return str(self.client.create_experiment(self.experiment))
         raise SpecError(
             "tracking.mlflow.experiment",
