@@ -196,7 +196,7 @@ class Reserve(Request):
             moved = reply.batches[~reply.missing]
             if bool((reply.held & ~reply.missing).any()):
                 raise ReplyRefusedError("a position is held back and also served")
-            # A batch that was trained already cannot grow.
+            # A batch that was already trained cannot get more samples.
             if len(moved) and int(moved.min()) < int(self.batches.min()):
                 raise ReplyRefusedError(NO_SUCH_BATCH)
 

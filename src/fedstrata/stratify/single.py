@@ -70,7 +70,7 @@ class SingleMode:
         federation, route = roster.federation, Route(roster, wanted, chunk_size=self.chunk_size, retain=self.retain)
         loss, samples, hops = torch.zeros(()), 0, federation.log.hops
         while route.open():
-            # Usually one relay (one journey of the model from client to client) trains the whole schedule. Another is
+            # Usually one relay, in which the model passes from client to client, trains the whole schedule. Another is
             # needed if the engine notices the failure of a client only after the relay has ended.
             relayed = federation.relay(
                 route.tasks(), weights, on_reply=route.on_reply, work=lambda task, _: float(len(task.labels))

@@ -98,7 +98,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
     unknown = _per_placeholder(silent, held, len(totals))
     wrong = (rest < unknown) | ((unknown == 0) & (rest != 0))
     if wrong.any():
-        # The sum does not tell which client's share is wrong.
+        # The sum does not show which client's share is wrong, so none is used.
         federation.note("refused", list(counts), f"the shares of {int(wrong.sum())} placeholders do not add up")
         return {}
     return counts

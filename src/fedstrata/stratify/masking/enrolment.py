@@ -176,7 +176,8 @@ def _in_the_clear(
     known: list[int] = before.register.labels.tolist() if before else []
     held = _discover(known, {client: reply.labels.tolist() for client, reply in replies.items()})
     watch("mapping")
-    names = np.arange(len(known))  # not random, so that repeated runs have the same files: no label is hidden
+    # Labels are not hidden here, so names need not be random. Repeated runs then have the same files.
+    names = np.arange(len(known))
     held = _assign(federation, held, names)
     counts = {client: replies[client].counts.numpy() for client in held}
     watch("counts")
