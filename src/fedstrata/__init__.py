@@ -13,5 +13,5 @@ import lazy_loader
 
 __version__ = "0.1.0"
 
-# Each name is imported when it is first used, so that importing fedstrata does not take seconds to import PyTorch.
+# Names are imported when they are first used, because importing PyTorch takes seconds.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
