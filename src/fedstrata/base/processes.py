@@ -119,7 +119,7 @@ def _begin(
     inherited: Iterable[Connection],
     asked_by_main_thread: bool,
 ) -> None:
-    # Otherwise, signals to this process would wake the event loop that it inherits from its parent, such as a notebook.
+    # Otherwise, signals to this process would wake the event loop of its parent, for example of a notebook.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C, because the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
