@@ -327,7 +327,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
         if path.exists() and not path.is_file():
             raise DataError(f"{path} is not a file. Give a .npz file.")  # reading from a pipe could block for ever
         with _reading, path.open("rb") as file:  # NumPy would not close a damaged file
-            if not file.read(6).startswith((b"PK", b"\x93NUMPY")):  # NumPy would read other files as pickles
+            if not file.read(6).startswith((b"PK", b"\x93NUMPY")):  # NumPy would take other files for pickles
                 raise ValueError("its first bytes are wrong")
             file.seek(0)
             archive = np.load(file, allow_pickle=False)
