@@ -41,6 +41,7 @@ def imported() -> set[str]:
     return {NAMES.get(root.lower(), root.lower().replace("_", "-")) for root in roots}
 
 
+@pytest.mark.slow
 def test_what_is_imported_is_declared():
     """lazy_loader came with a tool for developers only, and a new environment could not import fedstrata."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -85,6 +85,7 @@ def is_generator(value: ast.expr) -> bool:
     return made.rpartition(".")[2] in ("rng", "default_rng", "Generator")
 
 
+@pytest.mark.slow
 def test_no_name_that_was_given_up_is_left() -> None:
     found = []
     for path in sorted(SRC.rglob("*.py")):

@@ -159,6 +159,7 @@ class TestBias:
     def deviations(totals: np.ndarray, expected: float) -> float:
         return float((totals.mean() - expected) / (totals.std(ddof=1) / np.sqrt(len(totals))))
 
+    @pytest.mark.slow
     def test_horvitz_thompson_is_unbiased(self):
         totals = self.totals(HorvitzThompson(), replacement=True)
         assert abs(self.deviations(totals, self.UPDATES.mean())) < 4

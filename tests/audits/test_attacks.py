@@ -100,6 +100,7 @@ def test_the_prior_smooths():
     assert (total_variation(smooth) < 0.7 * total_variation(rough)).all()
 
 
+@pytest.mark.slow
 def test_matching_chooses_its_prior_by_held_out_images(monkeypatch):
     v = view()
     monkeypatch.setattr("fedstrata.audits.attacks.PRIORS", (3.0, 0.0, 1.0))

@@ -63,6 +63,7 @@ def test_the_label_of_a_single_sample_is_always_right(logits: list[float], label
     assert labels_from(z.grad[0], 1).tolist() == [label]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9))
 def test_before_training_so_are_those_of_fewer_samples_than_classes(labels: list[int]) -> None:
     """p = 1/C: an entry is n/C − n_c, and n/C is less than one sample."""
@@ -184,6 +185,7 @@ def test_samples_that_are_no_images_are_refused() -> None:
         attack(prepare(spec(), data=data), None, 1)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     fs.run(spec(evaluation={"checkpoint_every": 0}, training={"rounds": 1}), out=tmp_path / "run")
     with pytest.raises(CheckpointError, match="has no checkpoint"):

@@ -99,6 +99,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(values)
 def test_jsonable_is_what_json_gives_back(value: object) -> None:
     plain = jsonable(value)

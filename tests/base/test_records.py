@@ -169,6 +169,7 @@ def test_a_longer_message_is_refused():
         decode(encode(REPLY) + b"\0")
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_damaged_byte_is_refused_or_changes_a_value_and_never_anything_else(data):

@@ -70,6 +70,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_spec_is_one_line_and_code_2_and_nothing_is_written(capsys, case):
     text, message = BAD[case]

@@ -134,6 +134,7 @@ def test_a_sweep_prints_its_table_and_writes_the_best_spec(capsys):
     assert (best.training.lr, best.training.batch_size, best.model.hidden) == (0.1, 20, (8, 8))
 
 
+@pytest.mark.slow
 def test_a_sweep_of_methods_says_how_to_compare_them(capsys):
     Path("s.toml").write_text(
         "[partition]\nclients = 2\n[training]\nrounds = 1\n[evaluation]\nvalidation = 0.2\n[model]\nhidden = [9]\n"

@@ -38,6 +38,7 @@ def spec() -> str:
     return "stays.toml"
 
 
+@pytest.mark.slow
 def test_a_run_is_reported_and_predicts_numbers(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", spec, "--out", "run", "--quiet"]) == 0
     assert "rmse" in capsys.readouterr().out
@@ -66,6 +67,7 @@ def test_methods_are_compared(spec: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "rmse" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_sweep_chooses_by_the_error(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--set", "evaluation.validation=0.2", "--set", "training.lr=0.0001,0.05", "--jobs", "1"]
     assert main(["sweep", spec, *given, "--out", "swept", "--quiet", "--json"]) == 0
@@ -78,6 +80,7 @@ def test_what_is_asked(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "sums of the model's losses and errors" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_how_samples_are_divided(spec: str) -> None:
     assert main(["partition", spec]) == 0
     assert Path("partition.png").is_file()
@@ -90,6 +93,7 @@ def test_settings_of_tasks_are_explained(capsys: pytest.CaptureFixture[str]) -> 
     assert "ignore" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_task_of_the_users_own_runs_and_is_imported_only_when_it_is_trusted(
     spec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def _modules_of_here(monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_there_is_a_test_for_each_kind():
     assert {*PARTS, "spec", "demo", "metric"} == set(KINDS)
 
@@ -141,6 +142,7 @@ def test_an_explanation_wraps_between_words(capsys, monkeypatch):
     assert "\n  for example: --set partition=dirichlet\n    --set partition.alpha=0.5\n" in narrow
 
 
+@pytest.mark.slow
 def test_a_value_is_explained_by_the_keys_that_take_it(capsys):
     assert main(["explain", "constant"]) == 0
     shown = capsys.readouterr().out

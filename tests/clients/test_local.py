@@ -347,6 +347,7 @@ class FinishesWithBuffers(CrossEntropy):
         return {}, {name: w.clone() for name, w in trained.params.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_finish_has_a_loaded_model_whatever_trained_it(precision):
     spec = {"method": {"objective": FinishesWithBuffers()}, "partition": {"clients": 3}}

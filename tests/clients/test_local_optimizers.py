@@ -223,6 +223,7 @@ def last_bytes(spec, **how):
     return {name: w.numpy().tobytes() for name, w in history.params.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_a_kept_state_survives_a_resumed_run(tmp_path, model):
     """Convolutions have another memory format in memory than in a checkpoint."""
@@ -240,6 +241,7 @@ def test_a_kept_state_survives_a_resumed_run(tmp_path, model):
     assert last_bytes(spec(4), out=tmp_path / "run", resume=True) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "sfl"])
 def test_a_kept_state_gives_the_same_bytes_with_workers(monkeypatch, method):
     monkeypatch.setattr(local, "STARTING_PAYS", -1.0)
@@ -250,6 +252,7 @@ def test_a_kept_state_gives_the_same_bytes_with_workers(monkeypatch, method):
     assert last_bytes(spec_of(method=method, training={**training, "optimizer_state": "reset"})) != alone
 
 
+@pytest.mark.slow
 def test_fine_tuning_begins_without_a_state_and_leaves_the_kept_one(start):
     training = {"optimizer": "adamw", "optimizer_state": "keep", "lr": 0.01}
     models = []

@@ -74,6 +74,7 @@ def test_it_is_sgd(case, decay):
         torch.testing.assert_close(line.params()[name], tensor.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_same_bits_in_one_go_or_in_many():
     torch.manual_seed(1)
     model = Model(MLP(hidden=(20,)).build((10,), 3))
@@ -99,6 +100,7 @@ def test_weights_gradients_are_never_stored():
     assert code.count("aten.mm.") == 2  # the two that carry the gradient to the layer below
 
 
+@pytest.mark.slow
 def test_dropout_is_random_and_said_to_be():
     model = Model(nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, 3)))
     model.train_mode(True)
@@ -127,6 +129,7 @@ class Looks(nn.Module):
         return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build", [Looks, lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))]
 )

@@ -53,6 +53,7 @@ def test_a_folder_gives_the_same_run_as_arrays_in_memory(kind: str, evaluation: 
     assert one[-1]["accuracy"] == other[-1]["accuracy"]
 
 
+@pytest.mark.slow
 def test_several_inputs_in_a_folder(tmp_path: Path):
     made = data_of(CASE)
     parts = {"train": made.x_train, "test": made.x_test}

@@ -116,6 +116,7 @@ def test_a_module_with_other_arguments_is_refused_by_their_names():
         fs.prepare(spec_of(), data=data_of(CASE), model=Two)
 
 
+@pytest.mark.slow
 def test_a_file_of_several_inputs_gives_the_same_run_and_predictor(tmp_path: Path):
     made = data_of(CASE)
     numbers = {

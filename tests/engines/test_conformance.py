@@ -110,6 +110,7 @@ def test_an_answer_that_does_not_count_leaves_no_trace(federation: Federation, h
     assert times(federation, Probe()) == {0: 3, 1: 2, 2: 3, 3: 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "nan", "kind"])
 def test_a_sum_is_of_those_that_count(federation: Federation, how: str) -> None:
     summed = federation.ask_sum(range(CLIENTS), Probe(culprits=(0,), how=how))
@@ -168,6 +169,7 @@ def test_a_model_that_is_spoilt_on_its_way_is_not_passed_on(federation: Federati
     assert replies == {0: 1}
 
 
+@pytest.mark.slow
 def test_a_slow_client_counts(federation: Federation) -> None:
     assert times(federation, Probe(culprits=(1,), how="slow")) == ALL
     assert times(federation, Meet(culprits=(2,), how="slow"), together=True) == dict.fromkeys(range(CLIENTS), 2)

@@ -46,6 +46,7 @@ def test_a_tree_comes_through(memory, copy):
     assert all(t.data_ptr() % 64 == 0 for t in (found["again"], found["image"])) or copy
 
 
+@pytest.mark.slow
 def test_a_block_is_free_when_its_last_tensor_is_gone(memory):
     data = memory.write({"a": torch.ones(100), "b": torch.zeros(100)})
     tree = memory.read(data)
@@ -78,6 +79,7 @@ def test_no_room_is_an_error_that_the_writer_sees(monkeypatch):
         small.write(torch.ones(10_000))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_every_new_size(memory):
     """A block was only used again for a message of its very size: 989 MB after 60 rounds of at most 65."""
     draw = np.random.default_rng(0)

@@ -59,6 +59,7 @@ def same_bytes(one: fs.History, other: fs.History) -> None:
     assert all(torch.equal(one.params[name], other.params[name]) for name in one.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "way"), RUNS)
 def test_two_processes_give_the_same_bytes_and_a_fused_pass_the_same_numbers(case: str, way: str) -> None:
     prepared = prepared_of(case, WAYS[way], evaluation=EVALUATION)
@@ -91,6 +92,7 @@ def die_once(record: Any) -> None:
     raise KilledError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "way"), RUNS)
 def test_a_run_that_goes_on_from_a_checkpoint_ends_in_the_same_bytes(case: str, way: str, tmp_path: Path) -> None:
     spec, data, model = (

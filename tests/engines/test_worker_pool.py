@@ -76,6 +76,7 @@ def test_the_number_of_workers_changes_no_bit(eager, sections):
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 def test_dropout_layers_draw_the_same_numbers_in_a_worker(eager):
     def run(workers):
         torch.manual_seed(0)
@@ -138,6 +139,7 @@ def test_workers_share_in_the_work_and_states_are_kept(federation):
     assert [federation.store.get(client)["asked"] for client in range(40)] == [2] * 40
 
 
+@pytest.mark.slow
 def test_a_failure_in_a_worker_is_raised_where_it_can_be_seen(federation):
     assert len(asked(federation, fails=7)) == 39
     (reason,) = federation.reasons("failed")

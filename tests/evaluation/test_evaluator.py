@@ -55,6 +55,7 @@ def run():
         yield simulation, records, heard
 
 
+@pytest.mark.slow
 def test_each_client_as_if_evaluated_alone(run):
     simulation, records, _ = run
     prepared, record = simulation.prepared, records[-1]
@@ -133,6 +134,7 @@ def test_what_is_held_out_does_not_change_with_what_is_measured():
     assert all(torch.equal(w, more.params[name]) for name, w in alone.params.items())
 
 
+@pytest.mark.slow
 def test_the_table_of_clients_and_the_matrices_are_files(tmp_path):
     history = fs.run(spec(evaluation={"fine_tune": 1}), out=tmp_path / "run")
     assert [row["client"] for row in history.clients] == list(range(6))

@@ -28,6 +28,7 @@ def parts(found):
     return {name: indices for name, indices in named.items() if indices is not None}
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), st.integers(1, 12), st.floats(0.01, 0.99))
 def test_a_cut_takes_so_many_of_each_client_and_its_share_of_each_label(seed, clients, share):
     generator = np.random.default_rng(seed)
@@ -44,6 +45,7 @@ def test_a_cut_takes_so_many_of_each_client_and_its_share_of_each_label(seed, cl
         assert (np.abs(taken - exact) < 1).all()
 
 
+@pytest.mark.slow
 def test_every_sample_is_as_likely_to_be_held_out():
     """Mean over 2,000 seeds within 4 standard errors."""
     owners, labels = np.zeros(10, dtype=int), np.array([0] * 7 + [1] * 3)

@@ -103,6 +103,7 @@ def test_of_sums_equal_to_that_of_the_samples(label):
     assert metric.error_of_sums(total) is None
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.sampled_from([2, 3, 5]), st.sampled_from([2, 8, 64, 400]))
 def test_auroc_of_histograms_is_within_its_bound(seed, classes, bins):
     found, metric = drawn(120, classes, seed), METRICS.parse({"name": "auroc", "bins": bins})

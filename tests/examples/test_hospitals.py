@@ -93,6 +93,7 @@ def test_the_mean_over_pairs_is_scikit_learns_auroc():
     assert pairs.mean() == pytest.approx(np.mean([roc_auc_score(sick, each) for each in p]), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_resample_is_the_auroc_of_its_patients():
     draw = np.random.default_rng(1)
     sick = np.sort(draw.integers(0, 2, 12))[::-1]

@@ -90,6 +90,7 @@ def test_every_output_has_the_auroc_of_the_kept_model(
     assert (out / "auroc.png").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_picks_by_the_validation_auroc_of_the_kept_models(
     compared: tuple[Path, dict[str, list[float]]], tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_sweep_picks_by_the_validation_auroc_of_the_kept_models(
     assert "By the models kept" in (tmp_path / "sweep.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_kept_model_whose_round_was_not_evaluated_is_evaluated_at_the_end(tmp_path: Path) -> None:
     class Second(fs.Callback):
         def on_round(self, simulation, record):

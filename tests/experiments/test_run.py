@@ -231,6 +231,7 @@ def test_the_number_of_threads_is_put_back():
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "fedrs", "rebafl"])
 def test_the_default_dtype_has_no_effect_and_is_put_back(method):
     run = spec(method=method, training={"rounds": 1, "local_steps": 2})
@@ -257,6 +258,7 @@ def test_the_global_generators_are_left_alone():
     assert (np.random.rand(2) == array).all()  # noqa: NPY002
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "batch_norm"), [("fedavg", "average"), ("fedavg", "local"), ("stratify", "average")]
 )
@@ -324,6 +326,7 @@ def test_a_run_that_goes_on_has_no_result_yet(tmp_path):
     assert len(fs.run(tmp_path / "spec.toml", out=tmp_path, resume=True)) == 4
 
 
+@pytest.mark.slow
 def test_records_that_end_before_their_checkpoint_are_damaged(tmp_path):
     table = spec(training={"rounds": 2}, evaluation={"checkpoint_every": 1})
     fs.run(table, out=tmp_path)

@@ -110,6 +110,7 @@ class Mine(fs.FedAvg):
     """A method of a user's own."""
 
 
+@pytest.mark.slow
 def test_the_best_settings_of_each_method_can_be_compared(tmp_path: Path) -> None:
     spec = {**TABLES, "training": {"rounds": 1, "local_epochs": 1}}
     grid = {

@@ -169,6 +169,7 @@ def test_of_equal_values_top_k_sends_the_first() -> None:
     assert found["a"].tolist() == [2.0, 0.0, -2.0, 3.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_power_sgd_by_hand_for_two_clients() -> None:
     codec = PowerSGD(rank=1)
     ones = torch.ones(3, 1)

@@ -429,6 +429,7 @@ class Counting(LocalEngine):
         return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("communication", [BOTH, {"up": "qsgd", "down": "bf16"}], ids=["powersgd", "qsgd"])
 def test_the_books_are_the_bytes_of_the_wire(communication: dict[str, Any]) -> None:
     spec = fs.Experiment.from_table({**BASE, "availability": "always", "communication": communication})
@@ -526,6 +527,7 @@ def enormous(answer: Any) -> Any:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lie", "method", "up", "counts"),
     [

@@ -120,6 +120,7 @@ def test_a_command_that_looks_imports_nothing(
         assert "names Python code" in printed.err or "allow" in printed.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["partition", "own-partition.toml"], ["asks", "job.toml"]], ids=" ".join)
 def test_a_spec_that_is_trusted_is_imported(words: list[str], marker: Path) -> None:
     main([*words, "--trust"])

@@ -118,6 +118,7 @@ def test_what_submit_reports(capsys: pytest.CaptureFixture[str], as_json: bool) 
     harmless(captured.err if as_json else captured.out)
 
 
+@pytest.mark.slow
 def test_classes_and_clients_of_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

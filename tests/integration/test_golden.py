@@ -150,6 +150,7 @@ def known(label: str) -> Mapping[str, str]:
     return golden["processors"][here["processor"]][label]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", TABLES)
 def test_results_stay(label: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     before = known(label)

@@ -135,6 +135,7 @@ def test_its_settings_are_checked_like_any_others(spec, tmp_path, capsys, monkey
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_choices_of_ones_own_in_a_named_method(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(HERE.parent))
     name = HERE.stem

@@ -150,6 +150,7 @@ def test_one_client_with_all_samples_trains_as_a_centralised_run(case: str):
     assert_close(many, one, 2e-6)
 
 
+@pytest.mark.slow
 def test_longer_padding_changes_nothing():
     training = fs.Training(rounds=3, batch_size=2, local_epochs=2, lr=0.5)
     short, long = (fs.run(spec(training=training), data=sequences(width), model=Reader) for width in (20, 33))
@@ -162,6 +163,7 @@ def test_longer_padding_changes_nothing():
             assert before["clients"][name] == pytest.approx(after["clients"][name], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -183,6 +185,7 @@ def test_methods_that_ask_clients_about_their_samples_run(case: str, method: dic
     assert {record["clients_failed"] for record in history} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_metrics_are_those_of_scikit_learn(case: str):
     """For the whole, for each client, and from sums of the clients' sums."""

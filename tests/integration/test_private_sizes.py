@@ -40,6 +40,7 @@ def test_private_sizes_cannot_be_weights():
         fs.prepare(spec)
 
 
+@pytest.mark.slow
 def test_under_privacy_neither_counters_nor_control_variates_tell_a_size(monkeypatch):
     sent, ask = [], LocalEngine.ask
 

@@ -64,6 +64,7 @@ def numbers(value: Any) -> Iterator[float]:
         yield float(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("method", list(METHODS))
 def test_a_method_trains_or_is_refused_before_the_first_round(method: str, case: str) -> None:
@@ -126,6 +127,7 @@ def test_the_head_is_tuned_with_class_weights() -> None:
     assert loss == pytest.approx(float((factors * expected).mean()), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "fedtan"])
 def test_a_client_counts_by_its_tokens(method: str) -> None:
     """The average of the clients' models weights them by tokens that count, not by sequences."""

@@ -84,6 +84,7 @@ def test_an_lstm_learns_the_text(method: Any):
     assert history[-1]["accuracy"] > 2.5 / len(LETTERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
 def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(method: Any, tmp_path: Path):
     whole = train(spec(method))
@@ -107,12 +108,14 @@ def test_the_number_of_workers_changes_no_bit(method: Any, model: Any, monkeypat
     assert same(train(spec(method, workers=1), model), train(spec(method, workers=2), model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Writer, forgetful])
 def test_fused_execution_changes_no_bit(model: Any):
     """A model with dropout draws the same random numbers for a client wherever the client is trained."""
     assert same(train(spec(execution="fused"), model), train(spec(execution="per-client"), model))
 
 
+@pytest.mark.slow
 def test_dropout_of_models_of_ids_is_noticed():
     data = windows()
     assert fs.prepare(spec(), data=data, model=forgetful).config.random
@@ -121,6 +124,7 @@ def test_dropout_of_models_of_ids_is_noticed():
     assert same(train(spec(rounds=1), forgetful), train(spec(rounds=1), forgetful))
 
 
+@pytest.mark.slow
 def test_a_loaded_model_predicts_the_next_character_of_each_position(tmp_path: Path):
     history, data = train(spec(), out=tmp_path / "run"), windows()
     predictor = fs.load(tmp_path / "run", model=Writer)

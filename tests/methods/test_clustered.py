@@ -51,6 +51,7 @@ def test_the_named_method_is_fedavg_with_another_sampler():
     assert all(torch.allclose(named[name], counted[name], atol=1e-6) for name in named)
 
 
+@pytest.mark.slow
 def test_with_dropout_and_announced_availability():
     for availability in (fs.Bernoulli(p=0.4), fs.Bernoulli(p=0.4, announced=True)):
         history = fs.run(spec("clustered", availability=availability, training=fs.Training(rounds=4)))

@@ -149,6 +149,7 @@ def test_fewer_clients_than_strata_is_said():
         fs.prepare(spec({**FEDSTAS, **rule}, clients_per_round=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["neyman", "neyman-random", "neyman-at-least-one", "proportional"])
 def test_every_rule_of_allocation_acts(start, rule):
     """With as many draws as strata: one for each, or not."""

@@ -115,11 +115,13 @@ def test_its_switches():
     assert own == Rebalanced(mu=0.5, epsilon=0.1, transfer=0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["rebafl", "feddyn", "moon", "fedlc", "fedbabu"])
 def test_the_same_spec_gives_the_same_bytes_twice(method):
     assert same(run(method), run(method))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["rebafl", "feddyn", "moon", "fedavg-ft"])
 def test_a_run_that_broke_off_goes_on_to_the_same_bytes(method, tmp_path):
     table = {
@@ -244,6 +246,7 @@ def test_a_head_that_pools_first_is_named():
         fs.run({**SKEWED, "availability": "always", "method": "rebafl"}, model=model)
 
 
+@pytest.mark.slow
 def test_the_clustered_setting_of_the_paper():
     """Section 5.3: five groups of four clients with N = 2, 2, 3, 3, 5 classes and p = .5, .5, .3, .3, .2."""
     N, p = (2, 2, 3, 3, 5), (0.5, 0.5, 0.3, 0.3, 0.2)

@@ -44,6 +44,7 @@ def test_clones_share_frozen_tensors_and_nothing_else():
     assert model.module.base.weight is not twin.module.base.weight  # ``Module.to`` changes parameters in place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_adapters_travel(dtype, tmp_path: Path):
     history = fs.run(SPEC, model=Adapted(dtype=dtype), out=tmp_path / "run")

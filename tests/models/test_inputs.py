@@ -106,6 +106,7 @@ def test_a_module_that_fails_only_in_training_is_refused_before_the_run():
         draws_random_numbers(Model(Encoder()), {"input_ids": BATCH["input_ids"]})
 
 
+@pytest.mark.slow
 def test_a_run_with_a_module_that_returns_an_object():
     class Wrapped(nn.Module):
         def __init__(self, wrap: Any) -> None:

@@ -84,6 +84,7 @@ def test_parameter_counts(spec, shape, classes, expected):
     assert count(spec, shape, classes) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "custom"])
 def test_every_name_makes_a_model_with_features_and_round_trips(name):
     spec = MODELS.parse(name)
@@ -212,6 +213,7 @@ def test_bad_specs(value, message):
         MODELS.parse(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

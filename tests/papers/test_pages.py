@@ -69,6 +69,7 @@ def page_of(table, there) -> str:
     return page("rebafl", judgements, there)
 
 
+@pytest.mark.slow
 def test_a_table_has_the_papers_figure_ours_and_the_difference_but_no_verdict(table):
     text = page_of(table, results(table))
     rows = {line.split(" | ")[1]: line for line in text.splitlines() if line.startswith("| x |")}
@@ -79,6 +80,7 @@ def test_a_table_has_the_papers_figure_ours_and_the_difference_but_no_verdict(ta
     assert not re.search(r"\b(above|below|not significant)\b", text.partition("## Results")[2].partition("## Diff")[0])
 
 
+@pytest.mark.slow
 def test_a_page_without_results_has_no_empty_table():
     text = page("stratify", [judged(claim, {}) for claim in claims() if claim.kind != "reading"], {})
     assert all(line.count("|") > 2 for line in text.splitlines() if line.startswith("|"))
@@ -86,6 +88,7 @@ def test_a_page_without_results_has_no_empty_table():
     assert pages._markdown([["a", "b"], ["1", ""]]) == ["| a |", "|---|", "| 1 |"]
 
 
+@pytest.mark.slow
 def test_what_is_not_run_is_one_line(table):
     text = page_of(table, results(table))
     assert text.count("3 of 9 runs missing.") == 1
@@ -97,6 +100,7 @@ def test_what_is_not_run_is_one_line(table):
     assert "rebafl/mine,x,a,final,76.0,70.0,,,1" in pages.csv_of_tables(some)
 
 
+@pytest.mark.slow
 def test_a_single_published_figure_is_compared_with_the_prediction_interval(table):
     # b has the figures 80, 90.2 and 84.9: mean 85.03, sd 5.1013, t with 2 degrees of freedom 4.3027. The interval of
     # the mean is ± 12.7, and that of another run ± 4.3027 · 5.1013 · √(4/3) = 25.35: from 59.69 to 110.38.
@@ -106,6 +110,7 @@ def test_a_single_published_figure_is_compared_with_the_prediction_interval(tabl
         assert (f"{outside}b with x." in page_of(table, results(table))) == said
 
 
+@pytest.mark.slow
 def test_what_is_compared_beside_the_baseline_has_rows_of_its_own(monkeypatch):
     table = read("rebafl", "mine", TEXT.replace('baseline = "a"', 'baseline = "a"\nagainst = [["b", "c"], ["c", "b"]]'))
     monkeypatch.setattr(pages, "tables", lambda: {"rebafl/mine": table})
@@ -126,6 +131,7 @@ def test_an_interval_of_accuracies_ends_at_what_is_possible(table):
     assert "| 53.00 [0.0, 100.0] | 3 |" in page_of(table, there)
 
 
+@pytest.mark.slow
 def test_a_page_says_what_an_earlier_version_made_and_how_near_this_one_comes(table):
     there = results(table)
     first, second, *_ = there.values()
@@ -161,6 +167,7 @@ def test_a_setting_that_nobody_timed_takes_as_long_as_its_epochs_and_clients(mon
     assert (found["a", "x"], found["a", "y"], found["b", "y"], found["c", "y"]) == pytest.approx((2.0, 10.0, 10.0, 5.0))
 
 
+@pytest.mark.slow
 def test_every_claim_is_once_on_the_page_of_claims_and_in_its_csv():
     judgements = [judged(claim, {}) for claim in claims()]
     text = pages.page_of_claims(judgements)
@@ -175,6 +182,7 @@ def test_every_claim_is_once_on_the_page_of_claims_and_in_its_csv():
 CLAIM = re.compile(r'<details class="claim ([a-z-]+)"><summary><span class="chip ([a-z-]+)">. ([^<]+)</span>')
 
 
+@pytest.mark.slow
 def test_claims_with_results_come_first_and_figures_are_behind_a_click():
     judgements = [judged(claim, known(DOCS)) for claim in claims()]
     for group in pages.page_of_claims(judgements).split("\n## ")[1:5]:
@@ -202,6 +210,7 @@ def test_the_filter_of_the_claims_has_all_verdicts_and_each_has_a_rule_in_the_st
         assert f'.bd-article:has(.filter [value="{kind}"]:checked) details.claim:not(.{kind})' in sheet
 
 
+@pytest.mark.slow
 def test_the_first_page_has_twelve_headlines_and_a_sentence_for_each_paper():
     text = pages.first_page([judged(claim, {}) for claim in claims()], {})
     headlines = text.partition("## Headline claims")[2]
@@ -212,6 +221,7 @@ def test_the_first_page_has_twelve_headlines_and_a_sentence_for_each_paper():
         assert summary(paper) not in pages.first_page([], {}, quick=True), "it is about the committed results"
 
 
+@pytest.mark.slow
 def test_pages_keep_what_is_around_the_generated_part(tmp_path):
     index = tmp_path / "index.md"
     pages.write(tmp_path)
@@ -292,6 +302,7 @@ def test_the_picture_of_a_paper_has_each_row_of_its_tables_that_has_a_figure_of_
     assert drawn > 30
 
 
+@pytest.mark.slow
 def test_no_verdict_is_of_fewer_than_three_seeds():
     for claim in claims():
         found = judged(claim, known(DOCS))

@@ -65,6 +65,7 @@ def test_a_cell_is_run_once_and_says_what_it_was_made_of(table, tmp_path):
     assert found["best"] == max(found["curve"])
 
 
+@pytest.mark.slow
 def test_a_cell_goes_on_from_its_checkpoint(table, tmp_path):
     cell = next(table.cells())
     folder = tmp_path / "runs" / cell.folder
@@ -133,6 +134,7 @@ def test_what_is_missing_shows(table, tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_a_figure_that_is_not_on_its_page_shows(table, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "tables", lambda: {"rebafl/mine": table})
     run([table], tmp_path, tmp_path / "runs", quick=True, show=quiet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,6 +85,7 @@ def test_equal_results_have_no_order() -> None:
 finals = st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=5), min_size=2, max_size=5)
 
 
+@pytest.mark.slow
 @given(finals, st.booleans())
 def test_verdict_interval_and_sentence_agree(values: list[list[float]], lower: bool) -> None:
     runs = runs_of(lower=lower, **{f"m{n}": each for n, each in enumerate(values)})

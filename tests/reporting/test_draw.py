@@ -7,6 +7,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.reporting.draw import over_seeds
 
 
+@pytest.mark.slow
 def test_a_seed_that_lacks_a_methods_own_column_does_not_count(tmp_path):
     """The report, and with it the end of a comparison, failed."""
     seeds = [

@@ -130,6 +130,7 @@ def test_a_single_run_is_called_by_its_method_and_seed(make_run: Maker, tmp_path
     assert [method["name"] for method in page.data[0]["methods"]] == ["fedavg"]
 
 
+@pytest.mark.slow
 def test_the_command_for_more_seeds_is_shown_for_compare_folders_only(make_run: Maker, tmp_path: Path) -> None:
     for seed in range(2):
         make_run(f"cmp/a/seed-{seed}", seed=seed)
@@ -248,6 +249,7 @@ def test_one_data_set_needs_no_heading(compare: Path, tmp_path: Path) -> None:
     assert "On digits" not in Page(write_report([compare], tmp_path / "report.html").read_text()).text
 
 
+@pytest.mark.slow
 def test_a_partition_is_shown_once(compare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for label in ("fedavg", "fedstas"):
         (compare / label / "seed-2" / "partition.png").write_bytes(html.PNG + b"another" * 20)

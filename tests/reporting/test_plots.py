@@ -35,6 +35,7 @@ def test_mean_and_deviation_over_the_rounds_that_all_seeds_have() -> None:
     assert band.sd.tolist() == pytest.approx([0.02**0.5, 0.02**0.5])
 
 
+@pytest.mark.slow
 def test_curves_show_percent_and_a_band_only_for_several_seeds(tmp_path: Path) -> None:
     curves = {"two": [run([0.2, 0.4]), run([0.4, 0.6])], "one": [run([0.5, 0.7])]}
     figure = plot(curves, "accuracy", tmp_path / "a.svg")
@@ -61,6 +62,7 @@ def test_a_history_or_the_histories_of_a_comparison_are_drawn(tmp_path: Path) ->
         fs.plot(run([0.5]), "accurasy")
 
 
+@pytest.mark.slow
 def test_labels_are_shown_as_they_are(tmp_path: Path) -> None:
     figure = plot({"_a$b$": [run([0.5])], "$\\bad{": [run([0.5])]}, path=tmp_path / "a.png")
     assert [text.get_text() for text in figure.axes[0].texts] == [r"_a\$b\$", r"\$\bad{"]
@@ -200,6 +202,7 @@ def test_a_method_has_its_colour_and_dashes() -> None:
     assert lines[1].get_color() == style.SERIES[0].colour.light
 
 
+@pytest.mark.slow
 def test_percentages_stay_within_0_and_100_and_the_view_begins_where_lines_differ() -> None:
     assert plot(run([1.0, 1.0])).axes[0].get_ylim()[1] == 100
     assert plot(run([0.0])).axes[0].get_ylim()[0] == 0

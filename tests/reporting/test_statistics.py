@@ -91,6 +91,7 @@ def test_a_test_that_there_is_not() -> None:
         paired_difference(MINE, THEIRS, "z")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(-1000, 1000).map(lambda n: n / 1000), min_size=3, max_size=8), st.integers(1, 20))
 def test_an_interval_excludes_zero_exactly_where_p_is_below_5_percent(differences: list[float], together: int) -> None:
     found = paired_difference(dict(enumerate(differences)), dict.fromkeys(range(8), 0.0), together=together)

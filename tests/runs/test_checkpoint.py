@@ -185,6 +185,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_recognised_and_the_one_before_is_used(tmp_path, undisturbed, damage):
     whole, folder = undisturbed["scaffold"], tmp_path / "run"

@@ -144,6 +144,7 @@ def test_data_of_ones_own_stand_in_the_spec_and_are_checked(tmp_path: Path, caps
     assert len(fs.run(longer, data=OWN, out=out, resume=True)) == 3
 
 
+@pytest.mark.slow
 def test_a_module_of_ones_own_stands_in_the_spec_and_is_checked(tmp_path: Path) -> None:
     def module(width: int, seed: int = 0) -> nn.Module:
         from fedstrata.base.rng import torch_seeded
@@ -225,6 +226,7 @@ def test_the_checkpoint_says_it_where_run_json_was_edited(folder: Path) -> None:
         fs.run(spec(training={"lr": 0.2}), out=folder, resume=True)
 
 
+@pytest.mark.slow
 def test_damaged_events_are_found_said_and_kept(folder: Path) -> None:
     """A zero-filled file counted as a torn line: all events vanished, exit code 0."""
     fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
@@ -237,6 +239,7 @@ def test_damaged_events_are_found_said_and_kept(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flipped", "deleted", "twice", "swapped", "zeros"])
 def test_damaged_records_are_found_and_a_run_does_not_go_on_over_them(folder: Path, damage: str) -> None:
     fs.run(spec(training={"rounds": 4}), out=folder, resume=True)
@@ -260,6 +263,7 @@ def test_damaged_records_are_found_and_a_run_does_not_go_on_over_them(folder: Pa
     assert (folder / "metrics.jsonl.damaged").read_bytes() == b"".join(changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["gone", "emptied", "shortened"])
 def test_events_that_were_lost_whole_are_missed(folder: Path, damage: str) -> None:
     """The running checksum says nothing of lines that are missing at the end."""
@@ -292,6 +296,7 @@ def test_events_after_a_checkpoint_are_no_damage(folder: Path) -> None:
     assert "was changed after the checkpoint" not in (folder / "events.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_records_of_another_run_are_not_this_runs(folder: Path, tmp_path: Path) -> None:
     fs.run(spec(seed=1), out=tmp_path / "other")
     shutil.copy(tmp_path / "other" / "metrics.jsonl", folder / "metrics.jsonl")

@@ -113,6 +113,7 @@ def test_the_parameters_alone_are_not_enough(tmp_path: Path) -> None:
     assert missed != met == history.final_accuracy
 
 
+@pytest.mark.slow
 def test_a_module_of_the_users_own(tmp_path: Path) -> None:
     given = Own()
     history = fs.run(spec(), out=tmp_path / "run", data=IMAGES, model=given)
@@ -357,6 +358,7 @@ def test_the_files_of_parameters_are_what_they_were(trained) -> None:
     assert (out / "model.safetensors").read_bytes() == safetensors.torch.save(history.params)
 
 
+@pytest.mark.slow
 def test_the_module_can_be_exported(trained, tmp_path: Path) -> None:
     predictor = fs.load(trained[0])
     x = predictor.inputs(IMAGES["x_test"][:20])

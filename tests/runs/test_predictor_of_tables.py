@@ -286,6 +286,7 @@ def test_a_damaged_table_is_refused(trained: Path, case: str) -> None:
         fs.load(trained)
 
 
+@pytest.mark.slow
 def test_a_model_of_arrays_has_no_schema(tmp_path: Path) -> None:
     fs.run(spec(model="mlp", training={"rounds": 1}), out=tmp_path / "run")
     predictor = fs.load(tmp_path / "run")

@@ -187,6 +187,7 @@ def strikes(labels, probabilities):
     return 0.5
 
 
+@pytest.mark.slow
 def test_a_round_that_breaks_off_in_its_evaluation_writes_each_event_once(tmp_path, monkeypatch):
     metrics = ["accuracy", f"{__name__}:strikes"]
     tables = SPEC.to_spec() | {"evaluation": {"every": 1, "checkpoint_every": 1, "metrics": metrics}}

@@ -34,6 +34,7 @@ def timeless(records):
     return [{key: value for key, value in record.items() if key != "seconds"} for record in records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["scaffold", "stratify"])
 def test_step_by_step_it_is_the_same_run(method):
     history = fs.run(spec(method))

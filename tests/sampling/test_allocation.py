@@ -19,6 +19,7 @@ def unzip(strata: list[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(sizes, dtype=np.int64), np.array(values, dtype=np.float64)
 
 
+@pytest.mark.slow
 @given(STRATA, st.floats(0, 1))
 def test_allocations_add_up_and_stay_within_the_strata(strata, share):
     sizes, weights = unzip(strata)
@@ -29,6 +30,7 @@ def test_allocations_add_up_and_stay_within_the_strata(strata, share):
         assert (found <= sizes).all()
 
 
+@pytest.mark.slow
 @given(STRATA, st.floats(0, 1))
 def test_every_stratum_that_is_not_empty_gets_one_while_the_budget_allows_it(strata, share):
     sizes, deviations = unzip(strata)
@@ -37,6 +39,7 @@ def test_every_stratum_that_is_not_empty_gets_one_while_the_budget_allows_it(str
     assert (neyman(budget, sizes, deviations)[filled] >= 1).all()
 
 
+@pytest.mark.slow
 @given(STRATA, st.floats(0, 1))
 def test_fewer_clients_than_strata_go_to_the_largest_weights(strata, share):
     sizes, weights = unzip(strata)
@@ -48,6 +51,7 @@ def test_fewer_clients_than_strata_go_to_the_largest_weights(strata, share):
     assert not len(chosen) or not len(left_out) or chosen.min() >= left_out.max()
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.floats(0, 1))
 def test_without_deviations_allocation_is_proportional_to_size(counts, share):
     sizes = np.array(counts)
@@ -65,6 +69,7 @@ def largest_remainder(budget: int, weights: list[int]) -> list[int]:
     return whole
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 200))
 def test_it_is_the_largest_remainder_where_no_bound_is_met(weights, budget):
     expected = largest_remainder(budget, weights)
@@ -126,6 +131,7 @@ def test_as_many_draws_as_strata_leave_the_floor_of_one_nothing_to_allocate():
     assert neyman(10, sizes, deviations, least=0).tolist() == [0, 0, 3, 1, 1, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 @given(STRATA, st.floats(0, 1), st.integers(0, 99))
 def test_random_rounding_keeps_the_sum_and_stays_within_the_strata(strata, share, seed):
     sizes, deviations = unzip(strata)
@@ -161,6 +167,7 @@ def test_other_rules_are_certain(rule):
     assert chance.tolist() == (found > 0).astype(float).tolist()
 
 
+@pytest.mark.slow
 def test_the_floor_of_random_allocation_and_the_chance_of_a_draw_by_hand():
     # A budget of 2 for three strata has a floor of a third of a draw; the first stratum has all the spread.
     sizes, spreads = np.array([10, 10, 10]), np.array([1.0, 0.0, 0.0])

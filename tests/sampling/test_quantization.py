@@ -23,6 +23,7 @@ def inertia(values: np.ndarray, codes: np.ndarray) -> float:
     return sum(float(((part - part.mean()) ** 2).sum()) for part in parts)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(-100, 100, width=32).map(lambda v: round(v, 3)), min_size=1, max_size=6),
     st.integers(1, 3),

@@ -51,6 +51,7 @@ def test_where_fewer_are_there_than_are_wanted_all_are_drawn():
     assert a == pytest.approx([0.1, 0.7, 0.2])
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=25), st.integers(1, 25), st.integers(0, 9999))
 def test_m_different_clients_with_the_right_probabilities(sizes, m, seed):
@@ -69,6 +70,7 @@ def test_m_different_clients_with_the_right_probabilities(sizes, m, seed):
         assert certain.sum() == m
 
 
+@pytest.mark.slow
 def test_inclusion_probabilities_by_simulation():
     sizes, generator = np.array([1, 2, 3, 4, 10]), np.random.default_rng(0)
     count = np.zeros(5)

@@ -271,6 +271,7 @@ def test_a_group_that_broke_begins_anew_under_another_exchange(site: Make) -> No
     assert guard.check(0, Coefficients(21, packed[0]), together=True) is not None
 
 
+@pytest.mark.slow
 def test_a_group_that_begins_anew_finds_no_other_model_under_the_same_name(site: Make) -> None:
     """Two gradients of the same samples at two models would tell more than one."""
     table = {"method": {"name": "stratify", "cap": 4}, "communication": {"down": "bf16"}}
@@ -399,6 +400,7 @@ def test_a_task_that_could_not_be_done_for_lack_of_a_model_comes_again(site: Mak
     assert not isinstance(made.hop(visit(made), base=0, hop=1).reply, Failed)
 
 
+@pytest.mark.slow
 def test_tasks_hold_no_more_samples_than_agreed(site: Make) -> None:
     made = site({"method": {"name": "stratify", "mode": "single", "chunk_size": 3}})
     made.ask(LabelReport())
@@ -587,6 +589,7 @@ def begin_own(site: Site, statistics: Any, client: int = 0, total: int = 2, roun
     return site.call(Begin("run", site.spec.to_toml(), statistics, [client], total, round))
 
 
+@pytest.mark.slow
 def test_what_own_data_come_to_is_told_once_and_for_one_client(hospital: Callable[..., Site]) -> None:
     made = hospital()
     first = records.encode(survey(made))
@@ -625,6 +628,7 @@ def test_data_that_changed_are_not_told_to_the_same_job(hospital: Callable[..., 
     assert ruled(survey(made)) == "repeat"
 
 
+@pytest.mark.slow
 def test_another_seed_is_no_other_survey(hospital: Callable[..., Site]) -> None:
     """Where nothing is held out, and where one sample is, the sums differ by that one."""
     shares = ({"evaluation": {"validation": share}} for share in (0.01, 0.04))
@@ -664,6 +668,7 @@ def test_what_a_job_spends_in_two_processes_adds_up(tmp_path: Path) -> None:
         other.settle([1], 3, "bounds")
 
 
+@pytest.mark.slow
 def test_two_jobs_that_ask_at_once_are_not_both_told(
     hospital: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def dies_in_round(transport: Transport, round: int, *, back: float | None, kind:
     transport.hook = hook
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind"), [("scaffold", Ask), ("sfl", Hop)])
 def test_a_run_waits_for_those_that_it_needs(transport: Transport, tmp_path: Path, method: str, kind: type) -> None:
     experiment = spec(method)
@@ -164,6 +165,7 @@ def test_who_refuses_at_the_beginning_is_not_waited_for(transport: Transport, tm
         run(transport, tmp_path, spec(), 3, "wait")
 
 
+@pytest.mark.slow
 def test_enough_are_enough(transport: Transport, tmp_path: Path) -> None:
     dies_in_round(transport, 2, back=None)
     for fewer in ("wait", "abort"):
@@ -210,6 +212,7 @@ def test_one_hospital_of_two_with_a_bad_file_is_fewer_than_two(transport: Transp
         own_data(transport, tmp_path, 2, "abort")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fewer", ["wait", "abort", "go-on"])
 def test_who_refuses_one_kind_of_question_is_in(transport: Transport, tmp_path: Path, fewer: Any) -> None:
     """A hospital that trains and has too few test samples to tell how a model does on them ended the run of all."""
@@ -268,6 +271,7 @@ def test_a_site_cannot_claim_more_samples_than_it_reported_before_the_run(transp
     assert resumed.config.most_samples.tolist() == [64, 64]
 
 
+@pytest.mark.slow
 def test_a_hospital_that_mends_its_file_is_taken_in(transport: Transport, tmp_path: Path) -> None:
     def mend() -> None:
         (tmp_path / "b.csv").write_text((tmp_path / "a.csv").read_text())

@@ -57,6 +57,7 @@ def get(address: str, path: str = "", **headers: str) -> tuple[int, bytes, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_and_its_report_are_served_to_this_machine_alone(run: Path) -> None:
     with serving(source_of(run)) as (address, look):
         look()
@@ -84,6 +85,7 @@ def test_at_the_usual_port_browsers_leave_it_out() -> None:
     assert hosts(8080) == {"127.0.0.1:8080", "localhost:8080"}
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(source_of(run)) as (address, _):
         assert main(["status", str(run), "--serve", str(urlsplit(address).port)]) == 2
@@ -91,6 +93,7 @@ def test_a_port_that_is_taken_is_named(run: Path, capsys: pytest.CaptureFixture[
     assert main(["status", str(run), "--serve", "70000"]) == 2
 
 
+@pytest.mark.slow
 def test_what_is_shown_is_what_was_written_and_no_file_of_the_kit(kit: Path) -> None:
     source = source_of(kit)
     with serving(source) as (address, look):

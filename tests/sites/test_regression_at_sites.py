@@ -178,6 +178,7 @@ def test_a_step_gives_the_ranges_of_the_rounded_targets() -> None:
     assert fs.prepare(exact, data=(x, y, x, y)).data.task.edges == (2.5, 5.0, 7.5)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluation", [{}, {"validation": 0.2, "client_test": 0.2}], ids=["table", "held out"])
 def test_statistics_are_those_of_training_samples(place: Path, evaluation: Any) -> None:
     spec = spec_of(place, evaluation=evaluation)

@@ -357,6 +357,7 @@ def test_a_part_that_comes_again_is_added_once() -> None:
     sums.close("g")
 
 
+@pytest.mark.slow
 def test_a_site_brings_only_its_own_clients_parts_to_a_sum() -> None:
     from fedstrata.sites.wire import Part, Total
 
@@ -650,6 +651,7 @@ def _owning(prepared: Prepared, files: dict[str, Path], tmp_path: Path, **option
     return Sites(prepared, sorted(files), tmp_path / "sites", data=files, **options)
 
 
+@pytest.mark.slow
 def test_sites_with_files_of_their_own_compute_the_same(own: Own, tmp_path: Path) -> None:
     spec, files, test = own
     prepared = prepare_server(spec, test, 3)
@@ -660,6 +662,7 @@ def test_sites_with_files_of_their_own_compute_the_same(own: Own, tmp_path: Path
     assert there[-1]["accuracy"] == here[-1]["accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("augment", [{"name": "crop-flip", "padding": 2}, "augmentations:noise"], ids=str)
 def test_each_site_augments_its_own_data(own: Own, tmp_path: Path, augment: Any) -> None:
     plain, files, test = own
@@ -669,6 +672,7 @@ def test_each_site_augments_its_own_data(own: Own, tmp_path: Path, augment: Any)
     assert description_of(spec) == description_of(plain), "it is irrelevant for whether the data fit"
 
 
+@pytest.mark.slow
 def test_shift_and_scale_may_be_known_beforehand(own: Own, tmp_path: Path) -> None:
     """Then sites tell nothing of their samples, as where a method keeps sizes private."""
     plain, files, test = own
@@ -821,6 +825,7 @@ def test_tables_at_sites_and_the_pooled_table_give_the_same_model(
         assert far["accuracy"] == pytest.approx(near["clients"]["accuracy"]["weighted_mean"])
 
 
+@pytest.mark.slow
 def test_parquet_is_read_as_csv_is_and_a_server_may_have_a_table_of_test_samples(
     tables: Tables, tmp_path: Path
 ) -> None:
@@ -851,6 +856,7 @@ def test_parquet_is_read_as_csv_is_and_a_server_may_have_a_table_of_test_samples
     assert (fs.load(there.path).predict(raw) == np.array(raw["sick"])).mean() == there.final_accuracy
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -> None:
     """A site whose file has other rows by then is left out: statistics and states are those of the old ones."""
     build, files, cells = tables
@@ -965,6 +971,7 @@ def _simulated(spec: fs.Experiment, whole: Prepared) -> fs.History:
     return fs.run(spec.model_copy(update={"partition": fs.Given(indices=lists)}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tells", [False, True])
 def test_a_server_without_test_samples_measures_at_the_sites(own: Any, tmp_path: Path, tells: bool) -> None:
     plain, _, _ = own

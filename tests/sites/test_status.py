@@ -180,6 +180,7 @@ def test_a_run_that_has_not_begun_is_no_server_without_a_run(
     assert capsys.readouterr().out == "a run waits: its job is DISPATCHED\n"
 
 
+@pytest.mark.slow
 def test_the_page_says_that_the_server_is_away_and_goes_on(admin: Path, server: _Session, look: Look) -> None:
     with serving(look(admin, print)) as (address, once):
 

@@ -50,6 +50,7 @@ def same(one: fs.History, other: fs.History) -> None:
     assert all((one.params[name] == other.params[name]).all() for name in one.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [near_sites, through_the_server])
 @pytest.mark.parametrize("way", METHODS)
 def test_sites_give_the_same_bytes(way: str, make: Any, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_site_that_dies_at_work_is_noticed_within_seconds_and_costs_nothing_then(site: Site) -> None:
     """It held the round for all its patience, and then two seconds at each exchange."""
 
@@ -101,6 +102,7 @@ def test_a_site_that_dies_at_work_is_noticed_within_seconds_and_costs_nothing_th
     assert site.send() == b"back"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "heartbeat", [(1, "x"), (1, float("nan")), (1, 1e300), (1, 2**62), (1, -7), ("1", 0), (None, None), (True, 0)]
 )
@@ -116,6 +118,7 @@ def test_what_is_no_heartbeat_is_none(site: Site, heartbeat: Any) -> None:
         site.send()
 
 
+@pytest.mark.slow
 def test_a_site_that_is_busy_is_waited_for_and_asked_once(site: Site) -> None:
     site.work = lambda: time.sleep(1.0) or b"late"  # type: ignore[func-returns-value]  # twenty seconds
     assert site.send() == b"late"
@@ -247,6 +250,7 @@ def test_an_answer_of_a_site_that_is_struck_off_meanwhile_counts_no_more(site: S
     assert site.send() == b"again"
 
 
+@pytest.mark.slow
 def test_a_large_message_is_not_lost_because_it_is_long_on_its_way(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "RATE", 0.4)  # eight bytes take twenty seconds
     site.lost = 1

@@ -85,6 +85,7 @@ def test_early_stopping_leaves_the_model_of_the_best_validation_round(tmp_path):
     assert (loaded.stopped, loaded.model_round) == (summary["stopped"], best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [1, 3, 4])
 def test_early_stopping_after_a_kill_is_the_same_to_the_byte(tmp_path, when):
     whole = fs.run(spec(STOPPING, "keep-best"), out=tmp_path / "whole")
@@ -100,6 +101,7 @@ def test_early_stopping_after_a_kill_is_the_same_to_the_byte(tmp_path, when):
     assert summaries[0] == summaries[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_stays_so(tmp_path):
     history = fs.run(spec(STOPPING), out=tmp_path / "run")
     before = model_bytes(tmp_path / "run")
@@ -197,6 +199,7 @@ def test_one_of_ones_own_by_the_spec_and_from_python(tmp_path):
     assert checkpoint.load(tmp_path / "run" / "checkpoint").round == 3
 
 
+@pytest.mark.slow
 def test_what_a_callback_remembers_survives_a_kill(tmp_path):
     with pytest.raises(Killed):
         fs.run(spec("watching:Counter"), out=tmp_path / "run", callbacks=[killed_after(7)])
@@ -205,6 +208,7 @@ def test_what_a_callback_remembers_survives_a_kill(tmp_path):
     assert checkpoint.load(tmp_path / "run" / "checkpoint").loop_state.memory == {"rounds": list(range(1, 13))}
 
 
+@pytest.mark.slow
 def test_one_that_raises_loses_nothing(tmp_path):
     whole = fs.run(spec(), out=tmp_path / "whole")
     with pytest.raises(ZeroDivisionError, match="on purpose") as caught:

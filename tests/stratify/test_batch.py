@@ -416,6 +416,7 @@ def test_communication_as_the_paper_counts_it(start, balanced):
     assert metrics["client_bytes"] == 2 * params * 10
 
 
+@pytest.mark.slow
 def test_an_own_seed_gives_another_epoch_and_the_same_seed_the_same(start, balanced):
     spec = spec_of("iid")
     runs = [start(s, balanced) for s in (spec, spec, spec.model_copy(update={"seed": 1}))]
@@ -472,6 +473,7 @@ def test_a_batch_that_dropout_leaves_one_sample_of_is_nobodys_failure(start, bal
         assert metrics["samples"] > 5
 
 
+@pytest.mark.slow
 def test_a_last_batch_of_one_joins_the_batch_before_it(start, balanced):
     """1,000 positions in batches of 27: 37 batches and one sample."""
     table = {"partition": {"name": "iid", "clients": 5}, "method": {"name": "stratify", "batch_size": 27}}

@@ -51,6 +51,7 @@ def sizes_of_parts(started) -> list[int]:
     return [int(n) for state in kept if state is not None for n in np.unique(state.batches, return_counts=True)[1]]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 30), max_size=40), st.lists(st.integers(0, 30), max_size=8), st.integers(1, 6))
 def test_parts_are_large_enough_and_nothing_goes_into_a_batch_that_is_over(new, old, least):
     batches = np.sort(np.array(new, dtype=np.int64))

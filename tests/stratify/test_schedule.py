@@ -136,6 +136,7 @@ def test_more_positions_than_clients_with_a_weight():
     assert set(select_batch(wanted, AVAILABLE, weights, np.random.default_rng(0))) == {1, 4}
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 3), max_size=60),
     st.integers(1, 9),

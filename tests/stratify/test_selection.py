@@ -86,6 +86,7 @@ def test_every_run_is_a_longest_one(case, chunk_size, seed):
     assert all(len(set(owner[b:e].tolist())) == 1 for b, e in zip(begins, ends, strict=True))
 
 
+@pytest.mark.slow
 @given(st.integers(1, 12), st.floats(0.01, 1.0), st.booleans(), st.integers(0, 2**32))
 def test_pools_have_their_size_and_only_those_available(clients, retain, weighted, seed):
     generator = np.random.default_rng(seed)

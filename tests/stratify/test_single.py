@@ -291,6 +291,7 @@ def test_whoever_is_away_is_done_without(start, balanced, trace):
     assert metrics["samples"] == 200
 
 
+@pytest.mark.slow
 def test_a_label_whose_last_holder_is_away_is_skipped_and_noted(start, balanced, trace):
     spec = spec_of("#C=1", availability=trace({0: [1], 1: [1], 2: [1], 4: [1]}))
     started = listened(start, spec, balanced)
@@ -325,6 +326,7 @@ def test_a_bug_in_the_model_is_told_before_the_first_round(start, balanced):
         start(spec_of("iid"), balanced, Raises())
 
 
+@pytest.mark.slow
 def test_hybrid_trains_batches_first_and_then_every_part_of_the_stream(start, balanced):
     # Every client holds ten samples of each label.
     quarters = {"name": "given", "indices": np.arange(200).reshape(4, 50).tolist()}

@@ -160,6 +160,7 @@ def test_metrics_equal_scikit_learn():
         assert metric.by_client_of_rows(found, owners, 4) == pytest.approx(each, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", {"name": "fedsts", "strata": 2}, "stratify"])
 def test_runs(method, tmp_path):
     x, y, x_test, y_test = generated()

@@ -306,6 +306,7 @@ def diabetes_spec(**tables):
     return {**small, **tables}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -325,6 +326,7 @@ def test_runs_learn_and_predict_in_the_unit_of_the_target(method, tmp_path):
     assert found["rmse"] < 0.9 * data[3].std()  # the error of the constant prediction is the deviation
 
 
+@pytest.mark.slow
 def test_the_best_round_has_the_lowest_error(tmp_path):
     history = fs.run(diabetes_spec(), data=diabetes(), out=tmp_path / "run")
     rounds, errors = history.points("test.rmse")
@@ -350,6 +352,7 @@ def test_the_summary_has_no_targets_of_an_accuracy(targets, reached, tmp_path):
     assert fs.History.load(tmp_path / "run").summary["rounds_to_target"] == reached
 
 
+@pytest.mark.slow
 def test_early_stopping_waits_for_lower_errors():
     table = diabetes_spec(callbacks=[{"name": "early-stopping", "patience": 3}], evaluation={"validation": 0.2})
     table["training"]["rounds"] = 60
@@ -359,6 +362,7 @@ def test_early_stopping_waits_for_lower_errors():
     assert rounds[-1] - rounds[np.argmin(errors)] == 3
 
 
+@pytest.mark.slow
 def test_every_part_of_an_evaluation():
     held = {"validation": 0.2, "client_test": 0.2, "test_clients": 0.25, "fine_tune": 1}
     history = fs.run(diabetes_spec(evaluation=held), data=diabetes())
@@ -366,6 +370,7 @@ def test_every_part_of_an_evaluation():
         assert 30 < history.final(part) < 120, part
 
 
+@pytest.mark.slow
 def test_two_workers_give_the_same_bytes(tmp_path, monkeypatch):
     # Sharing is forced: such small work would not pay.
     monkeypatch.setattr("fedstrata.engines.local.STARTING_PAYS", -1.0)
@@ -379,6 +384,7 @@ def test_two_workers_give_the_same_bytes(tmp_path, monkeypatch):
     assert contents[0] == contents[1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_gives_the_same_bytes(tmp_path):
     """A run that stopped after round 3 continues to the same model as a run without a pause."""
 
@@ -404,6 +410,7 @@ def write_csv(path, rows=200):
     path.write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.slow
 def test_a_table_whose_labels_have_fractions_is_a_regression(tmp_path, caplog):
     write_csv(tmp_path / "table.csv")
     schema = {"label": "progress", "test": 0.25}

@@ -90,6 +90,7 @@ def check_against(federation: Any, roll: Roll, holdings: list[dict[Any, int]], c
         assert (counts > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", MODES)
 def test_every_mode_finds_who_holds_what(masking: str, site: Sites) -> None:
     federation = site(HOLDINGS)
@@ -153,6 +154,7 @@ def test_thousands_of_classes(masking: str, site: Sites) -> None:
     check_against(federation, roll_of(federation, masking), holdings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", MODES)
 def test_a_class_that_nobody_holds_is_no_placeholder(masking: str, site: Sites) -> None:
     federation = site(HOLDINGS, names=["ant", "cat", "dog", "emu", "fox", "gnu", "yak"])
@@ -188,6 +190,7 @@ def test_packing_takes_one_ciphertext_for_a_hundred_comparisons(site: Sites) -> 
     assert sent[CompareOne] == 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", MODES)
 def test_shares_give_the_counts_for_weighted_selection(masking: str, site: Sites) -> None:
     federation = site(HOLDINGS)
@@ -200,6 +203,7 @@ def test_shares_give_the_counts_for_weighted_selection(masking: str, site: Sites
         assert {names[told[p]]: n for p, n in counts} == held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", MASKED)
 def test_uniform_selection_reveals_no_clients_counts(masking: str, site: Sites) -> None:
     federation = site(HOLDINGS)
@@ -314,6 +318,7 @@ def test_nobody_left_is_a_clear_error(masking: str, site: Sites) -> None:
         roll_of(federation, masking)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", MASKED)
 def test_totals_that_nobody_can_decrypt_are_a_clear_error(masking: str, site: Sites) -> None:
     federation = site(HOLDINGS)
@@ -336,6 +341,7 @@ def garbled(reply: Any) -> Any:
     return dataclasses.replace(reply, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("masking", "kind"),
     [
@@ -359,6 +365,7 @@ def test_garbage_is_refused_and_costs_only_its_sender(masking: str, kind: type, 
     assert "client 2" in federation.reasons("refused")[0]
 
 
+@pytest.mark.slow
 def test_garbled_totals_are_refused_and_another_client_decrypts_them(site: Sites) -> None:
     federation = site(HOLDINGS)
     federation.engine.tamper[0, OpenTotals] = lambda reply: dataclasses.replace(reply, totals=reply.totals - 10)
@@ -366,6 +373,7 @@ def test_garbled_totals_are_refused_and_another_client_decrypts_them(site: Sites
     assert "smaller than its number of holders" in federation.reasons("refused")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", ["prf", "ckks"])
 def test_a_well_formed_ciphertext_under_a_foreign_key_never_gives_a_count(masking: str, site: Sites) -> None:
     foreign = Keys.make().counting.seal(np.ones(COUNTING.slots)).serialize()
@@ -416,6 +424,7 @@ def test_a_client_that_claims_matches_where_there_is_nothing_is_left_out(site: S
     assert roll.totals[: len(HOLDINGS[0])].sum() == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", MODES)
 def test_clients_that_join_later_keep_the_placeholders(masking: str, site: Sites) -> None:
     holdings = [*HOLDINGS, {"yak": 2, "cat": 1}, {"dog": 1}]

@@ -164,6 +164,7 @@ def test_the_server_receives_no_label_and_no_secret(
     assert ("ShareReply" in kinds) == (selection == "weighted")
 
 
+@pytest.mark.slow
 def test_the_scan_would_find_what_it_looks_for(listened: Callable[..., tuple[Any, KeyRing]]) -> None:
     _, ring = listened("prf")
     keys = ring.open()

@@ -23,6 +23,7 @@ def scrambled(grid: SlotLayout, differences: Floats) -> NDArray[np.int64]:
     return np.rint(z).astype(np.int64)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.data())
 def test_every_label_finds_its_entry_and_no_other(data: st.DataObject) -> None:
