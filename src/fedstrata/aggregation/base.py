@@ -29,7 +29,8 @@ class Aggregator(Setting):
     """Base class of the aggregators, which compute the weight a_k of each client's update.
 
     Args:
-        server: Optimiser that applies the combined update to the global model. Default: the update is added.
+        server: Optimiser that applies the combined update to the global model. Default: the update is added to the
+            model.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()

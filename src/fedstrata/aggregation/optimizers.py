@@ -26,8 +26,8 @@ class ServerOptimizer(Setting):
     correct a bias.
 
     Args:
-        optimizer: ``sgd`` (with ``momentum``: FedAvgM), ``adam`` (FedAdam: v ← β₂ v + (1 − β₂) g²), ``yogi`` (FedYogi:
-            v ← v − (1 − β₂) g² sign(v − g²)) or ``adagrad`` (FedAdagrad: v ← v + g², with β₁ = 0).
+        optimizer: Optimiser. ``sgd``: SGD (with ``momentum``: FedAvgM). ``adam``: FedAdam, v ← β₂ v + (1 − β₂) g².
+            ``yogi``: FedYogi, v ← v − (1 − β₂) g² sign(v − g²). ``adagrad``: FedAdagrad, v ← v + g², with β₁ = 0.
         lr: Learning rate η of the server. Default: 1 for ``sgd``, which leaves the update unchanged; 0.01 for the
             others.
         schedule: Learning rate over the rounds: ``inverse`` or ``cosine``, as in ``training.schedule``. Default:

@@ -44,19 +44,20 @@ class Column(Setting):
     """A feature column.
 
     Args:
-        type: ``number``, ``boolean``, or ``category``, where each value becomes a feature that is 0 or 1. Default: the
-            type that other keys imply, such as ``categories``; otherwise guessed from the cells; at real sites,
-            ``number``.
-        unit: Unit of a number, for messages.
+        type: ``number``, ``boolean`` or ``category``. Each value of a category becomes a feature that is 0 or 1.
+            Default: the type that other keys of this column imply, such as ``categories``. If no key implies one,
+            simulations guess the type from the cells, and real sites use ``number``.
+        unit: Unit of the numbers, such as ``mm``. It is shown in messages and changes nothing else.
         range: Smallest and largest allowed number.
         categories: Allowed categories. Default: those in the table.
-        missing: Cells that mean a missing value, in addition to those of the schema.
-        impute: Replacement of missing values: the training rows' ``mean``, ``median`` (the lower of two middle values)
-            or ``most-frequent`` value (if tied, the smallest, or the first category); the ``constant`` in ``value``; or
-            a ``separate-category``. Default: they are refused.
-        step: Unit of rounding for ``median`` and ``most-frequent``. Required at real sites, which disclose how often
-            each rounded number occurs.
-        value: Replacement of missing values with ``impute = "constant"``.
+        missing: Texts of cells that mean a missing value in this column, in addition to those of the schema.
+        impute: How missing values are replaced, by a value of the training rows: ``mean``; ``median`` (the lower of two
+            middle values); ``most-frequent`` (if several are, the smallest number or the first category). Or by
+            ``constant``, the ``value`` of this column; or by ``separate-category``, a category of its own. Default: a
+            missing value is an error.
+        step: Numbers are rounded to a multiple of ``step`` for ``median`` and ``most-frequent``. Required for them at
+            real sites, because they disclose how often each rounded number occurs.
+        value: Value that replaces missing values with ``impute = "constant"``.
         indicator: Whether to add a feature that is 1 where the value is missing.
     """
 
@@ -200,14 +201,15 @@ class Schema(Setting):
         label: Column with the label.
         client: Column with the client of each row, for the partition ``natural``.
         features: Feature columns. Default: all columns without another role; at real sites, those in ``columns``.
-        columns: Table with the type or the settings of each feature. The types of features that it lacks are guessed
-            from the cells; real sites need all features. If the label is a number, it may also be described here.
+        columns: A table from each feature to its type or its settings. fedstrata guesses the types of features that are
+            not in it from the cells; at real sites, all features must be in it. A label that is a number may also be
+            described here.
         classes: Possible labels, in order. Default: the labels of the table, sorted.
-        missing: Cells that mean a missing value, in addition to empty cells.
+        missing: Texts of cells that mean a missing value, in addition to empty cells.
         ignore: Unused columns. Set it instead of ``features``.
-        test: Share of each client's rows to hold out for testing, with labels in proportion (at least one row of each
-            client that has two). Or the column that marks each row as ``test`` or ``train``, or as ``true`` or
-            ``false``.
+        test: Share of each client's rows that are held out for testing; each label keeps its share, and at least one
+            row of each client with two or more is held out. Or the name of a column that marks each row as ``test`` or
+            ``train``, or as ``true`` (test) or ``false``.
         delimiter: Character between the cells of a CSV file.
     """
 

@@ -55,25 +55,28 @@ with warnings.catch_warnings():
         """The data set and its preparation.
 
         Args:
-            name: A known name (``fedstrata datasets``); NAME for NAME.npz in ``$FEDSTRATA_DATA`` or
-                ``~/.cache/fedstrata``; a path of a ``.npz``, ``.csv`` or ``.parquet`` file; a folder of ``.npy``
-                files, with ``/`` at the end, whose inputs may exceed the memory; or ``"hub:owner/name"`` or
-                ``"hub:owner/name:configuration"`` of the Hugging Face hub.
-            normalize: Scaling of each channel or feature, by statistics of the training set: to mean 0 and standard
-                deviation 1 (``standard``), to [0, 1] (``unit``), or not at all (``none``). ``keep``: inputs are ids,
-                which do not change.
-            limit: Training samples to use, drawn at random with classes in proportion. Default: all.
-            client: Column of a Hugging Face data set with the client of each sample, for the partition ``natural``.
+            name: Name or path of the data set: a known name (``fedstrata datasets``); NAME, for the file NAME.npz in
+                ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``; the path of a ``.npz``, ``.csv`` or ``.parquet`` file; a
+                folder of ``.npy`` files, with ``/`` at the end, whose inputs may be larger than the memory; or
+                ``"hub:owner/name"`` or ``"hub:owner/name:configuration"`` for a data set of the Hugging Face hub.
+            normalize: How each channel or feature is scaled, by statistics of the training set. ``standard``: to mean 0
+                and standard deviation 1. ``unit``: to [0, 1]. ``none``: values stay, as float32. ``keep``: values stay
+                whole numbers, as ids of tokens must.
+            limit: Number of training samples to use. They are drawn at random, and each class keeps its share. Default:
+                all.
+            client: Column of a Hugging Face data set that names the client of each sample; for the partition
+                ``natural``.
             schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file; or the name of the label column.
-            shape: Shape of one sample in an array file: (channels, height, width) or (features,). Normalisation then
-                uses only samples that clients train on. Real sites with arrays need ``shape`` and ``classes``.
-            classes: Number C of classes in an array file, with the labels 0 … C−1.
+            shape: Shape of one sample in an array file: (channels, height, width) or (features,). If it is set,
+                normalisation uses only the samples that clients train on. Real sites with arrays need ``shape`` and
+                ``classes``.
+            classes: Number C of classes in an array file, whose labels are 0 … C−1.
             range: Smallest and largest value that an array file may contain.
-            shift: Number to subtract from each channel or feature. Default: computed by ``normalize``.
-            scale: Factor of each channel or feature after ``shift``. Set both or neither.
+            shift: Number that is subtracted from each channel or feature. Default: computed as ``normalize`` says.
+            scale: Factor by which each channel or feature is multiplied after ``shift``. Set both or neither.
             augment: Random change of each batch in local training: ``crop-flip`` for images, or a function of your own,
-                ``"module:function"``. Evaluations, samplers and objectives use the samples as they are.
-            custom: Description of arrays that were passed from Python. fedstrata sets it.
+                ``"module:function"``. Everything else, such as evaluation, uses the samples without the change.
+            custom: Description of the arrays that a Python program passed. fedstrata sets it.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

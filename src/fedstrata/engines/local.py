@@ -109,8 +109,8 @@ class LocalEngine(Engine):
                 if seconds > ASKING_PAYS and (self._pool is not None or seconds + self._seconds_alone > STARTING_PAYS):
                     shared = True
                     self._ask_pool(order[index:], requests, outcomes, run_locally)
-            # If a client raises an exception in a worker, it gets no answer there. Ask it here, where the exception is
-            # recorded.
+            # Compute the answer in this process if no worker has. A client that failed in a worker is asked again, so
+            # that its exception is recorded here.
             if number not in outcomes:
                 run_locally(number)
         return {number: outcomes[number] for number in sorted(outcomes)}

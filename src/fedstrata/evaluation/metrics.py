@@ -326,7 +326,7 @@ class AUROC(_ByClient):
     upper bound of its error.
 
     Args:
-        bins: Number of bins in each class's histogram of scores, which real sites send instead of scores.
+        bins: Number of bins in each class's histogram of scores. Real sites send these histograms instead of scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400
@@ -403,7 +403,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Exponential of the mean cross-entropy in nats: as many equally likely tokens are as uncertain."""
+    """Exponential of the mean cross-entropy in nats: the number of equally likely tokens with the same uncertainty."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:

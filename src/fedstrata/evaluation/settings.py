@@ -24,25 +24,26 @@ class Evaluation(Setting):
     (``validation``, ``client_test`` and ``test_clients``) must stay the same. All other settings may change.
 
     Args:
-        every: Rounds between evaluations; 0 evaluates only after the last round.
-        batch_size: Samples per batch in evaluations.
+        every: Number of rounds between evaluations. With 0, only the model after the last round is evaluated.
+        batch_size: Number of samples per batch in evaluations.
         metrics: Metrics to compute, in addition to the loss.
         primary: Metric that selects the best round and settings, and comes first in tables and figures: ``accuracy``,
             ``loss`` or one of ``metrics``.
-        targets: Accuracies in (0, 1] of which the summary states the first round that reached them. For other metrics,
-            a table from each metric to its list, such as ``{ macro-f1 = [0.5] }``.
-        validation: Share of each class of the training samples to hold out before the partition (with natural clients:
-            of each client's samples), for the best round and early stopping.
-        client_test: Share of each client's samples to hold out as its own test samples, spread over its labels (at
-            least one). Real sites with separate test samples ignore it.
-        test_clients: Share of the clients that never train, on whose samples the model is evaluated.
-        fine_tune: Epochs in which each client fine-tunes the global model on its training samples, before evaluating
-            this personal model on its own test samples. With 0, it only uses its own state, such as BatchNorm's
-            statistics.
-        unheard: Evaluations in a row without a used reply after which a client counts as unheard. Results of unheard
-            clients are also reported separately.
-        checkpoint_every: Rounds between checkpoints; 0 writes none.
-        per_class: Whether to record accuracy, and other metrics where possible, for every class.
+        targets: Accuracies in (0, 1]; for each, the summary states the first round that reached it. For other metrics,
+            set a table from each metric to a list of values, such as ``{ macro-f1 = [0.5] }``.
+        validation: Share of the training samples that are held out to choose the best round and to stop early. Samples
+            are held out before the partition, in proportion to the classes; with natural clients, in proportion to the
+            clients.
+        client_test: Share of each client's samples that are held out as its own test samples: at least one sample, and
+            each label in proportion. Real sites with separate test samples ignore this setting.
+        test_clients: Share of the clients that never train. The model is also evaluated on their samples.
+        fine_tune: Number of epochs in which each client fine-tunes the global model on its training samples. The
+            personal model that results is then evaluated on the client's own test samples. With 0, the personal model
+            is the global model with the client's own state, such as its BatchNorm statistics.
+        unheard: A client counts as unheard if no reply of it was used in this number of evaluations in a row. Results
+            of unheard clients are also reported separately.
+        checkpoint_every: Number of rounds between checkpoints; 0 writes none.
+        per_class: Whether to record the accuracy of every class, and other metrics of every class where they exist.
         weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean (ReBaFL,
             Eq. 24). SFL and Stratify cannot.
     """

@@ -83,8 +83,8 @@ class AdamW(LocalOptimizer):
     The steps are those of ``torch.optim.AdamW``. ``training.momentum`` is refused.
 
     Args:
-        betas: Coefficients of the running means of the gradient and of its square.
-        eps: Term added to the square root of the second running mean.
+        betas: Decay rates of the running means of the gradient and of the squared gradient.
+        eps: Number that is added to the square root of the running mean of squared gradients, which divides the step.
     """
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)

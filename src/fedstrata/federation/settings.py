@@ -51,10 +51,12 @@ class Privacy(Setting):
     than the spec.
 
     Args:
-        min_samples: Smallest number of samples behind a client's update, gradient for a batch of Stratify, prototype or
-            count of a class, or mean of a column. Numbers with which no client could answer are refused.
-        below: With too few samples in a batch of Stratify, a client uses them in its next batch (at the end of an
-            epoch: with the batch before) (``hold-back``), or does not answer for the rest of the epoch (``refuse``).
+        min_samples: Smallest number of a client's samples from which it sends a value: an update, a gradient for a
+            batch of Stratify, a prototype, a count of a class or the mean of a column. A number that no client reaches
+            is refused.
+        below: Rule for a client that has too few samples in a batch of Stratify. ``hold-back``: it uses them in its
+            next batch, or at the end of an epoch in the batch before. ``refuse``: it does not answer for the rest of
+            the epoch.
     """
 
     min_samples: PositiveInt = 1
@@ -70,39 +72,42 @@ class Training(Setting):
     """Rounds, local training and hardware.
 
     Args:
-        rounds: Number of rounds, which a resumed run may raise.
+        rounds: Number of rounds. You may raise it when you resume a run.
         clients_per_round: Clients invited per round. Default: 10, or all if there are fewer.
         local_epochs: Epochs of a client per round. Default: 5.
         local_steps: Mini-batch steps of a client per round. Set it instead of ``local_epochs``.
-        batch_size: Samples in a mini-batch. A client with fewer samples uses all of them in each.
-        accumulate: Mini-batches per step of a client. A step uses the mean gradient over ``batch_size`` ×
-            ``accumulate`` samples with the memory of ``batch_size``. BatchNorm uses the statistics of single
-            mini-batches.
-        optimizer: Clients' optimiser: ``sgd``, ``adamw``, or ``"module:Class"`` of an optimiser of PyTorch; as a table,
-            with its settings. SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
-        optimizer_state: Optimiser's state (such as momentum) at the beginning of a round: none (``reset``), or that
-            after the client's last round (``keep``; for ``adamw``, twice the memory of the model per client).
-            Fine-tuning for evaluation begins without a state.
+        batch_size: Number of samples in a mini-batch. A client with fewer samples puts all of them into each
+            mini-batch.
+        accumulate: Number of mini-batches per step of a client. A step uses the mean gradient over ``batch_size`` ×
+            ``accumulate`` samples, but needs only the memory for ``batch_size``. BatchNorm uses the statistics of each
+            mini-batch.
+        optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch. A
+            table may also contain its settings. SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
+        optimizer_state: State, such as momentum, with which a client's optimiser starts a round. ``reset``: an empty
+            state. ``keep``: the state at the end of the client's last round; with ``adamw``, it takes twice the memory
+            of the model for each client. Fine-tuning for evaluation starts with an empty state.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' SGD.
-        weight_decay: Factor of the weight decay. ``sgd`` adds the decay to the gradient; ``adamw`` does not.
-        schedule: Learning rate in round t = 0, 1, …: ``constant`` (η), ``inverse`` (η / (1 + t)), or ``cosine`` (from η
-            to zero along half a cosine wave).
-        warmup: Number W of first rounds in which the learning rate rises: in round t = 1, …, W, that of ``schedule`` is
-            multiplied by t / (W + 1).
-        clip: Largest norm of a gradient; longer ones are scaled down. Default: no limit.
-        batch_norm: BatchNorm's running statistics: averaged by the server (``average``), or kept by each client
-            (``local``), where evaluations of the global model use the statistics of the test batches. Stratify, SFL and
-            FedTAN require ``average``.
-        execution: ``fused``: an engine may sum over clients in one pass, which is faster. ``per-client``: results are
-            equal bit by bit on every engine, but Stratify is several times slower.
-        threads: Threads per operation of PyTorch; may change the last bits of results.
-        workers: Processes that train clients on this machine, without changing results. Default: one per core if
-            faster, otherwise one.
-        precision: Number format of local training: ``float32``, or ``bf16`` for operations that PyTorch's autocast
-            considers safe. Parameters and updates stay float32, as does all training of Stratify and FedTAN.
+        weight_decay: Factor of the weight decay. With ``sgd``, the decay is added to the gradient; with ``adamw``, it
+            is not.
+        schedule: Learning rate in round t = 0, 1, …. ``constant``: η. ``inverse``: η / (1 + t). ``cosine``: from η to
+            zero along half a cosine wave.
+        warmup: Number W of rounds at the beginning in which the learning rate rises. In round t = 1, …, W, the rate of
+            ``schedule`` is multiplied by t / (W + 1).
+        clip: Largest norm of a gradient. A gradient with a larger norm is scaled down to it. Default: no limit.
+        batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages them. ``local``: each
+            client keeps its own, and evaluations of the global model use the statistics of the test batches. Stratify,
+            SFL and FedTAN require ``average``.
+        execution: ``fused``: an engine may compute the sum over several clients in one pass, which is faster.
+            ``per-client``: all engines give exactly equal results, but Stratify is several times slower.
+        threads: Number of threads per operation of PyTorch. Another number may change the last bits of results.
+        workers: Number of processes that train clients on this machine. It does not change results. Default: one per
+            core where this is faster, otherwise one.
+        precision: Number format of local training. ``float32``: all operations. ``bf16``: bfloat16 for the operations
+            that PyTorch's autocast considers safe; parameters and updates, and all training of Stratify and FedTAN,
+            stay float32.
         device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if there is one).
-            Devices differ in the last bits of results.
+            The last bits of results depend on the device.
     """
 
     rounds: Annotated[PositiveInt, MayChange(upwards=True)] = 20

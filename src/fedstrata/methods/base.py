@@ -150,7 +150,7 @@ class Recipe(Method):
 
     Args:
         client_sampler: How the clients of a round are chosen.
-        data_sampler: The samples that a client uses in each round.
+        data_sampler: Which of its samples a client uses in each round.
         objective: Loss that clients minimise.
         aggregator: How the server combines the clients' models.
 

@@ -20,8 +20,8 @@ class FedBABU(Recipe):
     set ``evaluation.fine_tune``.
 
     Args:
-        fine_tune: Settings of the head's training at the server, such as ``{ per_class = 10 }``, with the keys and
-            defaults of ``fedavg-ft``. Default: no training.
+        fine_tune: Settings with which the server trains the head, such as ``{ per_class = 10 }``. The keys and defaults
+            are those of ``fedavg-ft``. Default: the head is not trained.
     """
 
     paper = "Oh, Kim and Yun 2022, FedBABU: Toward Enhanced Representation (ICLR)"

@@ -21,10 +21,10 @@ class HeadTuning(Setting):
     time that the head is trained, in evaluation mode. ``training.optimizer``, the clients' optimiser, is not used.
 
     Args:
-        per_class: Samples of each class for the head's training.
-        steps: Gradient steps per training of the head.
-        lr: Learning rate of the head's training.
-        momentum: Momentum of the head's training, reset before each training.
+        per_class: Number of samples of each class on which the server trains the head.
+        steps: Number of gradient steps each time the server trains the head.
+        lr: Learning rate of the training of the head.
+        momentum: Momentum of the training of the head. It is set to 0 before each training.
         weight_decay: Factor of the L2 penalty on the head.
     """
 

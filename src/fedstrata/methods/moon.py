@@ -10,7 +10,7 @@ from fedstrata.objectives.moon import Contrastive
 
 
 class MOON(Recipe):
-    """FedAvg whose loss pulls features from those of the client's last model to the global model's."""
+    """FedAvg whose loss pulls features towards the global model's and away from the client's last model's."""
 
     paper = "Li, He and Song 2021, Model-Contrastive Federated Learning (CVPR)"
 

@@ -26,7 +26,7 @@ class ResNet9(ModelSpec):
     parameters.
 
     Args:
-        norm: Normalisation: BatchNorm (``bn``), or GroupNorm (``gn``), which does not use statistics over samples.
+        norm: Normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm, which uses no statistics over samples.
     """
 
     norm: Norm = "bn"
@@ -54,7 +54,7 @@ class ResNet18(ModelSpec):
     With 3 input channels and 10 classes, it has 11,173,962 parameters.
 
     Args:
-        norm: Normalisation: BatchNorm (``bn``) or GroupNorm (``gn``).
+        norm: Normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm.
     """
 
     norm: Norm = "bn"
@@ -71,7 +71,7 @@ class ResNet20(ModelSpec):
     With 3 input channels and 10 classes, it has 272,474 parameters.
 
     Args:
-        norm: Normalisation: BatchNorm (``bn``) or GroupNorm (``gn``).
+        norm: Normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm.
     """
 
     norm: Norm = "bn"

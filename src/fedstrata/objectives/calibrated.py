@@ -107,8 +107,8 @@ class LogitMargins(Calibrated):
 
     Args:
         tau: Factor τ of all margins.
-        missing: Classes that the client lacks: left out of the softmax (``excluded``), or with the margin τ, as if the
-            client had one sample of each (``one``).
+        missing: How classes are treated that the client lacks. ``excluded``: they are left out of the softmax. ``one``:
+            they get the margin τ, as if the client had one sample of each.
     """
 
     tau: NonNegativeFloat = 1.0

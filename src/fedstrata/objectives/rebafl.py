@@ -48,13 +48,15 @@ class Rebalanced(PerSample):
     mode. With BatchNorm or dropout, the mean of h − P[y] is therefore not 0.
 
     Args:
-        epsilon: Smoothing ε of the prior, from the client's class shares (0, balanced softmax) to a uniform prior (1,
-            plain softmax).
+        epsilon: Smoothing ε of the prior. With 0, the prior is the client's class shares (balanced softmax); with 1, it
+            is uniform (plain softmax).
         mu: Weight μ of the augmented loss. The paper uses 0.1, the published code 0.5 (with ``training.momentum =
             0.5``).
-        transfer: Factor λ of a sample's deviation from its prototype (h − P[y]) in an augmented feature.
-        relaxed: Whether to use the prior; otherwise both losses are plain cross-entropy (an ablation of the paper).
-        keep_prototypes: Whether a client stores the prototypes that it last sent, for ``fedstrata audit prototypes``.
+        transfer: Factor λ of the deviation h − P[y] of a sample's features from its prototype. The deviation is added
+            to another class's prototype to make an augmented feature.
+        relaxed: Whether to use the prior. Without it, both losses are plain cross-entropy (an ablation of the paper).
+        keep_prototypes: Whether a client stores the prototypes that it sent last; ``fedstrata audit prototypes`` needs
+            them.
     """
 
     epsilon: float = Field(default=0.01, ge=0, le=1)

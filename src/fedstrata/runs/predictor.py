@@ -574,7 +574,8 @@ def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> N
             problem = f"does not fit the run in {folder}: {name} is {here} in the module, but {stored} in {WEIGHTS}"
             raise SpecError("model", f"{problem}. Pass the module of the run.", type(model.module).__name__)
     for name, tensor in stored_frozen.items():
-        tensor.data = torch.empty_like(tensor).copy_(tensors[name])  # new memory: the user's module is unchanged
+        # These tensors share memory with the user's module, so give them new memory instead of copying in place.
+        tensor.data = torch.empty_like(tensor).copy_(tensors[name])
 
 
 def _size(tensor: Tensor | None) -> str:

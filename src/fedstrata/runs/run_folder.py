@@ -245,7 +245,7 @@ class RunFolder:
         if self.path is None or not every or not (force or simulation.done or round % every == 0):
             return
         if round == self._saved:
-            return  # a second checkpoint of a round would not list the clients' states that changed in the round
+            return  # the engine forgets which clients changed when it saves, so a second checkpoint would lack them
         self._saved = round
         simulation.engine.save(round)
         for log in self._logs.values():

@@ -80,9 +80,10 @@ class Clustered(ClientSampler):
     """Draws each of the m clients from its own group of similar clients, without bias.
 
     Args:
-        algorithm: Groups clients by size (``1``), or by the direction of their last updates with Ward's method (``2``),
-            where clients that never took part form one group.
-        coordinates: Length of the stored random projection of each client's update; 0 to store the whole update.
+        algorithm: How clients are grouped. ``1``: by size. ``2``: by the direction of their last updates, with Ward's
+            method; clients that never took part form one group.
+        coordinates: Number of coordinates to which a random projection reduces each client's stored update. 0: the
+            whole update is stored.
     """
 
     tells_sizes = True

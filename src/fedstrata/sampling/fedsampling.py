@@ -53,12 +53,13 @@ class FedSamplingData(DataSampler):
     ñ is an estimate of how many samples the participants hold together.
 
     Args:
-        samples: Samples K to use per round, over all participants.
-        epsilon: ε of local differential privacy for the clients' sizes (numbers of samples). Participants still
-            disclose how many samples they used. Default: clients report exact sizes.
-        bound: Public upper bound M on sizes with ``epsilon``. Larger sizes are reported as M − 1.
-        reuse: Whether each client is asked only once, and so spends ε once. Otherwise, participants answer in every
-            round: errors average out, but T rounds spend T ε.
+        samples: Number K of samples that are used per round, over all participants.
+        epsilon: ε of local differential privacy of the clients' sizes (numbers of samples). Participants still disclose
+            how many samples they used. Default: clients report exact sizes.
+        bound: Public upper bound M of the sizes that clients report with ``epsilon``. Larger sizes are reported as M −
+            1.
+        reuse: Whether each client is asked for its size only once, and so spends ε once. If not, participants answer in
+            every round: errors then average out, but T rounds spend T ε.
     """
 
     samples: PositiveInt = 1000

@@ -49,13 +49,15 @@ class FedSSARSampler(ClientSampler):
     takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: Number of clients in the neighbourhood of a core point, with itself (``min_samples`` of OPTICS).
+        min_samples: Number of clients, itself included, that a client must have nearby to be a core point
+            (``min_samples`` of OPTICS).
         xi: Relative drop of reachability at which a cluster begins (``xi`` of OPTICS).
-        features: Basis for comparing clients: their ``parameters``, as in the paper, or their ``updates``, which also
-            compare well across rounds.
-        coordinates: Length of the stored random projection of each client's parameters; 0 to store all parameters.
-        optics_max: Most clients to cluster with OPTICS, which takes quadratic time. Of more clients, a random subset is
-            clustered, and the others join the nearest cluster.
+        features: Basis of comparisons between clients. ``parameters``: those of their models, as in the paper.
+            ``updates``: the changes of their models, which can also be compared between rounds.
+        coordinates: Number of coordinates to which a random projection reduces each client's stored parameters. 0: all
+            parameters are stored.
+        optics_max: Largest number of clients that OPTICS clusters; its time is quadratic in it. Of more clients, a
+            random subset is clustered, and each other client joins the nearest cluster.
     """
 
     min_samples: int = Field(default=2, ge=2)

@@ -98,25 +98,28 @@ class Stratified(ClientSampler):
 
     Args:
         strata: Number of strata.
-        centres: Different values in a compressed gradient, d'.
-        coordinates: Length to which a random projection first shortens each gradient (the paper's K_desired, as we read
-            it); 0: no projection.
-        refresh: Clients that renew their compressed gradients in each round: ``all``, as in the paper (default up to
-            1,000 clients), or the round's ``participants``.
-        gradients: ``asked``: each client computes its gradient at the global model, in a pass over its data; with
-            ``refresh = "participants"``, each round also asks as many clients without a gradient as it invites.
-            ``updates``: participants' updates, divided by the learning rate times the steps; clients that never took
-            part form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
-        compared: Basis for comparing clients: the whole compressed gradient, as in the paper (``restored``), or its d'
-            different values, as in FedSTaS's code (``centroids``; requires ``gradients = "asked"``).
-        start: First centres of k-means: ``random``: the gradients of random clients, as in the paper; ``k-means++``
-            (default): gradients that lie far apart.
-        replacement: Whether a client may be drawn twice from its stratum. If not, Horvitz-Thompson weights are biased.
-        allocation: Draws per stratum. ``neyman``: in proportion to size times spread, by largest remainder; a stratum
-            may get none, which biases the result. ``neyman-random``: rounded at random, without bias; at least half of
-            an equal share on average. ``neyman-at-least-one``: at least one. ``proportional``: in proportion to size,
-            at least one. Default: ``neyman-random`` with replacement; otherwise ``neyman`` with ``refresh = "all"``, or
-            ``neyman-at-least-one``.
+        centres: Number d' of different values in a compressed gradient.
+        coordinates: Number of coordinates to which a random projection reduces each gradient before compression (our
+            reading of the paper's K_desired). 0: no projection.
+        refresh: Which clients send new compressed gradients in each round. ``all``: all of them, as in the paper
+            (default up to 1,000 clients). ``participants``: those that take part in the round.
+        gradients: Where gradients come from. ``asked``: each client computes its gradient at the global model, in a
+            pass over its data; with ``refresh = "participants"``, each round also asks clients without a gradient, as
+            many as it invites. ``updates``: the updates of participants, divided by the learning rate times the number
+            of steps; clients that never took part form one stratum. Default: ``asked`` with ``refresh = "all"``,
+            otherwise ``updates``.
+        compared: Basis of comparisons between clients. ``restored``: the whole compressed gradient, as in the paper.
+            ``centroids``: only its d' different values, as in FedSTaS's code; requires ``gradients = "asked"``.
+        start: Where k-means starts. ``random``: at the gradients of random clients, as in the paper. ``k-means++``
+            (default): at gradients that lie far apart.
+        replacement: Whether a client may be drawn twice from its stratum. If it may not, Horvitz-Thompson weights are
+            biased.
+        allocation: How many clients are drawn from each stratum. ``neyman``: in proportion to its size times its
+            spread, rounded by largest remainder; a stratum may get none, which biases the result. ``neyman-random``:
+            the same, but rounded at random, without bias; the mean is at least half of an equal share.
+            ``neyman-at-least-one``: the same as ``neyman``, but at least one. ``proportional``: in proportion to its
+            size, at least one. Default: ``neyman-random`` with replacement; without it, ``neyman`` if ``refresh`` is
+            ``all``, otherwise ``neyman-at-least-one``.
     """
 
     strata: PositiveInt = 10
@@ -214,9 +217,9 @@ class Stratified(ClientSampler):
             state, strata, deviations, overall = self._strata(federation, state, available, min(count, len(known)))
         sizes = np.bincount(strata, minlength=len(deviations))
         if len(unseen):
-            # Norms of 0 give all unseen clients the same probability.
             strata = np.concatenate([strata, np.full(len(unseen), len(sizes))])
             sizes, deviations = np.append(sizes, len(unseen)), np.append(deviations, overall)
+            # ``draw`` chooses uniformly within a stratum whose norms are all 0.
             norms = np.concatenate([norms, np.zeros(len(unseen))])
         m = min(config.training.invited(config.clients), len(clients))
         allocation, chance = allocated(self.rule(config), m, sizes, deviations, federation.rng("allocation"))
@@ -371,7 +374,7 @@ def stratify(points: Floats32, count: int, seed: int, round: int, start: Start |
     with warnings.catch_warnings():
         # Points may differ only in their last bits. scikit-learn then finds fewer clusters, and warns needlessly.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        # Without a tolerance, k-means ends when no label changes.
+        # The paper's k-means starts at random clients, and ends when no client changes its stratum: without a tolerance.
         how = {"init": "random", "tol": 0.0} if start == "random" else {}
         model = KMeans(min(count, distinct), n_init=1, random_state=state, **how).fit(fitted)
     labels = model.labels_

@@ -158,7 +158,8 @@ class Watch:
         """Poll once: submit the job if it is not submitted, and return True if it has ended with a result."""
         if self._job is None:
             if self._given_up:
-                # If the server was restarted, its sites connect again one after another, so wait for them.
+                # The job is submitted again. If the server was restarted, its sites connect again one after another, so
+                # wait for them first.
                 self.wait_for_sites(0, REJOIN)
             if submitted := self._call(self._submit):
                 self._job, text = submitted

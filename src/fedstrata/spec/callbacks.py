@@ -73,7 +73,8 @@ class _Best(Callback):
     Args:
         metric: Metric to compare: ``accuracy``, ``loss`` or another of ``evaluation.metrics``. Default:
             ``evaluation.primary``.
-        mode: Whether the largest (``max``) or smallest (``min``) value is best. Default: as the metric defines it.
+        mode: Which value of the metric is best: the largest (``max``) or the smallest (``min``). Default: as the metric
+            defines it.
     """
 
     metric: str | None = None
@@ -115,8 +116,8 @@ class EarlyStopping(_Best):
     the final model of a run that is not stopped.
 
     Args:
-        patience: Evaluations without improvement after which the run stops.
-        min_delta: Change of the metric that an improvement must exceed.
+        patience: Number of evaluations without an improvement after which the run stops.
+        min_delta: Smallest change of the metric that counts as an improvement.
     """
 
     patience: PositiveInt = 5

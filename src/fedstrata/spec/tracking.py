@@ -97,7 +97,7 @@ class TensorBoard(Tracker):
     Needs the extra ``tracking``.
 
     Args:
-        dir: Folder with a folder of event files per run. Default: ``tensorboard`` in the run folder.
+        dir: Folder in which each run gets a folder of event files. Default: ``tensorboard`` in the run folder.
     """
 
     dir: Annotated[str | None, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)] = None
@@ -156,8 +156,8 @@ class MLflow(Tracker):
             Default: MLflow's own (``MLFLOW_TRACKING_URI``).
         experiment: Name of the experiment in MLflow, created if it does not exist.
         run: Name of the run in MLflow. Default: its method, data and seed.
-        tags: Additional tags, as a table from name to value.
-        artifacts: Whether to upload the run folder's files at the end, except checkpoints.
+        tags: Additional tags of the run: a table from each name to its value.
+        artifacts: Whether to upload the files of the run folder, except checkpoints, when the run ends.
     """
 
     uri: str | None = None

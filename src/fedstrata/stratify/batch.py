@@ -133,7 +133,7 @@ class BatchMode:
         federation, steps = plan.roster.federation, self.local_steps
         while samples := plan.work(request.batch):
             if together and sum(samples.values()) < 2:
-                # The remaining client is not at fault: the other clients of the batch are absent.
+                # The only client that is left did nothing wrong, so it stays in the plan for later batches.
                 federation.note("batch skipped", samples, "a single sample is left of it, and BatchNorm needs two")
                 return None
             work = samples if steps == 1 else {client: steps * count for client, count in samples.items()}

@@ -54,30 +54,32 @@ class Stratify(Method):
     and ``training.batch_size`` is the size of a batch over all clients. Clients' optimisers other than SGD are refused.
 
     Args:
-        mode: ``batch``: the clients that hold a batch's samples train it together. ``single``: the model goes from
-            client to client, one step per sample. ``hybrid``: first batches, then single samples of data that arrive
-            later.
-        schedule: Samples of each label per epoch. ``uncapped``: all. ``capped``: all, but at most ``cap``. ``uniform``:
-            the mean over labels.
-        cap: Most samples of a label with ``capped``. Default: the median over labels.
-        selection: How a client is drawn among those that hold a label: ``uniform``, or ``weighted`` by their samples of
-            it.
-        batch_size: Samples in a batch, over all clients. Larger batches mean fewer exchanges and fewer steps. Default:
-            ``training.batch_size``.
-        lr_rule: Factor of the learning rate if ``batch_size`` is r times ``training.batch_size``: 1 (``none``), r
-            (``linear``) or √r (``sqrt``).
-        local_steps: Batch mode: steps of a client on its part of a batch. With 1, a batch equals a step of centralised
-            SGD; with more, models drift apart.
-        server: Batch mode: optimiser of the server; its ``lr`` (default 1) is multiplied by ``training.lr``. Default:
-            SGD with momentum and weight decay of ``training``.
-        chunk_size: Single-sample mode: consecutive positions of the schedule (a chunk) for which clients are chosen
-            together. The client that can train on most of them gets them.
-        retain: Single-sample mode: share of a label's clients, drawn at random, that may train on it in a chunk.
-            Larger: fewer transfers, and preference for clients with many labels.
-        pretraining: Hybrid mode: rounds with batches. Default: half of all rounds.
-        stream: Hybrid mode: share of each client's samples that arrive after the rounds with batches.
-        masking: How the server sees labels: as they are (``none``), as keyed hashes (``prf``), or encrypted (``ckks``).
-            With the same keys, the trained model is the same.
+        mode: How clients train. ``batch``: the clients that hold the samples of a batch compute its gradient together.
+            ``single``: the model goes from client to client, with one step per sample. ``hybrid``: the first rounds use
+            batch mode; the later ones use single-sample mode, with data that were not available before.
+        schedule: How many samples of each label an epoch has. ``uncapped``: all. ``capped``: all, but at most ``cap``.
+            ``uniform``: the mean over the labels, for every label.
+        cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median over the
+            labels.
+        selection: How a client is drawn among those that hold a label. ``uniform``: all are equally likely.
+            ``weighted``: in proportion to their numbers of samples of the label.
+        batch_size: Number of samples in a batch, over all clients. Larger batches need fewer exchanges, but also give
+            fewer steps. Default: ``training.batch_size``.
+        lr_rule: Factor of the learning rate, if ``batch_size`` is r times ``training.batch_size``. ``none``: 1.
+            ``linear``: r. ``sqrt``: √r.
+        local_steps: Only in batch mode: number of steps that a client takes on its part of a batch. With 1, a batch
+            equals one step of centralised SGD. With more, the clients' models drift apart.
+        server: Only in batch mode: optimiser of the server. Its ``lr`` (default 1) is multiplied by ``training.lr``.
+            Default: SGD with the momentum and the weight decay of ``training``.
+        chunk_size: Only in single-sample mode: number of consecutive positions of the schedule, called a chunk, for
+            which clients are chosen together. The client that can train on most of these positions gets them.
+        retain: Only in single-sample mode: share of the clients with a label that may train on it in a chunk; they are
+            drawn at random for each chunk. A larger share means fewer transfers, and favours clients with many labels.
+        pretraining: Only in hybrid mode: number of rounds in batch mode, at the beginning. Default: half of all rounds.
+        stream: Only in hybrid mode: share of each client's samples that are not available before the rounds in
+            single-sample mode.
+        masking: How the server sees labels. ``none``: as they are. ``prf``: as keyed hashes. ``ckks``: encrypted. With
+            the same keys, all three train the same model.
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"

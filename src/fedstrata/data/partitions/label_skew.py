@@ -23,8 +23,8 @@ class Classes(Partition):
     by equally many clients (±1), and by at least one.
 
     Args:
-        per_client: Classes of each client.
-        size: Samples of each client, divided equally (±1) among its classes. Default: all samples are used.
+        per_client: Number of classes of each client.
+        size: Number of samples of each client, divided equally (±1) among its classes. Default: all samples are used.
     """
 
     by_label = True
@@ -65,7 +65,7 @@ class Groups(Partition):
     Args:
         groups: The groups: number of clients, and of classes per client, such as ``{clients = 4, classes = 2}``.
             ``clients`` is their sum.
-        size: Samples of each client, as for ``classes``.
+        size: Number of samples of each client, as for ``classes``.
     """
 
     by_label = True
@@ -117,9 +117,9 @@ class Domains(Partition):
     Stratify (section V) uses this division.
 
     Args:
-        per_client: Domains of each client. Default: 1.
-        alpha: Concentration α of Dirichlet draws that divide each domain among all clients. Set it instead of
-            ``per_client``.
+        per_client: Number of domains of each client. Default: 1.
+        alpha: Concentration α of the Dirichlet draws: one draw per domain gives all clients' shares of it. Set it
+            instead of ``per_client``.
     """
 
     per_client: PositiveInt | None = None

@@ -24,7 +24,7 @@ class Natural(Partition):
 
     Args:
         clients: Number of clients to draw at random. Default: all.
-        min_size: Smallest number of samples of a client. Smaller clients are left out with a warning.
+        min_size: Smallest number of samples that a client may have. Clients with fewer are left out, with a warning.
     """
 
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
@@ -75,8 +75,9 @@ class SingleClient(Partition):
 
     Args:
         clients: Always 1.
-        of: The partition that first assigns the samples.
-        only: Index (from 0) of the client in ``of`` whose samples are used. Default: all clients' samples.
+        of: Partition that assigns the samples to clients first.
+        only: Index (from 0) of the client in ``of`` whose samples are used. Default: the samples of all clients are
+            used.
     """
 
     clients: Literal[1] = 1

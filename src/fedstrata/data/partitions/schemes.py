@@ -39,13 +39,13 @@ class Dirichlet(Partition):
 
     Args:
         alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; 1e6 is nearly IID.
-        balance: ``class``: the draws divide each class among the clients, so sizes vary too (Yurochkin et al. 2019; Li
-            et al. 2022); clients below ``min_size`` get samples from the largest. ``client``: the draws are each
-            client's class probabilities; all have the same size (±1). When a class is used up, clients draw from the
-            others.
-        prior: Dirichlet parameters with ``balance = "client"``: α times the class's share of all samples (``shares``;
-            Hsu et al. 2019), or α for every class (``flat``, the published code of FedSTaS). With ten equal classes,
-            ``flat`` with α = 0.001 equals ``shares`` with α = 0.01.
+        balance: ``class``: for each class, one Dirichlet draw gives the clients' shares of it, so clients also differ
+            in size (Yurochkin et al. 2019; Li et al. 2022); clients below ``min_size`` get samples from the largest.
+            ``client``: for each client, one Dirichlet draw gives its class probabilities, and all clients have the same
+            size (±1). If the samples of a class are used up, clients draw from the other classes.
+        prior: Parameters of the Dirichlet draws with ``balance = "client"``. ``shares``: for each class, α times its
+            share of all samples (Hsu et al. 2019). ``flat``: α for every class (the published code of FedSTaS). With
+            ten equal classes, ``flat`` with α = 0.001 equals ``shares`` with α = 0.01.
     """
 
     by_label = True
@@ -82,7 +82,7 @@ class Shards(Partition):
     ``per_client``.
 
     Args:
-        per_client: Shards of each client.
+        per_client: Number of shards of each client.
     """
 
     by_label = True

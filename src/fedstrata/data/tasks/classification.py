@@ -22,8 +22,9 @@ class Classification(Task):
     """The prediction of one class per sample, with the cross-entropy as loss.
 
     Args:
-        class_weights: Factor of each class's loss, in the order of the classes, scaled to the mean 1. Losses are
-            divided by the number of samples, unlike in PyTorch. Default: 1 for each class.
+        class_weights: Weight of each class in the loss, in the order of the classes. The weights are scaled to the mean
+            1. The sum of the weighted losses is divided by the number of samples, and not by the sum of the weights as
+            in PyTorch. Default: 1 for each class.
         label_smoothing: Share of the target probability that is spread evenly over all classes.
     """
 

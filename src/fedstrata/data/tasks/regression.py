@@ -29,13 +29,15 @@ class Regression(Task):
     predictions are in the unit of the targets. Mean and deviation are those of the targets that clients train on.
 
     Args:
-        loss: Loss of a standardised target: squared error (``mse``), absolute error (``mae``), or Huber loss
-            (``huber``), quadratic up to an error of 1 and linear beyond. With several targets, it is their mean.
-        bins: Number of strata for Stratify and partitions by label: ranges of the (first) target with equally many
-            training samples. Default: no strata.
-        edges: Ends between neighbouring strata, ascending, in the unit of the target. Set them instead of ``bins``.
-        step: Unit to which targets are rounded down before ``bins`` are computed. Required for ``bins`` at real sites,
-            which disclose how often each rounded target occurs.
+        loss: Loss of a standardised target. ``mse``: squared error. ``mae``: absolute error. ``huber``: Huber loss,
+            which is quadratic up to an error of 1 and linear beyond. With several targets, the loss is the mean over
+            them.
+        bins: Number of strata, for Stratify and for partitions by label. Each stratum is a range of the (first) target,
+            and all ranges contain equally many training samples. Default: no strata.
+        edges: Boundaries between neighbouring strata, ascending, in the unit of the target. Set them instead of
+            ``bins``.
+        step: Targets are rounded down to a multiple of ``step`` before ``bins`` are computed. Required for ``bins`` at
+            real sites, because they disclose how often each rounded target occurs.
         mean: Mean of each target. Default: computed from the training samples.
         deviation: Standard deviation of each target. Default: computed from the training samples.
     """

@@ -15,7 +15,7 @@ class Segmentation(PerPlace):
     Targets are classes, (N, H, W). The model returns logits (B, outputs, H, W).
 
     Args:
-        ignore: Target of pixels that do not count, such as borders.
+        ignore: Target value that marks pixels without a loss, such as borders.
         outputs: Number of classes. Default: one more than the largest target.
     """
 

@@ -81,7 +81,7 @@ class NextToken(PerPlace):
     the same length, and the targets of padding are ``ignore``. The model returns logits (B, T, outputs).
 
     Args:
-        ignore: Target of positions that do not count, such as padding.
+        ignore: Target value that marks positions without a loss, such as padding.
         outputs: Size of the vocabulary. Default: one more than the largest target.
     """
 

@@ -210,8 +210,8 @@ class QSGD(Codec):
     most (M / s)² / 4, and a code takes ⌈log₂(2 s + 1)⌉ bits.
 
     Args:
-        levels: Quantisation steps on each side of 0.
-        bucket: Consecutive coordinates that share a scale.
+        levels: Number of quantisation steps on each side of 0.
+        bucket: Number of consecutive coordinates that share one scale.
     """
 
     levels: int = Field(default=7, ge=1, le=2**15 - 1)
@@ -267,9 +267,9 @@ class WithMemory(Codec):
     new model towards the old one. ``damping`` and ``forget_after`` limit this effect.
 
     Args:
-        damping: Factor of the stored error in each round.
+        damping: Factor by which the stored error is multiplied in each round.
         forget_after: Rounds after which a stored error is dropped. Default: never.
-        start: First round (counted from 1) with compressed updates.
+        start: First round (counted from 1) in which updates are compressed.
     """
 
     feedback = True
@@ -291,7 +291,7 @@ class TopK(WithMemory):
     The server learns which coordinates a client has changed most.
 
     Args:
-        fraction: Share of the coordinates to send; at least one is sent.
+        fraction: Share of the coordinates that are sent; at least one is.
     """
 
     fraction: float = Field(default=0.01, gt=0, le=1)
@@ -337,8 +337,8 @@ class PowerSGD(WithMemory):
 
     Args:
         rank: Rank of the approximation of each matrix.
-        factors: Number format of the two factors. ``int8`` adds one byte per tensor for a scale. Error feedback also
-            corrects this rounding.
+        factors: Number format of the two factors. ``int8`` sends one more byte per tensor, for a scale. Error feedback
+            also corrects the rounding of the factors.
     """
 
     linear = True
@@ -537,8 +537,8 @@ class Communication(Setting):
 
     Args:
         up: Codec of the updates that clients send.
-        down: Codec of the model that clients receive. ``none`` sends the whole model; other codecs send the changes
-            since the client's last version, or the whole model if smaller.
+        down: Codec of the model that clients receive. ``none``: the whole model. Other codecs: the changes since the
+            version that the client received last, or the whole model if that is smaller.
     """
 
     up: AnyCodec = Uncompressed()
