@@ -71,6 +71,16 @@ def test_updates_have_no_centroids():
         fs.prepare(spec({**FEDSTAS, "compared": "centroids", "refresh": "participants"}))
 
 
+@pytest.mark.parametrize("name", ["fedsts", "fedstas"])
+def test_the_start_of_k_means_is_in_a_spec_only_if_it_is_set(name):
+    assert "start" not in spec({"name": name}).to_spec()["method"]
+    written = spec({"name": name, "start": "random"}).to_spec()
+    assert written["method"]["start"] == "random"
+    assert fs.Experiment.from_table(written).method.choices()[0].start == "random"
+    with pytest.raises(SpecError, match=r"method\.start = 'kmeans': must be 'k-means\+\+' or 'random'"):
+        spec({"name": name, "start": "kmeans"})
+
+
 @pytest.mark.slow
 def test_about_the_requested_number_of_samples_is_used(start):
     started = start(spec({**FEDSTAS, "fraction": 0.3}))
