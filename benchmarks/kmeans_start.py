@@ -63,7 +63,7 @@ def main() -> None:
         for start in STARTS:
             each = [measured(view, count, draws, seed, start) for seed in range(options.starts)]
             figures = {name: [result[name] for result in each] for name in each[0]}
-            row = {"alpha": spec.partition.alpha, "seed": spec.seed, "round": view.round, "start": start}
+            row = {"partition": spec.to_spec()["partition"], "seed": spec.seed, "round": view.round, "start": start}
             row |= {
                 "starts": options.starts,
                 "highest_samples": 100 * view.labels.max(axis=1).sum() / view.labels.sum(),
