@@ -374,7 +374,7 @@ def stratify(points: Floats32, count: int, seed: int, round: int, start: Start |
     with warnings.catch_warnings():
         # Points may differ only in their last bits. scikit-learn then finds fewer clusters, and warns needlessly.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        # The paper's k-means starts at random clients, and ends when no client changes its stratum: without a tolerance.
+        # The paper's k-means starts at random clients, and ends when no client changes its stratum (no tolerance).
         how = {"init": "random", "tol": 0.0} if start == "random" else {}
         model = KMeans(min(count, distinct), n_init=1, random_state=state, **how).fit(fitted)
     labels = model.labels_
