@@ -130,17 +130,35 @@ class Cells(HTMLParser):
             self.texts[self.open[-1]][-1] += data
 
 
-def test_a_notebook_shows_the_last_rounds() -> None:
-    shown = Cells(History(RECORDS, method="<b>")._repr_html_()).texts
-    assert shown["th"] == ["round", "accuracy", "samples", "bytes up", "seconds"]
-    assert shown["td"][:5] == ["1", "0.5", "", "10", "0.5"]
-    assert shown["td"][-5:] == ["5", "0.6", "40", "5", "0"]
-    assert shown["p"] == [repr(History(RECORDS, method="<b>"))]
-    long = Cells(History([{"round": i + 1, "samples": 1000 * i} for i in range(30)])._repr_html_()).texts
-    assert len(long["td"]) == 20
-    assert long["td"][-2:] == ["30", "29,000"]
-    assert long["p"][-1] == "The last 10 of 30 rounds."
-    assert Cells(History()._repr_html_()).texts["p"] == ["History(0 rounds)"]
+def test_a_notebook_shows_a_card_of_a_run() -> None:
+    records = [
+        {"round": 1, "accuracy": 0.5, "loss": 1.25, "clients_invited": 4, "clients_returned": 3, "bytes_up": 2_000_000},
+        {"round": 2, "accuracy": None, "loss": None, "clients_invited": 4, "clients_returned": 0, "bytes_up": 0},
+        {"round": 3, "accuracy": 0.75, "loss": 1.0, "clients_invited": 4, "clients_returned": 4, "bytes_up": 500_000},
+    ]
+    page = History(records, method="<b>", seed=3)._repr_html_()
+    shown = Cells(page).texts
+    assert shown["p"] == ["", "accuracy in rounds 1 to 3, from 50.00 % to 75.00 %"]
+    assert "<b>&lt;b&gt; · seed 3</b>" in page
+    columns = ["round", "accuracy", "loss", "returned/invited", "MB"]
+    assert shown["th"][-5:] == columns  # without seconds, which no round has
+    assert shown["td"][-15:-10] == ["1", "50.00 %", "1.25", "3/4", "2.00"]
+    assert shown["td"][-10:-5] == ["2", "–", "–", "0/4", "–"]
+    assert shown["td"][-5:] == ["3", "75.00 %", "1", "4/4", "0.50"]
+    # From the lower left to the upper right corner, 3 pixels from the border.
+    assert 'points="3.0,45.0 237.0,3.0"' in page
+    assert "script" not in page
+
+
+def test_a_card_of_a_run_where_lower_is_better_and_of_runs_without_results() -> None:
+    records = [{"round": i, "accuracy": None, "loss": 2.0, "test": {"rmse": 10.0 / i}} for i in range(1, 31)]
+    shown = Cells(History(records, primary="rmse", lower=("rmse",))._repr_html_()).texts
+    assert shown["p"][1:] == ["rmse in rounds 1 to 30, from 0.3333 to 10", "The last 10 of 30 rounds."]
+    assert shown["th"][-3:] == ["round", "rmse", "loss"]
+    assert shown["td"][-3:] == ["30", "0.3333", "2"]
+    never = Cells(History([{"round": 1, "accuracy": None, "loss": None}])._repr_html_()).texts
+    assert never["th"][-1:] == ["round"]
+    assert Cells(History()._repr_html_()).texts["p"] == ["", "no rounds yet"]
 
 
 def test_csv_reads_back(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import html
 import io
 import json
 import math
@@ -37,9 +36,6 @@ LOWER = frozenset({"loss", "log-loss", "ece", "perplexity", "rmse", "mae"})
 
 TARGETS = (0.5, 0.8, 0.9, 0.95)
 """The default targets: the summary gives the first round whose test accuracy reached each of them."""
-
-LAST = 10
-"""How many of the last rounds a notebook shows."""
 
 WEIGHTS, MODEL = "model.safetensors", "model.json"
 """The files of a run folder with the final model, and with its description."""
@@ -189,15 +185,10 @@ class History(Sequence[Record]):
         return f"History({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """Return an HTML table of the standard columns of the last rounds, for a notebook."""
-        last = self[-LAST:]
-        names = [name for name in STANDARD if any(_number(record, name) is not None for record in last)]
-        head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in names)
-        lines = ["".join(f"<td>{_short(record.get(name))}</td>" for name in names) for record in last]
-        body = "".join(f"<tr>{line}</tr>" for line in lines)
-        left_out = f"<p>The last {LAST} of {len(self)} rounds.</p>" if len(self) > LAST else ""
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if names else ""
-        return f"<p>{html.escape(repr(self))}</p>{table}{left_out}"
+        """Return a card for a notebook: the summary, a curve of the primary metric, and the last rounds."""
+        from fedstrata.evaluation.card import card  # it imports this module
+
+        return card(self)
 
     def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the rounds in which a column has a number, and these numbers.
@@ -218,7 +209,7 @@ class History(Sequence[Record]):
 
     def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return what ``column`` returns, or two empty arrays if no round has a number in the column."""
-        pairs = [(record["round"], value) for record in self if (value := _number(record, name)) is not None]
+        pairs = [(record["round"], value) for record in self if (value := number_in(record, name)) is not None]
         rounds = np.array([round for round, _ in pairs], dtype=np.int64)
         return rounds, np.array([value for _, value in pairs], dtype=np.float64)
 
@@ -239,13 +230,13 @@ class History(Sequence[Record]):
         If the saved model is that of the last round, this is the last number of the column.
         """
         if (saved := self.saved) is not None:
-            return _number(saved, name)
-        return next((value for record in reversed(self) if (value := _number(record, name)) is not None), None)
+            return number_in(saved, name)
+        return next((value for record in reversed(self) if (value := number_in(record, name)) is not None), None)
 
     def best(self, name: str) -> float | None:
         """Return the value that a column has in the best round; None if it has no number."""
         best = self.best_round
-        return next((_number(record, name) for record in self if record["round"] == best), None)
+        return next((number_in(record, name) for record in self if record["round"] == best), None)
 
     @property
     def final_accuracy(self) -> float | None:
@@ -256,7 +247,7 @@ class History(Sequence[Record]):
     def best_on(self) -> str:
         """The samples that decide which round is best: ``"validation"``, or ``"test"`` without validation samples."""
         keys = ("validation.accuracy", "validation.loss")
-        validated = any(_number(record, key) is not None for record in self for key in keys)
+        validated = any(number_in(record, key) is not None for record in self for key in keys)
         return "validation" if validated else "test"
 
     @property
@@ -285,7 +276,7 @@ class History(Sequence[Record]):
         """
         column, lower = column_of(metric), metric in self.lower
         for record in self:
-            value = _number(record, column)
+            value = number_in(record, column)
             if value is not None and (value <= target if lower else value >= target):
                 return int(record["round"])
         return None
@@ -449,20 +440,13 @@ def target_text(target: float) -> str:
     return short if float(short := f"{target:g}") == target else repr(float(target))
 
 
-def _short(value: object) -> str:
-    """Return a number as short text for a notebook; empty for other values, which could be long or markup."""
-    if not _is_number(value):
-        return ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Return a mapping from columns to numbers, without other values; a nested table has columns ``table.key``.
 
     >>> numbers({"round": 3, "accuracy": 0.5, "loss": None, "validation": {"loss": 1}})
     {'accuracy': 0.5, 'validation.loss': 1.0}
     """
-    columns = ((name, _number(record, name)) for name in _names(record) if name != "round")
+    columns = ((name, number_in(record, name)) for name in _names(record) if name != "round")
     return {name: value for name, value in columns if value is not None}
 
 
@@ -474,12 +458,13 @@ def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield prefix + key
 
 
-def _number(record: Mapping[str, Any], name: str) -> float | None:
+def number_in(record: Mapping[str, Any], name: str) -> float | None:
+    """Return a number of a record; None if it has none. ``"table.key"`` is the key of a nested table."""
     value: Any = record.get(name)
     if value is None and "." in name:
         table, _, rest = name.partition(".")
         inner = record.get(table)
-        return _number(inner, rest) if isinstance(inner, dict) else None
+        return number_in(inner, rest) if isinstance(inner, dict) else None
     return float(value) if _is_number(value) else None
 
 
