@@ -48,7 +48,7 @@ BAD = {
     "clipping with SCAFFOLD": ('method = "scaffold"\n[training]\nclip = 1.0', "training.clip = 1.0: SCAFFOLD's control variates require unclipped gradients. Remove it. (s.toml, line 3)"),
     "more strata than clients": ('[method]\nname = "fedsts"\nstrata = 200', "method.strata = 200: is larger than the number of clients. Use at most 100. (s.toml, line 3)"),
     "a missing trace": ('[availability]\nname = "trace"\nfile = "no.csv"', "availability.file = 'no.csv': the file does not exist. Give a CSV file with the columns client,first,last. (s.toml, line 3)"),
-    "a wrong trace": ('[availability]\nname = "trace"\nfile = "wrong.csv"', "availability.file = 'wrong.csv': is not a trace: line 2 must have three whole numbers. Correct the file. (s.toml,"),
+    "a wrong trace": ('[availability]\nname = "trace"\nfile = "wrong.csv"', "availability.file = 'wrong.csv': is not a valid trace of availability: line 2 must have three whole numbers. Correct the file. (s.toml,"),
     "groups that do not fit": ('[availability]\nname = "groups"\ngroups = [{ clients = 3, p = 0.5 }]', "availability.groups: the sizes add up to 3. Make the sum equal to partition.clients, which is 100."),
     "p over 1": ('[availability]\nname = "bernoulli"\np = 1.5', "availability.p = 1.5: must be less than or equal to 1. (s.toml, line 3)"),
     "a target over 1": ("[evaluation]\ntargets = [2]", "evaluation.targets = [2]: 2.0 is not an accuracy in (0, 1]. Use fractions, such as [0.02]. (s.toml, line 2)"),

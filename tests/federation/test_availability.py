@@ -106,13 +106,13 @@ def test_trace(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("client,from,to\n0,1,2\n", "is not a trace: line 1 must be client,first,last"),
-        ("", "is not a trace: line 1 must be client,first,last"),
-        ("client,first,last\n0,1,2\n1,x,2\n", "is not a trace: line 3 must have three whole numbers"),
-        ("client,first,last\n0,1\n", "is not a trace: line 2 must have three whole numbers"),
-        ("client,first,last\n0,3,2\n", "is not a trace: line 2 must have 1 <= first <= last"),
-        ("client,first,last\n0,0,2\n", "is not a trace: line 2 must have 1 <= first <= last"),
-        (b"\x80\xff\x00", "is not a trace"),
+        ("client,from,to\n0,1,2\n", "is not a valid trace of availability: line 1 must be client,first,last"),
+        ("", "is not a valid trace of availability: line 1 must be client,first,last"),
+        ("client,first,last\n0,1,2\n1,x,2\n", "is not a valid trace of availability: line 3 must have three whole"),
+        ("client,first,last\n0,1\n", "is not a valid trace of availability: line 2 must have three whole numbers"),
+        ("client,first,last\n0,3,2\n", "is not a valid trace of availability: line 2 must have 1 <= first <= last"),
+        ("client,first,last\n0,0,2\n", "is not a valid trace of availability: line 2 must have 1 <= first <= last"),
+        (b"\x80\xff\x00", "is not a valid trace of availability"),
     ],
 )
 def test_traces_with_errors(tmp_path, text, problem):

@@ -84,7 +84,7 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
             raise DataError(f"{part}: has shape {array.shape}. Give at least one sample, (N, …).")
         tensors[name] = _tensor(array if array.dtype.kind == "b" else _storable(array, part, exact=False))
     if not tensors:
-        raise DataError(f"{key}: is a mapping without inputs. Give at least one.")
+        raise DataError(f"{key}: contains no arrays of inputs. Give at least one.")
     lengths = {name: len(tensor) for name, tensor in tensors.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{length} of {name}" for name, length in lengths.items())

@@ -1,7 +1,7 @@
 """Augmentation: random changes of the inputs on which clients train, chosen with ``data.augment``.
 
-Only the batches of local training are augmented. Evaluations, predictions, the gradients and losses that samplers ask
-for, and what an objective computes from all samples use the samples as they are.
+Only the batches of local training are augmented. The original samples are used for evaluations and predictions, for the
+gradients and losses that samplers ask for, and for what an objective computes from all samples.
 """
 
 from __future__ import annotations

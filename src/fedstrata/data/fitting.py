@@ -300,7 +300,8 @@ class Unfitted:
             if count > other.samples or (column.impute is None and count < other.samples):
                 raise DataError(f"column {name!r} has {count:g} values for {other.samples} samples")
             if column.counted and (counted := float(other.counts[name][:, 1].sum())) != count:
-                raise DataError(f"column {name!r} has {count:g} values, but its counts add up to {counted:g}")
+                problem = f"{count:g} values were reported, but the counts of its categories add up to {counted:g}"
+                raise DataError(f"column {name!r}: {problem}")
 
     def _of(self, samples: Tensor) -> Statistics:
         # Use NumPy, because its sums, in contrast to PyTorch's, do not depend on the number of threads.

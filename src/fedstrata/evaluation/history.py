@@ -225,7 +225,7 @@ class History(Sequence[Record]):
         return of_round | self.kept or None
 
     def final(self, name: str) -> float | None:
-        """Return the value that a column has for the model that the run saved; None if it has no number.
+        """Return the value that a column has for the model that the run saved; None if there is no number.
 
         If the saved model is that of the last round, this is the last number of the column.
         """
@@ -234,7 +234,7 @@ class History(Sequence[Record]):
         return next((value for record in reversed(self) if (value := number_in(record, name)) is not None), None)
 
     def best(self, name: str) -> float | None:
-        """Return the value that a column has in the best round; None if it has no number."""
+        """Return the value that a column has in the best round; None if the column has no number there."""
         best = self.best_round
         return next((number_in(record, name) for record in self if record["round"] == best), None)
 

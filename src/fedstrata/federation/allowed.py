@@ -133,7 +133,8 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return this entry's sample limit if it is so small that no client may answer; otherwise None.
 
-        That is so if it is below ``privacy.min_samples``, and clients do not add too few samples to a later batch.
+        No client may answer if the limit is below ``privacy.min_samples``, unless clients keep samples of a batch
+        that has too few of them for a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None

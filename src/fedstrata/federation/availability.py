@@ -246,7 +246,9 @@ class Trace(Availability):
             raise SpecError("file", problem, self.file) from None
         except (OSError, RuntimeError, ValueError, csv.Error) as error:
             # expanduser raises RuntimeError for an unknown user.
-            raise SpecError("file", f"is not a trace: {error}. Correct the file.", self.file) from None
+            raise SpecError(
+                "file", f"is not a valid trace of availability: {error}. Correct the file.", self.file
+            ) from None
         return self
 
     def _parse(self, reader: csv.DictReader[str]) -> None:

@@ -138,7 +138,9 @@ class _Optimizers(Registry[LocalOptimizer]):
             )
         for key in ELSEWHERE:
             if key in table:
-                raise SpecError(key, f"is not a setting of a single optimiser. Set training.{key} instead.", table[key])
+                raise SpecError(
+                    key, f"cannot be set for one optimiser alone. Set training.{key}, which applies to all.", table[key]
+                )
         return build(OwnOptimizer, {"path": name, "arguments": dict(table)})
 
 

@@ -111,8 +111,8 @@ class Claim:
         paper: The paper, a key of ``PAPERS``.
         statement: The claim.
         where: The place of the claim: ``abstract``, ``conclusion`` or both.
-        kind: The way in which it is judged: a key of ``TABLE_KINDS``, ``reading``, ``page`` or ``untestable``; see
-            ``KINDS``.
+        kind: The way in which it is judged: ``reading``, ``page``, ``untestable``, or a key of ``TABLE_KINDS``.
+            ``KINDS`` explains them.
         about: The parameters of this kind of judgement, such as the table and the row. Claims for the first page of the
             results also have ``headline``, a short statement, and ``data``, the data on which it is judged.
     """

@@ -137,7 +137,10 @@ def rising(drawn: Mapping[str, Curve]) -> bool:
 
 
 def ranked(drawn: Mapping[str, Curve]) -> list[str]:
-    """Return the labels of curves, the one with the best last point first. In rising curves, the highest is best."""
+    """Return the labels of curves, sorted by their last values, the best first.
+
+    The highest value is best if the curves rise; otherwise, the lowest is.
+    """
     sign = -1 if rising(drawn) else 1
     return sorted(drawn, key=lambda label: sign * float(drawn[label].mean[-1]))
 

@@ -21,6 +21,7 @@ renew them."""
 WARNED = timedelta(days=30)
 """The server, a site or the administrator is warned if its certificate expires in less than this time."""
 
+ASK = "Ask the administrator of the federation for a new kit."
 ROOT = "rootCA.pem"
 
 
@@ -62,16 +63,13 @@ def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]
     try:
         certificate.verify_directly_issued_by(root)
     except Exception:
-        yield True, f"{path.name} is not of this federation, because {ROOT} did not sign it. Ask for a new folder."
+        yield True, f"{path.name} is not of this federation, because {ROOT} did not sign it. {ASK}"
     if (settings := path.with_name("fed_client.json")).exists():
         name = json.loads(settings.read_text(encoding="utf-8"))["client"]["fqsn"]
         if (other := _common_name(certificate)) != name:
-            yield (
-                True,
-                f"{path.name} is the certificate of {other!r}, but the folder is of {name!r}. Ask for a new folder.",
-            )
+            yield True, f"{path.name} is the certificate of {other!r}, but the folder is of {name!r}. {ASK}"
     if not _fits(certificate, key):
-        yield True, f"{key.name} is not the key of {path.name}. Ask for a new folder."
+        yield True, f"{key.name} is not the key of {path.name}. {ASK}"
     for one, name in ((certificate, path.name), (root, ROOT)):
         begin, end = one.not_valid_before_utc, one.not_valid_after_utc
         if now < begin:
@@ -95,7 +93,7 @@ def read(path: Path) -> Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as a certificate: {error}. Ask for a new folder.") from None
+        raise DataError(f"{path}: cannot be read as a certificate: {error}. {ASK}") from None
 
 
 def renew(authority: Path, path: Path, days: int) -> datetime:

@@ -66,7 +66,10 @@ def _running(path: Path) -> Any:
 
 
 def _began_after(process: Any, path: Path) -> bool:
-    """Return True if a process began after its id was written to the file, so that the id meant an earlier process."""
+    """Return True if a process began after its id was written to the file.
+
+    The id was then used again, and the process that the file means has ended.
+    """
     return bool(process.create_time() > path.stat().st_mtime + ROUNDED)
 
 

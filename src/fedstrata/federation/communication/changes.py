@@ -1,4 +1,4 @@
-"""Functions of server and clients, which select what is encoded, apply changes to a model, and compute digests."""
+"""Select the tensors that are encoded, apply changes to a model, and compute digests, at the server and at clients."""
 
 from __future__ import annotations
 

@@ -556,5 +556,5 @@ class Communication(Setting):
 
     @property
     def plain(self) -> bool:
-        """Whether neither direction is encoded."""
+        """True if neither messages to clients nor messages from clients are encoded."""
         return isinstance(self.up, Uncompressed) and isinstance(self.down, Uncompressed)

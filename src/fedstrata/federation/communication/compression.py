@@ -103,7 +103,7 @@ class Reader:
             self.method_check(reply)
 
     def read(self, answer: EncodedReply) -> Reply:
-        """Return the reply with its decoded change."""
+        """Decode the change of the model in an answer, and return the reply with it."""
         assert answer.reply is not None
         return answer.reply.merge_update(self.request.weights, self._decode(unpack(answer.payload, self.forms)))
 
