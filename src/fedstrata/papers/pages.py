@@ -39,7 +39,7 @@ ABOUT_FOREST = f"""\
 ![Differences of accuracy with their intervals, one panel per paper]({FOREST})
 
 Accuracy differences. Blue: as claimed; orange: the opposite; grey: not significant. A thick line is the 95 % interval
-of one comparison. The thin lines of a claim hold together with 95 % confidence. *#C=1*: one class per client."""
+of one comparison. The thin lines of a claim are simultaneous 95 % intervals. *#C=1*: one class per client."""
 DOWNLOADS = f"All [claims, and how we judge]({CLAIMS}). CSV: [claims]({CLAIMS_CSV}), [figures]({TABLES_CSV})."
 ABOUT_TABLES = f"""\
 Each table shows the paper's figure, ours with its 95 % interval over seeds, and the paired difference from a baseline,
