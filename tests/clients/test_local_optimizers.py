@@ -297,7 +297,10 @@ def test_methods_learn_the_digits_with_adamw(method):
 
 
 WRONG = [
-    ({"optimizer": "adam"}, r"^training\.optimizer\.name = 'adam': is not a known local optimiser; did you mean 'adamw'"),
+    (
+        {"optimizer": "adam"},
+        r"^training\.optimizer\.name = 'adam': is not a known local optimiser; did you mean 'adamw'",
+    ),
     ({"optimizer": "torch.optim:Nothing"}, r"^training\.optimizer\.name = .* .*'Nothing'"),
     ({"optimizer": "torch.nn:Linear"}, r"^training\.optimizer\.name = .* is not a subclass of torch"),
     ({"optimizer": {"name": "adamw", "beta": 1}}, r"^training\.optimizer\.beta = 1: is not a known key"),
