@@ -124,7 +124,7 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     # A site stops for a minute: the round goes on without it within seconds, and when it is back it takes part again.
     deployment.wait_for_round(2)
     since = _stopped(deployment, "b", signal.SIGSTOP)
-    until("b to be missed", lambda: "nothing was heard of it" in deployment.reasons(1), 60)
+    until("b to be missed", lambda: "it has not answered for" in deployment.reasons(1), 60)
     assert time.monotonic() - since < 2 * NOTICED
     before, begun = deployment.round(), time.monotonic()
     time.sleep(60 - (begun - since))
@@ -141,7 +141,7 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     # kill -9 of a site in the middle of a round; started again, it is taken in.
     since = time.monotonic()
     processes.kill("a")
-    until("a to be missed", lambda: "nothing was heard of it" in deployment.reasons(0), 60)
+    until("a to be missed", lambda: "it has not answered for" in deployment.reasons(0), 60)
     assert time.monotonic() - since < 2 * NOTICED
     gone = deployment.round()
     deployment.wait_for_round(gone + 1)
@@ -153,7 +153,7 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     # kill -9 of the process that works at a site: the others go on, and the job comes again for it, not for its end.
     told, gone = deployment.told.count("site b is there"), deployment.round()
     _worker(processes.running["b"].pid).kill()
-    until("b to be missed", lambda: "nothing was heard of it" in deployment.reasons(1, after=gone), 60)
+    until("b to be missed", lambda: "it has not answered for" in deployment.reasons(1, after=gone), 60)
     deployment.wait_for_round(deployment.round() + 2)
     assert deployment.returned() == 1
     until("the job to come again", lambda: deployment.told.count("site b is there") > told)
