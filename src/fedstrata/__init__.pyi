@@ -55,7 +55,12 @@ from .federation.availability import Bernoulli as Bernoulli
 from .federation.availability import Grouped as Grouped
 from .federation.availability import Persistent as Persistent
 from .federation.availability import Population as Population
-from .federation.availability import Trace as Trace
+from .federation.availability_correlated import LabelCorrelated as LabelCorrelated
+from .federation.availability_correlated import SizeCorrelated as SizeCorrelated
+from .federation.availability_patterns import Cyclic as Cyclic
+from .federation.availability_patterns import Diurnal as Diurnal
+from .federation.availability_patterns import Markov as Markov
+from .federation.availability_trace import Trace as Trace
 from .federation.communication.codecs import Codec as Codec
 from .federation.communication.codecs import Communication as Communication
 from .federation.communication.codecs import WithMemory as WithMemory

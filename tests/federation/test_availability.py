@@ -7,6 +7,7 @@ import pytest
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
+from fedstrata.data.partitions.base import Assignment
 from fedstrata.federation.availability import AvailabilityGroup, Population
 
 EVERYBODY = np.arange(400)
@@ -120,6 +121,109 @@ def test_traces_with_errors(tmp_path, text, problem):
     with pytest.raises(SpecError, match=problem) as caught:
         fs.Trace(file=path)
     assert (caught.value.key, caught.value.value) == ("file", path)
+
+
+def test_a_trace_in_seconds(tmp_path):
+    text = "client,first,last\n0,0,59.5\n1,60,60\n1,150,400\n"
+    model = fs.Trace(file=trace(tmp_path, text), round_seconds=60)
+    # Rounds start after 0, 60, 120, 180 seconds.
+    online = [model.online(np.array([1, 0]), round, 0).tolist() for round in range(1, 5)]
+    assert online == [[False, True], [True, False], [False, False], [True, False]]
+    with pytest.raises(SpecError, match="line 2 must have three whole numbers"):
+        fs.Trace(file=trace(tmp_path, text.replace("59.5", "5.5").replace("0,0,", "0,0.5,")))
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("0,1,x", "line 2 must have a whole number and two numbers"),
+        ("0.5,1,2", "line 2 must have a whole number and two numbers"),
+        ("0,-1,2", "line 2 must have 0 <= first <= last"),
+        ("0,nan,2", "line 2 must have 0 <= first <= last"),
+    ],
+)
+def test_traces_in_seconds_with_errors(tmp_path, line, problem):
+    with pytest.raises(SpecError, match=problem):
+        fs.Trace(file=trace(tmp_path, f"client,first,last\n{line}\n"), round_seconds=1)
+
+
+# Several models.
+
+
+def combined(*tables):
+    return fs.Experiment(availability=list(tables)).availability
+
+
+def test_a_client_is_online_if_it_is_online_in_each_model(tmp_path):
+    file = trace(tmp_path, "client,first,last\n0,1,3\n1,2,2\n2,1,1\n")
+    other = tmp_path / "other.csv"
+    other.write_text("client,first,last\n0,2,2\n1,1,2\n2,2,3\n")
+    model = combined({"name": "trace", "file": file}, {"name": "trace", "file": str(other)})
+    seen = [model.online(np.array([2, 0, 1]), round, 0).tolist() for round in (1, 2, 3)]
+    assert seen == [[False, False, False], [False, True, True], [False, False, False]]
+
+
+def test_probabilities_multiply_also_of_models_of_one_kind():
+    model = combined({"name": "bernoulli", "p": 0.6}, {"name": "bernoulli", "p": 0.5}, {"name": "bernoulli", "p": 0.9})
+    there = drawn(model, range(1, 201))
+    assert near_to(there.mean(), 0.27, there.size)
+    first = drawn(fs.Bernoulli(p=0.6), range(1, 201))
+    assert (first | ~there).all()  # the first model draws as it does without the others
+
+
+def test_each_model_gets_the_population_and_a_copy_of_its_own():
+    people = Population(4, 2, Assignment.from_lists([np.array([k]) for k in range(4)]), np.array([0, 0, 1, 1]), 5)
+    spec = fs.Experiment(availability=[fs.LabelCorrelated(), fs.LabelCorrelated(), fs.Bernoulli()])
+    model = spec.availability.model_copy()
+    model.check(people)
+    first, second, _ = model.models
+    alone = fs.LabelCorrelated()
+    alone.check(people)
+    assert (first._p == alone._p).all()
+    assert (first._p != second._p).any()
+    with pytest.raises(AttributeError):
+        _ = spec.availability.models[0]._p
+
+
+def test_the_first_table_has_the_common_settings():
+    slow = {"name": "bernoulli", "deadline": 3.0, "speed_spread": 0.5, "announced": True}
+    model = combined(slow, "markov", {"name": "cyclic", "deadline": 3.0})
+    assert (model.deadline, model.announced, model.simulates_time) == (3.0, True, True)
+    work = np.full(400, 100.0)
+    assert (model.seconds(EVERYBODY, work, 2) == fs.Bernoulli(speed_spread=0.5).seconds(EVERYBODY, work, 2)).all()
+    with pytest.raises(
+        SpecError, match=r"availability\.1\.announced = True: has no effect, because it is not in the first"
+    ):
+        combined("markov", slow)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([], r"availability = \[\]: is an empty list. Use at least one table."),
+        (["markov", "markof"], r"availability.1.name = 'markof': is not a known availability; did you mean 'markov'"),
+        (["markov", {"p": 0.5}], r"availability.1.name: is required, but not set. Use one of: always"),
+        ([{"name": "markov", "online_rounds": 0.5}], r"availability.0.online_rounds = 0.5: must be greater than or eq"),
+    ],
+)
+def test_lists_with_errors(tables, message):
+    with pytest.raises(SpecError, match=message):
+        combined(*tables)
+
+
+def test_a_model_that_does_not_fit_the_federation_has_its_place_in_the_list():
+    spec = fs.Experiment(
+        partition=fs.IID(clients=3),
+        availability=[fs.Markov(), fs.Grouped(groups=[AvailabilityGroup(clients=2, p=0.5)])],
+    )
+    with pytest.raises(SpecError, match=r"availability\.1\.groups: the sizes add up to 2\."):
+        fs.prepare(spec)
+
+
+def test_a_list_of_one_is_the_model():
+    spec = fs.Experiment(availability=["bernoulli"])
+    assert spec == fs.Experiment(availability="bernoulli")
+    assert spec.to_toml() == fs.Experiment(availability="bernoulli").to_toml()
 
 
 def test_speeds_are_lognormal_and_a_clients_own():

@@ -117,6 +117,23 @@ def test_every_availability_round_trips(tmp_path, name):
     assert type(again.availability) is type(spec.availability)
 
 
+def test_several_availabilities_round_trip(tmp_path):
+    spec = Experiment(availability=["label-correlated", {"name": "markov", "online_rounds": 3.0}])
+    assert spec.to_toml().count("[[availability]]") == 2
+    again = Experiment.from_toml(write(tmp_path, spec.to_toml()))
+    assert again == spec
+    assert again.to_toml() == spec.to_toml()
+    assert spec.replace(seed=1).availability == spec.availability
+    assert spec.replace(availability={"name": "cyclic"}).availability.name == "cyclic"
+
+
+def test_an_error_in_a_list_names_the_line_of_its_table(tmp_path):
+    text = "[[availability]]\nname = 'markov'\n[[availability]]\nname = 'cyclic'\np = 2\n"
+    with pytest.raises(SpecError, match=r"availability\.1\.p = 2: .* \(.*, line 5\)"):
+        Experiment.from_toml(write(tmp_path, text))
+    assert [line_of(text, key) for key in ("availability", "availability.0", "availability.1.q")] == [1, 1, 3]
+
+
 def test_a_section_without_a_name_is_of_the_default_kind():
     spec = Experiment.from_table({"partition": {"alpha": 3.0}, "method": {}, "availability": {}})
     assert spec.partition == fs.Dirichlet(alpha=3.0)

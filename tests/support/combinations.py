@@ -90,6 +90,12 @@ AVAILABILITIES: dict[str, Any] = {
         "groups": [{"clients": 3, "p": 0.9}, {"clients": 3, "p": 0.5}],
         "announced": True,
     },
+    "markov": {"name": "markov", "online_rounds": 2, "offline_rounds": 2},
+    "cyclic": {"name": "cyclic", "p": 0.5, "period": 3},
+    "diurnal": {"name": "diurnal", "lowest": 0.3, "period": 4},
+    "label-correlated": {"name": "label-correlated", "mean": 0.4, "least": 0.3},
+    "size-correlated": {"name": "size-correlated", "mean": 0.6, "pattern": "cyclic", "period": 3},
+    "several": [{"name": "persistent", "p": 0.8, "period": 2}, {"name": "bernoulli", "p": 0.7}],
     "trace": {"name": "trace"},
     "trace announced": {"name": "trace", "announced": True},
     "late": {"name": "always", "deadline": 0.012, "speed_spread": 2.0},
@@ -233,7 +239,7 @@ def spec_of(name: str, **row: str) -> fs.Experiment:
     return fs.Experiment.from_table(table)
 
 
-def _availability(name: str) -> dict[str, Any] | str:
+def _availability(name: str) -> Any:
     chosen = AVAILABILITIES[name]
     return {**chosen, "file": trace_file()} if name.startswith("trace") else chosen
 

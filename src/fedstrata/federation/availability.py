@@ -1,27 +1,26 @@
 """Availability models: they simulate which clients drop out of a round, and how fast clients are.
 
 Whether a client is online in a round depends only on the settings, the seed, the round and the client. It does not
-depend on how many other clients there are, or on which clients are invited.
+depend on how many other clients there are (except in ``SizeCorrelated``), or on which clients are invited. A run that
+is resumed therefore needs no state of these models.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from statistics import NormalDist
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from fedstrata.base.config import FromRegistry, Registry, Setting
+from fedstrata.base.config import FromRegistry, Registry, Setting, under
 from fedstrata.base.errors import SpecError
-from fedstrata.base.rng import uniforms
+from fedstrata.base.rng import rng, uniforms
 from fedstrata.data.partitions.base import Assignment
 
 Clients = NDArray[np.int64]
@@ -36,12 +35,14 @@ class Population:
         classes: Number of classes C, or of other strata.
         assignment: The training samples of each client; None for real sites, whose samples the server does not know.
         y: The label of every training sample; None for real sites.
+        seed: The seed of random numbers that do not depend on the round.
     """
 
     clients: int
     classes: int = 0
     assignment: Assignment | None = None
     y: NDArray[np.int64] | None = None
+    seed: int = 0
 
     @property
     def sizes(self) -> NDArray[np.int64] | None:
@@ -224,60 +225,71 @@ class Grouped(Availability):
         return uniforms(seed, "online", round, clients) < p
 
 
-class Trace(Availability):
-    """Each client is online in the rounds that a file lists.
+class Combined(Availability):
+    """Several models: a client is online in a round if it is online in each of them.
+
+    The models draw independently, so that their probabilities multiply. The common settings, such as ``deadline``, are
+    those of the first model.
 
     Args:
-        file: Path of a CSV file with the columns ``client,first,last``: the client is online from round ``first``
-            (counted from 1) to ``last``. A client may have several lines, and is never online without one.
+        models: The models.
     """
 
-    file: str
-
-    _intervals: dict[int, list[tuple[int, int]]] = PrivateAttr(default_factory=dict)
+    models: tuple[Availability, ...]
 
     @model_validator(mode="after")
-    def _read(self) -> Trace:
-        try:
-            with Path(self.file).expanduser().open(newline="", encoding="utf-8") as lines:
-                self._parse(csv.DictReader(lines))
-        except FileNotFoundError:
-            problem = "the file does not exist. Give a CSV file with the columns client,first,last."
-            raise SpecError("file", problem, self.file) from None
-        except (OSError, RuntimeError, ValueError, csv.Error) as error:
-            # expanduser raises RuntimeError for an unknown user.
-            raise SpecError(
-                "file", f"is not a valid trace of availability: {error}. Correct the file.", self.file
-            ) from None
+    def _share(self) -> Combined:
+        """Take the common settings from the first model, and refuse others."""
+        common = {key: getattr(self.models[0], key) for key in Availability.model_fields}
+        for place, model in enumerate(self.models):
+            for key, value in common.items():
+                if (other := getattr(model, key)) not in (value, Availability.model_fields[key].default):
+                    problem = "has no effect, because it is not in the first table. Set it there, or remove it."
+                    raise SpecError(f"{place}.{key}", problem, other)
+        self.__dict__.update(common)
         return self
 
-    def _parse(self, reader: csv.DictReader[str]) -> None:
-        """Read the intervals. Errors do not quote the file, because they may be sent to another organisation."""
-        if not {"client", "first", "last"} <= set(reader.fieldnames or ()):
-            raise ValueError("line 1 must be client,first,last")
-        for number, row in enumerate(reader, start=2):
-            try:
-                client, first, last = (int(row[key]) for key in ("client", "first", "last"))
-            except (TypeError, ValueError):
-                raise ValueError(f"line {number} must have three whole numbers") from None
-            if not 1 <= first <= last:
-                raise ValueError(f"line {number} must have 1 <= first <= last")
-            self._intervals.setdefault(client, []).append((first, last))
+    def to_spec(self) -> Any:
+        """Return a list with the table of each model."""
+        return [model.to_spec() for model in self.models]
 
     def check(self, population: Population) -> None:
-        """Refuse a file with a client that does not exist."""
-        unknown = [client for client in self._intervals if not 0 <= client < population.clients]
-        if unknown:
-            last = population.clients - 1
-            raise SpecError("file", f"contains client {unknown[0]}. Use only clients 0 to {last}.", self.file)
+        """Check each of the models, with its own seed."""
+        # The models of the user's spec must not change.
+        self.__dict__["models"] = tuple(model.model_copy() for model in self.models)
+        for place, model in enumerate(self.models):
+            under(str(place), partial(model.check, replace(population, seed=_seed_of(place, population.seed))))
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return for each client whether the round lies in one of its intervals."""
-        online = [any(a <= round <= b for a, b in self._intervals.get(int(c), ())) for c in clients]
-        return np.array(online, dtype=bool)
+        """Return for each client whether it is online in each of the models."""
+        online = [model.online(clients, round, _seed_of(place, seed)) for place, model in enumerate(self.models)]
+        return np.all(online, axis=0)
+
+    def seconds(self, clients: Clients, work: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
+        """Return the seconds of the first model."""
+        return self.models[0].seconds(clients, work, seed)
 
 
-AVAILABILITIES: Registry[Availability] = Registry(
+def _seed_of(place: int, seed: int) -> int:
+    """Return the seed of a model in ``Combined``. The first model draws as it does without the others."""
+    return int(rng(seed, "availability", place).integers(2**63)) if place else seed
+
+
+class Availabilities(Registry[Availability]):
+    """The registry of availability models, which reads a list of several as ``Combined``."""
+
+    def parse(self, value: object) -> Availability:
+        """Build an instance from a name, a table with a ``name``, or a list of these."""
+        parse = super().parse
+        if not isinstance(value, (list, tuple)):
+            return parse(value)
+        models = tuple(under(str(place), partial(parse, each)) for place, each in enumerate(value))
+        if not models:
+            raise SpecError("", "is an empty list. Use at least one table.", value)
+        return models[0] if len(models) == 1 else Combined(models=models)
+
+
+AVAILABILITIES = Availabilities(
     "availability",
     Availability,  # type: ignore[type-abstract]
     {
@@ -285,7 +297,12 @@ AVAILABILITIES: Registry[Availability] = Registry(
         "bernoulli": "fedstrata.federation.availability:Bernoulli",
         "persistent": "fedstrata.federation.availability:Persistent",
         "groups": "fedstrata.federation.availability:Grouped",
-        "trace": "fedstrata.federation.availability:Trace",
+        "markov": "fedstrata.federation.availability_patterns:Markov",
+        "cyclic": "fedstrata.federation.availability_patterns:Cyclic",
+        "diurnal": "fedstrata.federation.availability_patterns:Diurnal",
+        "label-correlated": "fedstrata.federation.availability_correlated:LabelCorrelated",
+        "size-correlated": "fedstrata.federation.availability_correlated:SizeCorrelated",
+        "trace": "fedstrata.federation.availability_trace:Trace",
     },
 )
 

@@ -247,7 +247,10 @@ def _code(spec: Experiment) -> Iterator[tuple[str, str]]:
 
 
 def _settings(value: Any) -> Iterator[Setting]:
-    if isinstance(value, Setting):
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _settings(item)
+    elif isinstance(value, Setting):
         yield value
         for name in type(value).model_fields:
             yield from _settings(getattr(value, name))

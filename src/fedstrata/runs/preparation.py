@@ -193,7 +193,7 @@ def assemble(
     # ``availability.check`` stores values of this run in the object. Copy it, so that the user's spec does not change.
     spec = spec.model_copy(update={"availability": spec.availability.model_copy()})
     known = assignment if sizes_known else None
-    population = Population(config.clients, config.strata, known, dataset.strata)
+    population = Population(config.clients, config.strata, known, dataset.strata, spec.seed)
     under("availability", lambda: spec.availability.check(population))
     _check_optimizer(spec.method, config)
     _check_task(spec.method, config)

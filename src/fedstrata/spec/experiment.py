@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -157,8 +158,9 @@ class Experiment(Setting):
         """
         before = self.to_spec()
         changed = {
-            key: deep_merge(before.get(key, {}), value) if isinstance(value, Mapping) else value
+            key: deep_merge(old, value) if isinstance(value, Mapping) and isinstance(old, Mapping) else value
             for key, value in sections.items()
+            for old in [before.get(key, {})]
         }
         return build(Experiment, {**dict(self), **changed})
 
@@ -324,6 +326,7 @@ def line_of(text: str, key: str) -> int | None:
     r"""Return the line of a dotted key in a TOML text, counted from 1.
 
     If the text does not contain the key, return the line of the innermost section of the key that it contains, or None.
+    The tables of a list, ``[[section]]``, have the keys ``section.0``, ``section.1`` …
 
     >>> line_of("seed = 1\n[partition]\nalpha = 0", "partition.alpha")
     3
@@ -331,17 +334,23 @@ def line_of(text: str, key: str) -> int | None:
     wanted = key.split(".")
     best: tuple[int, int] | None = None
     section: list[str] = []
+    tables = Counter[str]()
     for number, line in enumerate(text.splitlines(), start=1):
         stripped = line.strip()
-        if header := re.match(r"\[\[?\s*([^\]]+?)\s*\]\]?", stripped):
-            section = [part.strip().strip("\"'") for part in header[1].split(".")]
-            path = section
+        if header := re.match(r"\[(\[?)\s*([^\]]+?)\s*\]\]?", stripped):
+            section = [part.strip().strip("\"'") for part in header[2].split(".")]
+            paths = [section]
+            if header[1]:
+                section = [*section, str(tables[header[2]])]
+                tables[header[2]] += 1
+                paths.append(section)
         elif assignment := re.match(r"([\w.\"'-]+)\s*=", stripped):
-            path = section + [part.strip("\"'") for part in assignment[1].split(".")]
+            paths = [section + [part.strip("\"'") for part in assignment[1].split(".")]]
         else:
             continue
-        if path == wanted[: len(path)] and (best is None or len(path) > best[0]):
-            best = (len(path), number)
+        for path in paths:
+            if path == wanted[: len(path)] and (best is None or len(path) > best[0]):
+                best = (len(path), number)
     return best[1] if best else None
 
 

@@ -1,0 +1,108 @@
+"""Availability that depends on a client's samples: on their labels, or on their number."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveInt, PrivateAttr
+
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import rng, uniforms
+from fedstrata.federation.availability import Availability, Clients, Population
+from fedstrata.federation.availability_patterns import Floats, in_cycles, in_spells
+
+
+class Correlated(Availability):
+    """Base class: each client has its own probability of being online, which depends on its samples.
+
+    Args:
+        mean: Mean probability that a client is online in a round, before ``least`` and 1 limit the probabilities.
+        least: Smallest probability of a client.
+        pattern: How a client's rounds online follow each other: ``independent`` (drawn in each round), ``markov``
+            (spells of random length) or ``cyclic`` (a part of each period).
+        offline_rounds: Mean length of a spell offline, in rounds; only for ``markov``.
+        period: Length of a period, in rounds; only for ``cyclic``.
+    """
+
+    mean: float = Field(default=0.1, gt=0, le=1)
+    least: float = Field(default=0.02, ge=0, le=1)
+    pattern: Literal["independent", "markov", "cyclic"] = "independent"
+    offline_rounds: float = Field(default=20.0, ge=1)
+    period: PositiveInt = 100
+
+    _p: Floats = PrivateAttr()
+
+    def check(self, population: Population) -> None:
+        """Compute the probability of each client."""
+        self._p = np.clip(self.mean * self.relative(population), self.least, 1)
+
+    @abstractmethod
+    def relative(self, population: Population) -> Floats:
+        """Return the probability of each client relative to the mean, (N,).
+
+        Args:
+            population: The clients.
+
+        Raises:
+            SpecError: The samples of the clients are not known, or have no labels.
+        """
+
+    def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
+        """Return for each client whether it is online, with its probability and the pattern."""
+        p = self._p[clients]
+        if self.pattern == "markov":
+            return in_spells(p, self.offline_rounds, clients, round, seed)
+        if self.pattern == "cyclic":
+            return in_cycles(p, self.period, clients, round, seed)
+        return uniforms(seed, "online", round, clients) < p
+
+
+class LabelCorrelated(Correlated):
+    """Clients with some labels are online more often than clients with others (FedAU, arXiv:2306.03401).
+
+    Each label c of C gets a random weight w_c, and the weights add up to 1. A client with a share q_c of samples of
+    each label is online with probability ``mean`` · C · Σ_c q_c w_c. The mean over clients is ``mean`` if labels are
+    balanced.
+
+    Args:
+        concentration: Parameter of the symmetric Dirichlet distribution of the weights. The smaller it is, the fewer
+            labels have almost all of the weight.
+    """
+
+    concentration: float = Field(default=0.1, ge=1e-9, le=1e9)
+
+    def relative(self, population: Population) -> Floats:
+        """Return C · Σ_c q_c w_c of each client, (N,)."""
+        counts = population.labels
+        if counts is None:
+            problem = "needs the labels of all clients' samples, which are not known. Use another model."
+            raise SpecError("name", problem, self.name)
+        classes = counts.shape[1]
+        weights = rng(population.seed, "label weights").dirichlet(np.full(classes, self.concentration))
+        shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+        relative: Floats = classes * shares @ weights
+        return relative
+
+
+class SizeCorrelated(Correlated):
+    """Clients with many samples are online more often than clients with few, or less often.
+
+    A client with n samples is online with a probability proportional to n to the power of ``exponent``.
+
+    Args:
+        exponent: Power of the number of samples. If it is negative, clients with many samples are online less often.
+    """
+
+    exponent: float = Field(default=1.0, ge=-10, le=10)
+
+    def relative(self, population: Population) -> Floats:
+        """Return the power of each client's number of samples relative to the mean over clients, (N,)."""
+        if population.sizes is None:
+            problem = "needs the number of samples of all clients, which is not known. Use another model."
+            raise SpecError("name", problem, self.name)
+        powers = np.maximum(population.sizes, 1).astype(np.float64) ** self.exponent
+        relative: Floats = powers / powers.mean()
+        return relative

@@ -1,0 +1,131 @@
+"""Availability over time: spells, cycles and the time of day."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import uniforms
+from fedstrata.federation.availability import Availability, Clients
+
+Floats = NDArray[np.float64]
+
+
+class Markov(Availability):
+    """Clients come and go: spells online and offline have random lengths (a Markov chain with two states).
+
+    In each round, also in the first, a client is online with probability ``online_rounds / (online_rounds +
+    offline_rounds)``.
+
+    Args:
+        online_rounds: Mean length of a spell online, in rounds.
+        offline_rounds: Mean length of a spell offline, in rounds.
+    """
+
+    online_rounds: float = Field(default=10.0, ge=1)
+    offline_rounds: float = Field(default=10.0, ge=1)
+
+    def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
+        """Return the state of each client's chain in the round."""
+        p = self.online_rounds / (self.online_rounds + self.offline_rounds)
+        return in_spells(np.full(len(clients), p), self.offline_rounds, clients, round, seed)
+
+
+class Cyclic(Availability):
+    """Each client is online for a part of each period, which begins at a random round for each client.
+
+    Args:
+        p: Part of a period in which a client is online. It is rounded to whole rounds, and to at least one.
+        period: Length of a period, in rounds.
+    """
+
+    p: float = Field(default=0.5, gt=0, le=1)
+    period: PositiveInt = 100
+
+    def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
+        """Return for each client whether the round is in the part of its period in which it is online."""
+        return in_cycles(np.full(len(clients), self.p), self.period, clients, round, seed)
+
+
+class Diurnal(Availability):
+    """The probability that a client is online follows the time of day, as a sine between two probabilities.
+
+    Args:
+        lowest: Smallest probability in a day.
+        highest: Largest probability in a day.
+        period: Length of a day, in rounds.
+        spread: Part of a day over which the clients' time zones are spread at random. With 0, all clients are in the
+            same zone.
+    """
+
+    lowest: float = Field(default=0.1, ge=0, le=1)
+    highest: float = Field(default=0.9, ge=0, le=1)
+    period: PositiveFloat = 24.0
+    spread: float = Field(default=1.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _is_ordered(self) -> Diurnal:
+        if self.highest < self.lowest:
+            problem = f"is less than availability.lowest, which is {self.lowest:g}. Exchange the two values."
+            raise SpecError("highest", problem, self.highest)
+        return self
+
+    def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
+        """Draw for each client whether it is online, with the probability of its time of day."""
+        day = (round - 1) / self.period + self.spread * uniforms(seed, "zone", 0, clients)
+        p = self.lowest + (self.highest - self.lowest) * (1 + np.sin(2 * math.pi * day)) / 2
+        return uniforms(seed, "online", round, clients) < p
+
+
+def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
+    """Return the states of two-state Markov chains, which are stationary from round 1.
+
+    A chain goes online with probability 1 / ``offline_rounds``. If a spell online would then be shorter than one round
+    on average, it goes online with a smaller probability, and offline after each round online (FedAU,
+    arXiv:2306.03401).
+
+    A round's uniform number either decides the state whatever it was before, or keeps (or flips) the state. The
+    function therefore goes back only to the last round that decides, and needs no memory.
+
+    Args:
+        p: The probability that each client is online in a round, (n,).
+        offline_rounds: Mean length of a spell offline, in rounds.
+        clients: The clients, (n,).
+        round: The round, counted from 1.
+        seed: The experiment's seed.
+    """
+    with np.errstate(divide="ignore", over="ignore"):
+        odds = p / (1 - p)
+        goes_online = np.minimum(1 / offline_rounds, odds)
+        stays_online = 1 - np.minimum(1, 1 / (offline_rounds * odds))
+    low, high = np.minimum(goes_online, stays_online), np.maximum(goes_online, stays_online)
+    flips = goes_online > stays_online
+    online, rest = np.zeros(len(clients), dtype=bool), np.arange(len(clients))
+    for t in range(round, 0, -1):
+        draws = uniforms(seed, "online", t, clients[rest])
+        below, above = (low[rest], high[rest]) if t > 1 else (p[rest], p[rest])
+        online[rest] ^= draws < below
+        undecided = (draws >= below) & (draws < above)
+        rest = rest[undecided]
+        online[rest] ^= flips[rest]
+        if not len(rest):
+            break
+    return online
+
+
+def in_cycles(p: Floats, period: int, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
+    """Return whether a round is in the online part of each client's period.
+
+    Args:
+        p: The part of the period in which each client is online, (n,).
+        period: Length of a period, in rounds.
+        clients: The clients, (n,).
+        round: The round, counted from 1.
+        seed: The experiment's seed.
+    """
+    start = np.floor(uniforms(seed, "offset", 0, clients) * period)
+    return (round - 1 + start) % period < np.maximum(1, np.rint(p * period))

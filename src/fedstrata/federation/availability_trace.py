@@ -1,0 +1,74 @@
+"""Availability that a file records, such as a trace of real devices."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import PositiveFloat, PrivateAttr, model_validator
+
+from fedstrata.base.errors import SpecError
+from fedstrata.federation.availability import Availability, Clients, Population
+
+
+class Trace(Availability):
+    """Each client is online in the rounds that a file lists.
+
+    Args:
+        file: Path of a CSV file with the columns ``client,first,last``: the client is online from round ``first``
+            (counted from 1) to ``last``. A client may have several lines, and is never online without one.
+        round_seconds: Seconds from the start of a round to the start of the next. If set, ``first`` and ``last`` are
+            seconds since the start of round 1, and a client that is online when a round starts is online in the round.
+            Default: ``first`` and ``last`` are rounds.
+    """
+
+    file: str
+    round_seconds: PositiveFloat | None = None
+
+    _intervals: dict[int, list[tuple[float, float]]] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _read(self) -> Trace:
+        try:
+            with Path(self.file).expanduser().open(newline="", encoding="utf-8") as lines:
+                self._parse(csv.DictReader(lines))
+        except FileNotFoundError:
+            problem = "the file does not exist. Give a CSV file with the columns client,first,last."
+            raise SpecError("file", problem, self.file) from None
+        except (OSError, RuntimeError, ValueError, csv.Error) as error:
+            # expanduser raises RuntimeError for an unknown user.
+            raise SpecError(
+                "file", f"is not a valid trace of availability: {error}. Correct the file.", self.file
+            ) from None
+        return self
+
+    def _parse(self, reader: csv.DictReader[str]) -> None:
+        """Read the intervals. Errors do not quote the file, because they may be sent to another organisation."""
+        if not {"client", "first", "last"} <= set(reader.fieldnames or ()):
+            raise ValueError("line 1 must be client,first,last")
+        number: type[int | float] = int if self.round_seconds is None else float
+        numbers = "three whole numbers" if self.round_seconds is None else "a whole number and two numbers"
+        least = 1 if self.round_seconds is None else 0
+        for line, row in enumerate(reader, start=2):
+            try:
+                client, first, last = int(row["client"]), number(row["first"]), number(row["last"])
+            except (TypeError, ValueError):
+                raise ValueError(f"line {line} must have {numbers}") from None
+            if not least <= first <= last:
+                raise ValueError(f"line {line} must have {least} <= first <= last")
+            self._intervals.setdefault(client, []).append((first, last))
+
+    def check(self, population: Population) -> None:
+        """Refuse a file with a client that does not exist."""
+        unknown = [client for client in self._intervals if not 0 <= client < population.clients]
+        if unknown:
+            last = population.clients - 1
+            raise SpecError("file", f"contains client {unknown[0]}. Use only clients 0 to {last}.", self.file)
+
+    def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
+        """Return for each client whether the round, or its start, lies in one of the client's intervals."""
+        time = round if self.round_seconds is None else (round - 1) * self.round_seconds
+        online = [any(a <= time <= b for a, b in self._intervals.get(int(c), ())) for c in clients]
+        return np.array(online, dtype=bool)
