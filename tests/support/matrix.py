@@ -49,6 +49,14 @@ _TABLES: dict[str, dict[str, Any]] = {
         "training": {"rounds": 3},
         "communication": {"up": {"name": "powersgd", "rank": 2}, "down": "qsgd"},
     },
+    "ask, several models of availability": {
+        "method": "fedavg",
+        "availability": [
+            {"name": "label-correlated", "mean": 0.6, "least": 0.4, "pattern": "markov", "offline_rounds": 2},
+            {"name": "size-correlated", "mean": 0.8},
+        ],
+        "training": {"rounds": 3},
+    },
     "sum, memories of codecs": {
         "method": {"name": "stratify", "cap": 5},
         "communication": {"up": {"name": "top-k", "fraction": 0.1}, "down": {"name": "powersgd", "rank": 1}},

@@ -262,8 +262,10 @@ class Combined(Availability):
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
         """Return for each client whether it is online in each of the models."""
-        online = [model.online(clients, round, _seed_of(place, seed)) for place, model in enumerate(self.models)]
-        return np.all(online, axis=0)
+        online = np.ones(len(clients), dtype=bool)
+        for place, model in enumerate(self.models):
+            online &= model.online(clients, round, _seed_of(place, seed))
+        return online
 
     def seconds(self, clients: Clients, work: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
         """Return the seconds of the first model."""
