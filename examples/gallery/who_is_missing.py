@@ -41,7 +41,8 @@ for name, method in METHODS.items():
 
 prepared = fs.prepare(spec)
 held = prepared.assignment.counts(prepared.data.y_train.numpy(), 10) > 0
-there = np.array([spec.availability.online(np.arange(20), round, spec.seed) for round in range(1, 33)])
+availability = prepared.spec.availability
+there = np.array([availability.online(np.arange(20), round, spec.seed) for round in range(1, 33)])
 gone = ~(there.astype(int) @ held.astype(int) > 0)
 
 figure, panels = plt.subplots(3, 1, figsize=(9, 8), sharex=True, layout="constrained")

@@ -192,6 +192,17 @@ def test_changed_code_of_the_users_own_is_noticed(tmp_path: Path, monkeypatch: p
         fs.run(mine, out=tmp_path / "run", resume=True)
 
 
+def test_code_of_a_model_in_a_list_is_part_of_the_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import fedstrata as fs\n\n\nclass Mine(fs.Bernoulli):\n    pass\n"
+    (tmp_path / "mine_in_a_list.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    several = spec(availability=["markov", "mine_in_a_list:Mine"])
+    fs.run(several, out=tmp_path / "run")
+    assert "mine_in_a_list" in json.loads((tmp_path / "run/run.json").read_text())["identity"]["code"]
+    with pytest.raises(SpecError, match="availability = "):
+        fs.run(spec(availability=["markov", "bernoulli"]), out=tmp_path / "run", resume=True)
+
+
 def test_another_results_version_is_another_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "RESULTS", identity.RESULTS + 1)
     with pytest.raises(SpecError, match="the run in this folder was made by a version of fedstrata with other"):
