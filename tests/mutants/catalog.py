@@ -84,6 +84,8 @@ relay = _of("federation/engine.py", "federation/test_engine.py", "federation/tes
 checks = _of("federation/reply_checks.py", "federation/test_federation.py")
 messages = _of("federation/messages.py", "federation/test_messages.py", "federation/test_federation.py")
 there = _of("federation/availability.py", "federation/test_availability.py")
+patterns = _of("federation/availability_patterns.py", "federation/test_availability_patterns.py")
+correlated = _of("federation/availability_correlated.py", "federation/test_availability_correlated.py")
 engine = _of(
     "engines/local.py", "engines/test_local.py", "federation/test_federation.py", "engines/test_conformance.py"
 )
@@ -593,6 +595,16 @@ MUTANTS = [
         "if not self.availability.announced:",
         "federation/test_availability.py",
     ),
+    there("models of a list draw together", "if place else seed", "if False else seed"),
+    there("a client is online in any of the models", "online &= model", "online |= model"),
+    patterns(
+        "the first round is not stationary", "if t > 1 else (p[rest], p[rest])", "if t > 0 else (p[rest], p[rest])"
+    ),
+    patterns("short spells do not alternate", "flips = goes_online > stays_online", "flips = goes_online > 1"),
+    patterns("periods begin together", "return (round - 1 + start) % period", "return (round - 1) % period"),
+    patterns("one time zone", '+ self.spread * uniforms(seed, "zone", 0, clients)', ""),
+    correlated("labels by number of samples", "np.maximum(counts.sum(axis=1, keepdims=True), 1)", "counts.max()"),
+    correlated("weights of one seed", 'rng(population.seed, "label weights")', 'rng(0, "label weights")'),
     there("speeds of one seed", 'uniforms(seed, "speed", 0, clients)', 'uniforms(0, "speed", 0, clients)'),
     there("periods of one seed", 'uniforms(seed, "online", (round - 1)', 'uniforms(0, "online", (round - 1)'),
     there(
