@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import uniforms
@@ -64,7 +64,7 @@ class Diurnal(Availability):
 
     lowest: float = Field(default=0.1, ge=0, le=1)
     highest: float = Field(default=0.9, ge=0, le=1)
-    period: PositiveFloat = 24.0
+    period: float = Field(default=24.0, ge=1)
     spread: float = Field(default=1.0, ge=0, le=1)
 
     @model_validator(mode="after")
