@@ -15,6 +15,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import jsonable
 from fedstrata.base.printable import print_lines
 from fedstrata.base.screen import READABLE
+from fedstrata.cli.layout import Layout
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -53,7 +54,7 @@ def add_command(
         help=help,
         description=f"{help[0].upper()}{help[1:]}." + (f"\n\n{more}" if more else ""),
         epilog=f"examples:\n{lines}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Layout,
     )
     parser.set_defaults(imports=imports, **defaults)
     return parser

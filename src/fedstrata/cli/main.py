@@ -24,6 +24,7 @@ from fedstrata.base.printable import print_lines
 from fedstrata.base.signals import TERMINATED, Terminated, ending_in_order
 from fedstrata.cli import inspect, masking, predict, results, run, teach
 from fedstrata.cli.common import Commands
+from fedstrata.cli.layout import Layout
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -47,10 +48,10 @@ GROUPS = {
 ABOUT = "Federated learning that holds up when data are non-IID and clients drop out."
 
 BEGIN = """examples:
-  fedstrata new demo && fedstrata compare demo.toml --out demo    compare four methods, and write demo/report.html
+  fedstrata new demo && fedstrata compare demo.toml --out demo    compare four methods in a report
   fedstrata new spec && fedstrata run spec.toml                   run an experiment of your own
   fedstrata explain alpha                                         explain a key of a spec
-  fedstrata COMMAND --help                                        show options and examples of a command
+  fedstrata COMMAND --help                                        show the options of a command
 """
 
 
@@ -138,9 +139,7 @@ def parser() -> argparse.ArgumentParser:
     ``after_interrupt``, which is the advice to print after an interrupt.
     """
     whole = argparse.ArgumentParser(
-        prog="fedstrata",
-        usage="fedstrata [-h] [--version] COMMAND ...",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="fedstrata", usage="fedstrata [-h] [--version] COMMAND ...", formatter_class=Layout
     )
     whole.add_argument("--version", action="version", version=f"fedstrata {__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", prog="fedstrata", help=argparse.SUPPRESS)

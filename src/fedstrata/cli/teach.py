@@ -31,7 +31,7 @@ their templates."""
 SHELLS = {
     "bash": 'eval "$(fedstrata completion bash)"    # in ~/.bashrc',
     "zsh": 'eval "$(fedstrata completion zsh)"     # in ~/.zshrc, after compinit',
-    "fish": "fedstrata completion fish | source    # in ~/.config/fish/config.fish",
+    "fish": "fedstrata completion fish | source     # in ~/.config/fish/config.fish",
 }
 
 
@@ -46,7 +46,7 @@ def add_new(commands: Commands) -> None:
     help = "write a commented example file, which runs unchanged"
     more = "\n".join(f"  {kind:<14}{purpose}" for kind, purpose in KINDS.items())
     parser = add_command(commands, "new", help, examples, more, work=_new)
-    parser.add_argument("kind", metavar="KIND", help=f"what to write: {', '.join(KINDS)}")
+    parser.add_argument("kind", metavar="KIND", help="kind of file to write, from the list above")
     parser.add_argument(
         "file", nargs="?", type=Path, metavar="FILE", help="file to write (default: KIND.toml or KIND.py)"
     )

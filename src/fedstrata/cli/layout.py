@@ -1,0 +1,53 @@
+"""The layout of ``--help`` in terminals of any width: text wraps between words, and commands stay on one line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import textwrap
+
+from fedstrata.base.screen import READABLE, WORDS
+
+COLUMNS = re.compile(r"(?P<name> +\S.*?) {2,}(?P<text>\S.*)")
+"""An indented line with two columns: a name or command, and a text about it."""
+
+
+class Layout(argparse.HelpFormatter):
+    """A formatter of help that keeps the lines of descriptions and examples apart, and wraps the long ones."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=min(shutil.get_terminal_size().columns - 2, READABLE))
+        # Without a minimum, argparse computes a column that is too narrow for the names of subcommands.
+        self._action_max_length = 14
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(part for line in text.splitlines() for part in wrapped(line, width))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrap(text, width)
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """Wrap a line of a description or of examples.
+
+    An indented line without a second column is a command to copy, which stays whole. A text in a second column wraps
+    within this column or, if the column would be narrow, stands below the name.
+
+    >>> wrapped("  fedstrata new spec    write a spec", 30)
+    ['  fedstrata new spec', '      write a spec']
+    """
+    if len(line) <= width:
+        return [line]
+    if columns := COLUMNS.fullmatch(line):
+        name, start = columns["name"], columns.start("text")
+        if width - start >= WORDS:
+            return _wrap(columns["text"], width, line[:start], " " * start)
+        return [name, *_wrap(columns["text"], width, " " * 6, " " * 6)]
+    return [line] if line.startswith(" ") else _wrap(line, width)
+
+
+def _wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )

@@ -1,0 +1,47 @@
+"""The layout of ``--help`` at four widths."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import pytest
+
+from fedstrata.cli.layout import wrapped
+from fedstrata.cli.main import parser
+
+
+def helps(width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The help of ``fedstrata`` and of each command, without the usage."""
+
+    def inside(whole: argparse.ArgumentParser) -> Iterator[str]:
+        yield whole.format_help().partition("\n\n")[2]
+        for action in whole._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    yield from inside(command)
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    return list(inside(parser()))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_help_fits_the_terminal_without_splitting_a_word_or_a_command(width, monkeypatch):
+    for shown, whole in zip(helps(width, monkeypatch), helps(1000, monkeypatch), strict=True):
+        assert shown.split() == whole.split()
+        lines = shown.splitlines()
+        # A command to copy stays on one line, even if the line is longer than the terminal is wide.
+        assert [line for line in lines if len(line) > min(width, 100) and "fedstrata " not in line] == []
+        _, _, examples = whole.partition("\nexamples:\n")
+        commands = [line.partition("    ")[0].strip() for line in examples.splitlines()]
+        assert all(any(line.strip().startswith(each) for line in lines) for each in commands)
+
+
+def test_a_text_beside_a_name_wraps_in_its_column_or_below_the_name():
+    beside = wrapped("  run   run one experiment and store its results", 36)
+    assert beside == ["  run   run one experiment and store", "        its results"]
+    below = wrapped("  fedstrata new spec    write a spec and no-more", 36)
+    assert below == ["  fedstrata new spec", "      write a spec and no-more"]
+    command = "  fedstrata run spec.toml --set method=scaffold"
+    assert wrapped(command, 36) == [command]
+    assert wrapped("A paragraph that is longer than the line", 36) == ["A paragraph that is longer than the", "line"]
