@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from fedstrata.cli.layout import wrapped
-from fedstrata.cli.main import parser
+from fedstrata.cli.main import REAL_SITES, parser
 
 
 def helps(width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -45,3 +45,10 @@ def test_a_text_beside_a_name_wraps_in_its_column_or_below_the_name():
     command = "  fedstrata run spec.toml --set method=scaffold"
     assert wrapped(command, 36) == [command]
     assert wrapped("A paragraph that is longer than the line", 36) == ["A paragraph that is longer than the", "line"]
+
+
+def test_commands_for_real_sites_stand_last_below_a_sentence():
+    before, _, after = str(parser().description).partition(f"\n\n{REAL_SITES}:\n")
+    assert "\n  run  " in before
+    assert "\n  deploy  " in f"\n{after}"
+    assert "\n\n" not in after

@@ -33,17 +33,22 @@ NOT_IMPORTED = (
     "that trains."
 )
 
+REAL_SITES = """\
+The commands below are for real sites, such as hospitals, that train together over a network; simulations do not need \
+them.
+
+Deploy to real sites"""
 GROUPS = {
     "Start": ("new", "explain", "completion"),
     "Run experiments": ("run", "compare", "sweep"),
     "Evaluate results": ("table", "report", "predict", "strata", "audit", "reproduce"),
     "Look up": ("methods", "datasets", "settings", "partition"),
-    "Deploy to real sites": (
+    REAL_SITES: (
         *("keys", "deploy", "asks", "approve", "check", "submit", "status"),
         *("verify", "ledger", "renew", "revoke"),
     ),
 }
-"""The groups of commands in ``fedstrata --help``."""
+"""The groups of commands in ``fedstrata --help``. The title of the last one begins with a sentence about it."""
 
 ABOUT = "Federated learning that holds up when data are non-IID and clients drop out."
 
