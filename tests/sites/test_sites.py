@@ -23,7 +23,7 @@ import fedstrata as fs
 from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl
-from fedstrata.federation.availability import Trace
+from fedstrata.federation.availability_trace import Trace
 from fedstrata.federation.messages import Weights
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.objectives.base import CrossEntropy
