@@ -9,13 +9,32 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 SERVER = -1
 """The value of ``client`` for random numbers of the server."""
+
+
+@dataclass
+class Key(ISeedSequence):
+    """The key of a generator: 128 bits as two whole numbers, shape (2,).
+
+    ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``, but without the random numbers of the
+    operating system that NumPy reads for ``key=`` and does not use. This makes ``rng`` three times as fast, of which
+    Stratify makes a thousand calls in a round with 100 clients.
+    """
+
+    words: NDArray[np.uint64]
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> NDArray[np.uint64]:
+        """Return the key, whatever the arguments are: ``Philox`` always asks for two words of 64 bits."""
+        return self.words
 
 
 def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.random.Generator:
@@ -33,14 +52,10 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
     >>> bool(rng(0, "batches", 3, 7).random() == rng(0, "batches", 3, 8).random())
     False
     """
-    return np.random.Generator(np.random.Philox(key=_key(seed, purpose, round, client)))
-
-
-def _key(seed: int, purpose: str, round: int, client: int) -> NDArray[np.uint64]:
-    """Return the key of the random numbers for one purpose, round and client: 128 bits as two whole numbers."""
     text = f"{seed}|{purpose}|{round}|{client}".encode()
     digest = hashlib.blake2b(text, digest_size=16, person=b"fedstrata").digest()
-    return np.frombuffer(digest, dtype=np.uint64)
+    key = Key(np.frombuffer(digest, dtype=np.uint64))
+    return np.random.Generator(np.random.Philox(key))  # type: ignore[arg-type]  # the stub lacks ISeedSequence
 
 
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -59,7 +74,7 @@ def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) ->
     Returns:
         Numbers of the same shape.
     """
-    key, step = _key(seed, purpose, round, SERVER)
+    key, step = rng(seed, purpose, round).bit_generator.state["state"]["key"]
     with np.errstate(over="ignore"):
         z = key + (clients.astype(np.uint64) + np.uint64(1)) * (step | np.uint64(1))
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -149,7 +149,7 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
     if len(batches) != len(wanted) or bool((np.diff(batches) < 0).any()):
         raise FedstrataError("the request does not name an ascending batch for each position")
     served, held = np.zeros((2, len(wanted)), dtype=bool)
-    asked = np.unique(wanted).tolist()
+    asked = sorted(set(wanted.tolist()))
     if len(asked) > client.context.config.strata:
         raise FedstrataError("the request names more placeholders than there are classes")
     pools = opened(client, before.pools, request, asked)
