@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import matrix
@@ -24,10 +26,10 @@ from fedstrata.data.partitions.base import Assignment
 from fedstrata.data.partitions.picture import draw_partition
 from fedstrata.data.sources import Data
 from fedstrata.data.tasks.base import Task
-from fedstrata.engines import worker_pool
+from fedstrata.engines import make_engine, worker_pool
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always, Availability
-from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.engine import Engine, FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.federation.settings import Training
@@ -35,7 +37,7 @@ from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import federate_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
-from fedstrata.runs import run_folder
+from fedstrata.runs import run_folder, simulation
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import HANDLERS, Simulation
 
@@ -78,6 +80,35 @@ def _spare_time() -> Iterator[None]:
         patch.setattr(worker_pool, "cores", lambda: 1)
         patch.setattr(run_folder, "draw_partition", lambda assignment, data, path: path.write_bytes(GREY))
         yield
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Any]:
+    """Two Ray workers for all tests, because starting them takes longer than a short run."""
+    ray = pytest.importorskip("ray")
+    from fedstrata.engines.ray import WorkerPool
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
+            ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
+        with WorkerPool(2) as workers:
+            yield workers
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture
+def on_ray(pool: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., fs.History]:
+    """``fedstrata.run`` on two Ray workers."""
+    from fedstrata.engines.ray import RayEngine
+
+    def make(name: str, context: ClientContext, store: StateStore) -> Engine:
+        return RayEngine(context, store, pool=pool) if name == "ray" else make_engine(name, context, store)
+
+    monkeypatch.setattr(simulation, "make_engine", make)
+    return partial(fs.run, engine="ray")
 
 
 @pytest.fixture

@@ -82,6 +82,7 @@ def test_the_model_is_the_one_under_which_the_prototypes_were_computed(run, audi
     torch.testing.assert_close(table["means"], sent.table["means"], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_targets_are_the_clients_own_and_strangers_are_not(run, audit):
     prepared = prepare(Experiment.from_toml(run / SPEC))
     [sent] = audit.sent

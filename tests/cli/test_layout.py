@@ -50,5 +50,5 @@ def test_a_text_beside_a_name_wraps_in_its_column_or_below_the_name():
 def test_commands_for_real_sites_stand_last_below_a_sentence():
     before, _, after = str(parser().description).partition(f"\n\n{REAL_SITES}:\n")
     assert "\n  run  " in before
-    assert "\n  deploy  " in f"\n{after}"
+    assert "\n  keys  " in f"\n{after}"
     assert "\n\n" not in after

@@ -78,6 +78,7 @@ def test_a_metric_is_measured(capsys):
     assert 0 <= last["test"]["worst_recall"] <= last["accuracy"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_new_spec_and_the_demo_run(capsys):
     assert main(["new", "spec"]) == 0

@@ -73,7 +73,9 @@ def left_out(lines: list[str]) -> int:
     return sum(int(found[1]) for line in lines if (found := re.match(r"(\d+) columns? more: ", line)))
 
 
-@pytest.mark.parametrize("name", list(NAMES))
+@pytest.mark.parametrize(
+    "name", [pytest.param("compare", marks=pytest.mark.long), *(name for name in NAMES if name != "compare")]
+)
 def test_names_stay_whole_and_columns_that_are_left_out_are_counted(name, folder, monkeypatch, capsys):
     arguments, names = NAMES[name]
     widest_lines = capture(arguments, 300, folder, monkeypatch, capsys)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from workers import two_workers
 
 import fedstrata as fs
 from fedstrata.clients.store import StateStore
@@ -45,12 +43,6 @@ def same_bytes(one: fs.History, other: fs.History) -> None:
     rows = [[{key: value for key, value in row.items() if key != "seconds"} for row in each] for each in (one, other)]
     assert json.dumps(rows[0]) == json.dumps(rows[1])
     assert all(torch.equal(one.params[name], other.params[name]) for name in one.params)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Any]:
-    with two_workers() as made:
-        yield made
 
 
 @pytest.mark.long

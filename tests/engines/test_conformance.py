@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from workers import two_workers
 
 import fedstrata as fs
 from fedstrata.base import outer, records
@@ -59,12 +58,6 @@ if "sites" in outer.installed():
 
     ENGINES |= {"sites": near_sites, "sites, through the server": through_the_server}
     LARGEST.append("fedstrata.sites.site_server.LARGEST_ANSWER")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Any]:
-    with two_workers() as made:
-        yield made
 
 
 STARTS_SERVERS = [pytest.mark.slow, pytest.mark.xdist_group("servers")]

@@ -12,8 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import raycases
 import torch
 from lazy import Lazy
 from torch import nn
-from workers import two_workers
 
 import fedstrata as fs
 from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError
@@ -31,10 +29,9 @@ from fedstrata.base.jsonl import read_jsonl
 from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
-from fedstrata.federation.engine import Engine, HopByHop
+from fedstrata.federation.engine import HopByHop
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.runs import simulation
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import make_context
 from fedstrata.stratify.masking.key_store import KeyRing
@@ -46,23 +43,6 @@ from fedstrata.engines.ray import RayEngine, WorkerPool  # noqa: E402
 from fedstrata.engines.ray_worker import WorkerPayload  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("servers")]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with two_workers() as pool:
-        yield pool
-
-
-@pytest.fixture
-def run(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``fedstrata.run`` on these workers."""
-
-    def make(name: str, context: ClientContext, store: StateStore) -> Engine:
-        return RayEngine(context, store, pool=pool) if name == "ray" else make_engine(name, context, store)
-
-    monkeypatch.setattr(simulation, "make_engine", make)
-    return partial(fs.run, engine="ray")
 
 
 def rows(history: fs.History) -> list[dict[str, Any]]:
@@ -81,25 +61,25 @@ def federation(engine: Any, context: ClientContext) -> Federation:
 
 
 @pytest.mark.parametrize("label", matrix.MATRIX)
-def test_equal_bytes_and_equal_books(label: str, run: Any, local: Callable[[str], fs.History]) -> None:
-    here, there = local(label), run(matrix.MATRIX[label])
+def test_equal_bytes_and_equal_books(label: str, on_ray: Any, local: Callable[[str], fs.History]) -> None:
+    here, there = local(label), on_ray(matrix.MATRIX[label])
     assert matrix.final_bytes(here) == matrix.final_bytes(there)
     assert rows(here) == rows(there)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", matrix.EVERY_METHOD)
-def test_every_method_gives_equal_bytes_and_equal_books(name: str, run: Any) -> None:
-    here, there = fs.run(matrix.EVERY_METHOD[name]), run(matrix.EVERY_METHOD[name])
+def test_every_method_gives_equal_bytes_and_equal_books(name: str, on_ray: Any) -> None:
+    here, there = fs.run(matrix.EVERY_METHOD[name]), on_ray(matrix.EVERY_METHOD[name])
     assert matrix.final_bytes(here) == matrix.final_bytes(there)
     assert rows(here) == rows(there)
 
 
-def test_many_clients_in_a_call(run: Any) -> None:
+def test_many_clients_in_a_call(on_ray: Any) -> None:
     base = matrix.MATRIX["ask, state of the objective"].to_spec()
     base["partition"]["clients"], base["training"]["clients_per_round"] = 60, 40
     spec = fs.Experiment.from_table(base)
-    assert matrix.final_bytes(fs.run(spec)) == matrix.final_bytes(run(spec))
+    assert matrix.final_bytes(fs.run(spec)) == matrix.final_bytes(on_ray(spec))
 
 
 def test_failures_are_told_as_in_the_local_engine(pool: WorkerPool) -> None:
@@ -127,7 +107,7 @@ def test_failures_are_told_as_in_the_local_engine(pool: WorkerPool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("deaths", [1, engine_module.DEATHS - 1])
-def test_a_worker_that_is_killed_costs_nothing(run: Any, tmp_path: Path, deaths: int) -> None:
+def test_a_worker_that_is_killed_costs_nothing(on_ray: Any, tmp_path: Path, deaths: int) -> None:
     """Its client failed, and the bytes were others."""
     (markers := tmp_path / "markers").mkdir()
     spec = fs.Experiment.from_table(
@@ -144,7 +124,7 @@ def test_a_worker_that_is_killed_costs_nothing(run: Any, tmp_path: Path, deaths:
             for number in range(deaths):
                 (markers / str(number)).touch()
 
-    there = run(spec, out=tmp_path / "run", callbacks=[kill])
+    there = on_ray(spec, out=tmp_path / "run", callbacks=[kill])
     assert list(markers.iterdir()) == []
     assert not (tmp_path / "run" / "events.jsonl").exists() or read_jsonl(tmp_path / "run" / "events.jsonl") == []
     here = fs.run(spec)
@@ -167,7 +147,7 @@ def test_a_client_that_kills_its_workers_fails_alone(pool: WorkerPool) -> None:
 
 
 @pytest.mark.long
-def test_workers_that_are_killed_at_random_times_leave_no_trace(run: Any, pool: WorkerPool, tmp_path: Path) -> None:
+def test_workers_that_are_killed_at_random_times_leave_no_trace(on_ray: Any, pool: WorkerPool, tmp_path: Path) -> None:
     base = matrix.MATRIX["ask, state of the objective"].to_spec()
     base["training"]["rounds"] = 60
     spec = fs.Experiment.from_table(base)
@@ -186,7 +166,7 @@ def test_workers_that_are_killed_at_random_times_leave_no_trace(run: Any, pool: 
             timers.append(threading.Timer(draw.uniform(0.0, 0.2), kill))
             timers[-1].start()
 
-    there = run(spec, out=tmp_path / "run", callbacks=[soon])
+    there = on_ray(spec, out=tmp_path / "run", callbacks=[soon])
     for timer in timers:
         timer.join()
     assert len(set(killed)) >= 10
@@ -195,7 +175,7 @@ def test_workers_that_are_killed_at_random_times_leave_no_trace(run: Any, pool: 
     print(f"{len(set(killed))} workers killed")
 
 
-def test_a_run_goes_on_from_its_checkpoint(run: Any, local: Callable[[str], fs.History], tmp_path: Path) -> None:
+def test_a_run_goes_on_from_its_checkpoint(on_ray: Any, local: Callable[[str], fs.History], tmp_path: Path) -> None:
     label = "ask, state of the objective"
     spec = matrix.MATRIX[label]
 
@@ -203,8 +183,8 @@ def test_a_run_goes_on_from_its_checkpoint(run: Any, local: Callable[[str], fs.H
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(spec, out=tmp_path, callbacks=[stop])
-    assert matrix.final_bytes(run(spec, out=tmp_path, resume=True)) == matrix.final_bytes(local(label))
+        on_ray(spec, out=tmp_path, callbacks=[stop])
+    assert matrix.final_bytes(on_ray(spec, out=tmp_path, resume=True)) == matrix.final_bytes(local(label))
 
 
 def test_random_layers_cannot_run_together(pool: WorkerPool) -> None:

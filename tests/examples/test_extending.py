@@ -89,6 +89,7 @@ def test_there_is_one_for_each_kind_on_the_page_and_under_thirty_lines():
         assert len(file.read_text(encoding="utf-8").splitlines()) < 30
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_all_of_them_in_one_comparison(beside, capsys):
     assert main(["compare", str(beside / "spec.toml"), "--out", str(beside / "out"), "--jobs", "1", "--quiet"]) == 0

@@ -209,6 +209,7 @@ def test_a_search_that_is_killed_at_random_ends_alike(whole, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_another_search_in_the_same_folder_is_refused(whole):
     out, _ = whole

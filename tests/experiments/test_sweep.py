@@ -182,6 +182,7 @@ def test_cells_are_every_combination_and_called_by_it() -> None:
         cells(TABLES, {"data.name": ["a/b", "a_b"]})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_grid_that_is_killed_at_random_ends_alike(tmp_path: Path) -> None:
     whole = fs.sweep(TABLES, GRID, out=tmp_path / "whole", jobs=1)

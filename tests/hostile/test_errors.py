@@ -133,7 +133,10 @@ POLICIES: dict[str, tuple[Callable[[list[str]], Policy], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    ["the default", "within-policy", *(pytest.param(name, marks=pytest.mark.long) for name in list(POLICIES)[2:])],
+)
 def test_no_cell_leaves_in_an_error_and_all_probes_are_in_the_ledger(tmp_path: Path, policy: str) -> None:
     made, most, rule = POLICIES[policy]
     site, cells, answers = attack(tmp_path / "one", 1, made)
@@ -335,7 +338,9 @@ def spoilt(spec: fs.Experiment) -> list[Any]:
 
 
 @pytest.mark.parametrize("jobs", ["approved", "within-policy"])
-@pytest.mark.parametrize("min_samples", [1, 5, 50])
+@pytest.mark.parametrize(
+    "min_samples", [pytest.param(1, marks=pytest.mark.long), 5, pytest.param(50, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("surveys", [1, 3])
 def test_no_policy_lets_values_lines_or_small_counts_leave(
     tmp_path: Path, jobs: Any, min_samples: int, surveys: int

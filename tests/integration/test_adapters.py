@@ -18,7 +18,6 @@ from lazy import Lazy
 from safetensors.torch import load_file
 from torch import nn
 from waiting import free_port
-from workers import two_workers
 
 import fedstrata as fs
 from fedstrata.base.errors import FedstrataError, SpecError
@@ -312,12 +311,6 @@ def specs(_example: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def expected(specs: dict[str, fs.Experiment]) -> dict[str, fs.History]:
     prepared = {name: fs.prepare(spec) for name, spec in specs.items()}
     return {name: run_prepared(each, None, alone(each)) for name, each in prepared.items()}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Any]:
-    with two_workers() as made:
-        yield made
 
 
 @pytest.mark.long

@@ -49,7 +49,13 @@ def dropped(folder: str) -> dict[int, list[int]]:
     return {event["round"]: event["clients"] for event in events if event["kind"] == "dropped"}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("labels in spells", "several") else pytest.param(name, marks=pytest.mark.long)
+        for name in MODELS
+    ],
+)
 def test_a_resumed_run_ends_in_the_same_bytes(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("trace.csv").write_text(TRACE)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import strangers
 import torch
 import torch.nn.functional as F
-from stranger_specs import ELSEWHERE, FOLDER, METHODS, MORE, NAMES, bytes_of, here, refused, spec
+from stranger_specs import ELSEWHERE, METHODS, MORE, NAMES, bytes_of, here, refused, spec
 from strangers import DRAWS
-from workers import two_workers
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
@@ -127,30 +125,6 @@ def test_clients_of_a_batch_draw_numbers_of_their_own(model: str, monkeypatch: p
     fs.run(spec(model, "stratify", execution="per-client", rounds=1))
     assert len({key[-1] for key in seen}) == 4
     assert len(set(seen)) == len(seen)
-
-
-@pytest.fixture(scope="module")
-def reachable() -> Iterator[None]:
-    """Processes find the models like a package of their own that they installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", FOLDER, prepend=os.pathsep)
-        yield
-
-
-@pytest.fixture(scope="module")
-def on_ray(reachable: None) -> Iterator[Callable[[fs.Experiment], fs.History]]:
-    """``fedstrata.run`` on two workers of Ray's."""
-    from fedstrata.engines.ray import RayEngine
-    from fedstrata.runs import simulation
-
-    with two_workers() as pool:
-
-        def run(spec: fs.Experiment) -> fs.History:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(simulation, "make_engine", lambda name, *rest: RayEngine(*rest, pool=pool))
-                return fs.run(spec, engine="ray")
-
-        yield run
 
 
 @pytest.mark.long

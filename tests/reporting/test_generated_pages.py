@@ -43,6 +43,8 @@ SHAPES = {
     "regression": Shape(3, 3, "regression"),
 }
 
+RARE_SHAPES = [name for name in SHAPES if name not in ("one run", "usual")]
+
 CUT_OFF = """
 [...document.querySelectorAll("main *, header *")].filter(each => {
   const scrolls = each.closest(".wide, pre, .plot, svg, .legend .entry, .fates b, [hidden], option, .hidden");
@@ -99,7 +101,9 @@ def agrees(chip: str, words: str, *, lower: bool) -> bool:
     return {"▲ ahead": ahead, "▼ behind": behind, "○ no order shown": low <= 0 <= high}[chip]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", ["one run", "usual", *(pytest.param(name, marks=pytest.mark.long) for name in RARE_SHAPES)]
+)
 @settings(
     max_examples=2,
     deadline=None,

@@ -143,6 +143,7 @@ def test_traffic_has_a_logarithmic_axis_on_which_nothing_has_no_place() -> None:
         fs.plot(run([0.5]), against="time")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_pictures_of_a_comparison_are_png_and_pdf_and_the_same_again(tmp_path: Path) -> None:
     curves = {"two": [run([0.2, 0.4], bytes_up=9), run([0.4, 0.6], bytes_up=9)], "one": [run([0.5, 0.7], bytes_up=5)]}
@@ -171,7 +172,7 @@ LONG = "a method with a very long name, codec powersgd of rank "
 
 @pytest.mark.slow
 @pytest.mark.parametrize("against", ["round", "bytes"])
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("narrow", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(
     "labels", [[LONG], [f"{LONG}{n}" for n in range(6)], ["fedavg", *map(str, range(19))]], ids=["1", "6", "20"]
 )

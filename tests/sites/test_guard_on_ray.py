@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import matrix
 import pytest
 import recorder
 from lazy import Lazy
-from workers import two_workers
 
 import fedstrata as fs
 from fedstrata.clients.store import StateStore
@@ -23,12 +21,6 @@ ray = Lazy("ray")
 from fedstrata.engines.ray import RayEngine, WorkerPool  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("servers"), pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with two_workers() as pool:
-        yield pool
 
 
 class Watched(recorder.Watching, RayEngine):

@@ -138,7 +138,7 @@ def test_the_best_round_of_a_regression_has_the_lowest_error() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason="no browser")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 def test_a_browser_shows_a_run_and_the_site_that_dies(kit: Path, tmp_path: Path, scheme: str) -> None:
     state = {"a": ("in", ""), "b": ("in", "")}
     about = {"run": "<b>run", "title": "moon on <i>digits", "setting": "2 clients"}

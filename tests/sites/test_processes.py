@@ -44,7 +44,7 @@ def alive(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("kind", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_a_local_deployment_takes_along_what_it_started_and_what_that_started(tmp_path, kind):
     """After SIGTERM and SIGKILL its servers lived on."""
     kit = tmp_path / "server" / "startup"

@@ -44,7 +44,11 @@ def rehearse(place: Path, out: str, *settings: str, code: int = 0) -> Path:
     return place / out
 
 
-@pytest.mark.parametrize("method", ["method.name='scaffold'", "method.masking='prf'"], ids=["scaffold", "masked"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("method.name='scaffold'", marks=pytest.mark.long), "method.masking='prf'"],
+    ids=["scaffold", "masked"],
+)
 def test_a_rehearsal_ends_with_the_bytes_of_a_run(place: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     settings = [method, "privacy.min_samples=2"]  # as the sites' policy has it
     if "masking" in method:

@@ -117,6 +117,7 @@ def test_a_run_goes_on_with_the_states_that_its_sites_kept(session: Session) -> 
     assert 1 <= len(whole) - len(session.after) <= 4
 
 
+@pytest.mark.long
 @needs_nvflare
 @pytest.mark.slow
 def test_a_simulator_that_does_not_come_up_is_started_again(session: Session, tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_a_damaged_file_is_named(kit: Path, capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["--watch", "--serve"])
+@pytest.mark.parametrize("how", [pytest.param("--watch", marks=pytest.mark.long), "--serve"])
 def test_who_looks_may_be_told_to_end(kit: Path, how: str) -> None:
     begun = {"--watch": "no run is at work", "--serve": "shows the run"}
     with started("-u", "-m", "fedstrata", "status", str(kit), how, cwd=kit) as command:

@@ -198,6 +198,7 @@ def test_a_run_that_was_killed_goes_on_in_the_same_run_of_mlflow(tmp_path, store
     assert client.list_artifacts(run.info.run_id) == []
 
 
+@pytest.mark.long
 def test_mlflow_is_told_how_a_run_broke_off(tmp_path, store):
     with pytest.raises(ZeroDivisionError):
         fs.run(
@@ -229,6 +230,7 @@ def test_several_at_once_make_a_store_of_their_own(tmp_path, monkeypatch):
     assert shown == {label: runs[0].final_accuracy for label, runs in found.items()}
 
 
+@pytest.mark.long
 def test_a_run_is_the_same_to_the_byte_with_and_without(tmp_path, store):
     fs.run(spec(), out=tmp_path / "plain")
     tracked = spec(tracking={"tensorboard": True, "mlflow": {"uri": store}})
