@@ -43,8 +43,28 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
     return lr
 
 
+class DPSGD(Setting):
+    """Differential privacy of single samples in local training: DP-SGD (Abadi et al. 2016).
+
+    In each step, a client draws each of its samples with the same probability, scales down the gradient of a sample
+    whose norm is larger than ``clip``, and adds Gaussian noise to their sum. Two data sets are neighbours if one has
+    one sample more than the other.
+
+    Args:
+        clip: Largest L2 norm C of the gradient of one sample.
+        noise: Standard deviation of the noise that is added to the sum of the gradients, as a multiple of ``clip``.
+        delta: δ for which ε is computed. It should be smaller than one divided by the number of samples of a client.
+        budget: Largest ε of a client. The run ends before a round in which a client could exceed it. Default: no limit.
+    """
+
+    clip: PositiveFloat
+    noise: PositiveFloat
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    budget: PositiveFloat | None = None
+
+
 class Privacy(Setting):
-    """The smallest number of samples behind each value that a client sends.
+    """The smallest number of samples behind each value that a client sends, and differential privacy of samples.
 
     A client does not answer a request for an update, a count, a loss or a measurement if it has fewer samples for it.
     Prototypes, labels and counts of classes with fewer samples are left out of answers. A site may require more samples
@@ -57,10 +77,13 @@ class Privacy(Setting):
         below: Rule for a client that has too few samples in a batch of Stratify. ``hold-back``: it uses them in its
             next batch, or at the end of an epoch in the batch before. ``refuse``: it does not answer for the rest of
             the epoch.
+        dp: Clipping and noise in local training, for differential privacy of each sample; only in simulations.
+            Default: none.
     """
 
     min_samples: PositiveInt = 1
     below: Literal["hold-back", "refuse"] = "hold-back"
+    dp: DPSGD | None = None
 
     @property
     def gathers(self) -> bool:
@@ -180,6 +203,23 @@ class Training(Setting):
         if self.local_steps is None:
             return samples * keep * (self.local_epochs or DEFAULT_EPOCHS)
         return self.local_steps * min(self.samples_per_step, samples * keep)
+
+    def poisson(self, samples: int) -> tuple[float, int]:
+        """Return how a client draws samples with differential privacy (``privacy.dp``).
+
+        Args:
+            samples: The client's number of samples.
+
+        Returns:
+            The probability with which each sample is in a step, and the number of steps of a round.
+
+        >>> Training(local_epochs=2, batch_size=20).poisson(50)
+        (0.4, 6)
+        """
+        if samples == 0:
+            return 0.0, 0
+        size = min(self.batch_size, samples)
+        return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
     def lr_at(self, round: int) -> float:
         """Return the learning rate η of a round, counted from 1.

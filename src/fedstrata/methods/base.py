@@ -349,6 +349,7 @@ class Recipe(Method):
         )
         return state, {
             **training_metrics(answers),
+            **({} if config.privacy.dp is None else {"train_loss": None}),
             **selection.metrics,
             **data_metrics,
             **objective.metrics(answers),

@@ -126,6 +126,13 @@ class Objective(Setting):
         """The facts about a client that the message of ``client_final`` discloses."""
         return frozenset()
 
+    single_samples: ClassVar[bool] = False
+    """Whether a sample's data affect only its own loss, so that differential privacy of samples holds.
+
+    The loss of a sample then uses no other sample and no count of the client's samples, and the message to the server
+    is computed from parameters alone.
+    """
+
     tasks: ClassVar[frozenset[str] | None] = frozenset({"classification"})
     """The names of the tasks that an objective with a loss of its own accepts; the task's own loss fits any task.
 
@@ -210,6 +217,8 @@ class Objective(Setting):
 
 class CrossEntropy(Objective):
     """The task's own loss, such as the cross-entropy of classes: FedAvg's local objective."""
+
+    single_samples = True
 
 
 class PerSample(Objective):

@@ -14,6 +14,8 @@ class BodyOnly(CrossEntropy):
     Clients nevertheless send the unchanged head, and its bytes are counted.
     """
 
+    single_samples = True
+
     def check(self, config: FederationConfig) -> None:
         """Require a model that has parameters outside the head."""
         if config.model.head_names.issuperset(config.model.params()):

@@ -26,6 +26,7 @@ class Dynamic(CrossEntropy):
         alpha: Strength α of the regularisation. The paper tries 0.1, 0.01 and 0.001.
     """
 
+    single_samples = True
     needs_sgd = (
         "FedDyn's corrections λ_k are sums of SGD's updates, and other optimisers scale each coordinate by itself"
     )

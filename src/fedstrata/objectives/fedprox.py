@@ -15,6 +15,7 @@ class Proximal(Objective):
         mu: Strength μ of the proximal term.
     """
 
+    single_samples = True
     mu: NonNegativeFloat = 0.01
 
     def correction(self, params: Params, context: Context) -> Params | None:

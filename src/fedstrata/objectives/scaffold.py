@@ -23,6 +23,7 @@ class Scaffold(Objective):
     for plain SGD, so momentum, clipping and other optimisers are refused.
     """
 
+    single_samples = True
     needs_sgd = "SCAFFOLD's control variates are means of the gradients of SGD's steps"
     additive = frozenset({"delta_c"})
 

@@ -35,6 +35,7 @@ from fedstrata.models.model import Model
 from fedstrata.models.probe import draws_random_numbers
 from fedstrata.models.zoo import CustomModel, OwnModel, Trial, make_model, own_module
 from fedstrata.objectives.base import is_plain
+from fedstrata.runs.dp_checks import check_privacy
 from fedstrata.runs.identity import about_data, about_model, identity_of
 from fedstrata.spec.experiment import Experiment
 
@@ -198,6 +199,8 @@ def assemble(
     _check_optimizer(spec.method, config)
     _check_task(spec.method, config)
     spec.method.check(config)
+    if spec.privacy.dp is not None:
+        check_privacy(spec.method, config, dataset)
     for allowed in spec.method.declared(config) or ():
         if limit := allowed.limit_below(spec.privacy):
             problem = f"the reply to {allowed.label} {limit.reason}, so that no client could answer. "

@@ -28,6 +28,7 @@ from fedstrata.federation.communication.compression import Compression
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation, Legs, Listener, one_leg
 from fedstrata.federation.messages import ClientId, Weights
+from fedstrata.runs.accountant import Accountant
 from fedstrata.runs.checkpoint import Checkpoint
 from fedstrata.runs.loop_state import LoopState, SavedLoopState
 from fedstrata.runs.preparation import Prepared
@@ -38,6 +39,9 @@ from fedstrata.stratify.masking import client as masking
 
 Watcher = Callable[[Mapping[str, Any]], None]
 """A callback that is a plain function; it is called with the record of every round."""
+
+PRIVACY = "privacy.dp"
+"""The key in ``Simulation.memory`` of the number of rounds in which each client trained with noise."""
 
 HANDLERS = Handlers(
     [
@@ -152,6 +156,10 @@ class Simulation:
             self._evaluated_rounds = self.spec.evaluation.evaluated_rounds(self.spec.training.rounds)
             self.folder: Path | None = None
             """The run folder; None if nothing is written."""
+            dp, sizes = self.spec.privacy.dp, prepared.config.sizes
+            self._accountant: Accountant | None = None
+            if dp is not None and sizes is not None:
+                self._accountant = Accountant(dp, self.spec.training, sizes)
             watched = prepared.held.own_test is not None
             self.loop_state = LoopState(np.zeros(prepared.config.clients if watched else 0, dtype=np.int64))
             if checkpoint is not None:
@@ -213,10 +221,26 @@ class Simulation:
         finally:
             self._collect_events()  # also if an error or an interruption ends the round
         record |= federation.log.metrics()
+        if self._accountant is not None:
+            record["epsilon"] = self._spend(self._accountant)
         # Put the method's metrics after these columns. If a metric has the name of a column, the column is kept.
         record = {**record, **metrics, **record}
         record["seconds"] = time.perf_counter() - began
         return record
+
+    def _spend(self, accountant: Accountant) -> float:
+        """Count the round for the clients that trained, and return the largest ε of a client.
+
+        A client that was late or failed trained, too. The run is stopped if another round could exceed the budget.
+        """
+        dp, log = self.spec.privacy.dp, self.federation.log
+        rounds = self.memory.get(PRIVACY)
+        rounds = np.zeros(self.prepared.config.clients, dtype=np.int64) if rounds is None else rounds.copy()
+        rounds[list(log.invited - log.dropped)] += 1
+        self.memory[PRIVACY] = rounds
+        if dp is not None and dp.budget is not None and accountant.largest(rounds + 1) > dp.budget:
+            self.stop(f"privacy budget: in another round, a client could spend more than ε = {dp.budget:g}")
+        return accountant.largest(rounds)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Run the rounds that are left, and yield the record of each."""

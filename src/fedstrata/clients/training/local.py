@@ -17,6 +17,7 @@ from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.training.augmenting import augmented_batches
 from fedstrata.clients.training.devices import CPU, on_device, to_device
+from fedstrata.clients.training.private import NoisyGradient, descend_privately, poisson_draws
 from fedstrata.clients.training.sgd import ManualSGD, Tensors
 from fedstrata.clients.training.steps import OPTIMIZER, steps_of
 from fedstrata.data.tasks.base import Task
@@ -194,6 +195,7 @@ class TrainingSetup:
         named = config.model.module.named_parameters()
         on_cpu = context.cached(on_device).device == CPU
         simple = training.precision == "float32" and training.optimizer.is_sgd and training.accumulate == 1
+        simple = simple and config.privacy.dp is None
         by_hand = on_cpu and simple and is_plain(objective, "loss", "trains")
         return cls(
             chain=context.cached(manual_sgd_of) if by_hand else None,
@@ -218,6 +220,9 @@ def train(
     velocity, g the gradient of the objective's loss, r the objective's correction, η the learning rate, μ the momentum,
     and λ the weight decay. Another optimiser (``training.optimizer``) takes its own step with the gradient clip(g + r).
     With ``optimizer_state = "keep"``, its state is stored in the client's state.
+
+    With ``privacy.dp``, the steps are those of DP-SGD: see ``NoisyGradient``. The loss in the result is then 0, and the
+    number of samples the expected one, because the true ones are not private.
 
     The batches of the steps are augmented (``data.augment``). The passes of the objective's ``client_prepare`` and
     ``client_final`` use the samples as they are.
@@ -255,11 +260,23 @@ def train(
         else:  # handwritten gradients need neither random numbers nor the module
             params = {name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.params.items()}
         batches = data.shuffled(training, client.rng("batches", round), setup.pairs)
+        if config.privacy.dp is not None:
+            batches = map(data.batch, poisson_draws(training, len(data), client.rng("batches", round)))
         if config.augment is not None:
             batches = augmented_batches(client, batches, round)
-        losses, seen, optimizer_state = _descend(
-            setup, model, params, objective, context, training, batches, optimizer_state
-        )
+        if config.privacy.dp is None:
+            losses, seen, optimizer_state = _descend(
+                setup, model, params, objective, context, training, batches, optimizer_state
+            )
+        else:
+            names = list(filter(setup.trained.__contains__, params))
+            expected = min(training.batch_size, len(data))
+            noise = torch.Generator().manual_seed(int(client.rng("noise", round).integers(2**63)))
+            gradient = NoisyGradient(model, objective, context, config.privacy.dp, expected, noise)
+            steps = steps_of(training, context.lr, [params[name] for name in names], optimizer_state)
+            losses = descend_privately(gradient, params, names, steps, batches)
+            # Neither the number of drawn samples nor their loss may leave the client.
+            seen, optimizer_state = len(losses) * expected, steps.state()
         after = Weights(params, weights.buffers)
         if setup.chain is None:
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
@@ -274,7 +291,7 @@ def train(
         after, extra, kept, optimizer_state = to_device((after, extra, kept, optimizer_state), CPU)
     if keeps and optimizer_state is not None:
         client.state[OPTIMIZER] = optimizer_state
-    mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
+    mean_loss = float(torch.stack(losses).mean()) if losses and config.privacy.dp is None else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
 
 

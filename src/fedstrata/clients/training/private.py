@@ -1,0 +1,122 @@
+"""Local training with differential privacy of single samples: DP-SGD (Abadi et al. 2016, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from fedstrata.base.inputs import Inputs, each
+from fedstrata.clients.training.sgd import SGD, Tensors
+from fedstrata.clients.training.steps import TorchSteps
+from fedstrata.federation.messages import Params
+from fedstrata.federation.settings import DPSGD, Training
+from fedstrata.models.model import Model
+from fedstrata.objectives.base import Batch, Context, Objective
+
+CHUNK = 32
+"""The largest number of samples whose gradients are in memory at the same time."""
+
+
+def poisson_draws(training: Training, samples: int, generator: np.random.Generator) -> Iterator[NDArray[np.int64]]:
+    """Yield the positions of the samples of each step of a round; a step may have no sample.
+
+    Args:
+        training: The settings of local training, which give the probability of a sample and the number of steps.
+        samples: The client's number of samples.
+        generator: The source of the draws.
+    """
+    rate, steps = training.poisson(samples)
+    for _ in range(steps):
+        yield np.flatnonzero(generator.random(samples) < rate)
+
+
+@dataclass(frozen=True)
+class NoisyGradient:
+    """The gradient of DP-SGD: (Σ_i g_i · min(1, C / ‖g_i‖) + z C ξ) / b.
+
+    Here g_i is the gradient of the loss of sample i, C the largest norm, z the noise, ξ a vector of standard normal
+    numbers, and b the expected number of samples in a step.
+
+    Args:
+        model: The model, with the parameters ``params`` loaded into it.
+        objective: The objective, whose loss of one sample depends on no other sample.
+        context: The arguments of the loss.
+        dp: The settings C and z.
+        expected: The expected number of samples in a step, b.
+        generator: The source of ξ, on the CPU, so that every device has the same noise.
+    """
+
+    model: Model
+    objective: Objective
+    context: Context
+    dp: DPSGD
+    expected: float
+    generator: torch.Generator
+
+    def __call__(self, params: Params, names: list[str], batch: Batch) -> tuple[Tensor, Tensors]:
+        """Return the mean loss over a batch, which must not leave the client, and the noisy gradient.
+
+        Args:
+            params: All parameters by name.
+            names: The names of the parameters that are trained.
+            batch: The samples of the step; there may be none.
+
+        Returns:
+            The loss, a scalar, 0 without samples; and the gradient for each of ``names``.
+        """
+        trained = {name: params[name].detach() for name in names}
+        total = {name: torch.zeros_like(w) for name, w in trained.items()}
+        loss = batch.y.new_zeros((), dtype=torch.float32)
+        samples = batch.y.shape[0]
+        for begin in range(0, samples, CHUNK):
+            part = batch[begin : begin + CHUNK]
+            gradients, losses = self._of_samples(trained, part)
+            squares = [g.flatten(1).square().sum(1) for g in gradients.values()]
+            norms = torch.stack(squares).sum(0).sqrt()
+            shrinkage = (self.dp.clip / norms).clamp(max=1.0)
+            for name, g in gradients.items():
+                total[name] += torch.tensordot(shrinkage, g, 1)
+            loss = loss + losses.sum() / samples
+        scale = self.dp.noise * self.dp.clip
+        for w in total.values():
+            w += scale * torch.randn(w.shape, generator=self.generator).to(w.device)
+            w /= self.expected
+        return loss, list(total.values())
+
+    def _of_samples(self, trained: Params, part: Batch) -> tuple[Params, Tensor]:
+        """Return the gradient of each sample's loss, (B, …) for each parameter, and the losses, (B,)."""
+
+        def loss(params: Params, x: Inputs, y: Tensor) -> Tensor:
+            one = Batch(each(x, lambda tensor: tensor[None]), y[None])
+            return self.objective.loss(self.model, params, one, self.context)
+
+        gradients, losses = vmap(grad_and_value(loss), in_dims=(None, 0, 0), randomness="different")(
+            trained, part.x, part.y
+        )
+        return gradients, losses
+
+
+def descend_privately(
+    gradient: NoisyGradient, params: Params, names: list[str], steps: SGD | TorchSteps, batches: Iterable[Batch]
+) -> list[Tensor]:
+    """Take one step on each batch; the parameters change in place.
+
+    The objective's correction and the optimiser's own terms, such as weight decay, are added after the noise.
+
+    Returns:
+        The loss before each step.
+    """
+    losses = []
+    trained = [params[name] for name in names]
+    for batch in batches:
+        loss, noisy = gradient(params, names, batch)
+        correction = gradient.objective.correction(params, gradient.context)
+        steps.step(trained, noisy, None if correction is None else [correction[name] for name in names])
+        losses.append(loss)
+    return losses

@@ -1,0 +1,71 @@
+"""Checks, before the first round, that differential privacy of samples (``privacy.dp``) holds for a method."""
+
+from __future__ import annotations
+
+import torch
+
+from fedstrata.base.errors import SpecError
+from fedstrata.clients.training.private import NoisyGradient
+from fedstrata.data.dataset import Dataset
+from fedstrata.federation.allowed import Allowed
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.messages import Fit, Request
+from fedstrata.methods.base import Method
+from fedstrata.models.batchnorm import has_batchnorm
+from fedstrata.objectives.base import Batch, Context
+
+USE = "Use a method such as fedavg, fedprox or scaffold."
+
+
+def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> None:
+    """Check the method, the model and the settings against ``privacy.dp``.
+
+    Raises:
+        SpecError: A sample would affect the gradients of other samples, or would leave a client without noise.
+    """
+    training, objective, dp = config.training, method.objective_in_use(), config.privacy.dp
+    assert dp is not None
+
+    def refuse(reason: str, key: str = "privacy.dp", value: object = dp.noise) -> None:
+        raise SpecError(key, reason, value)
+
+    if config.sizes is None:
+        refuse("is only for simulations, because its noise comes from the spec's seed. Remove it for real sites.")
+    if training.clip is not None:
+        refuse("privacy.dp clips the gradient of each sample. Remove training.clip.", "training.clip", training.clip)
+    if training.accumulate > 1:
+        problem = "with privacy.dp, gradients are computed in parts anyway. Use a larger batch_size."
+        refuse(problem, "training.accumulate", training.accumulate)
+    if has_batchnorm(config.model.module):
+        refuse("BatchNorm lets a sample affect the gradients of others. Use a model with GroupNorm or none.")
+    if config.task.weighted:
+        refuse(f"does not support the task {config.task.name!r}, whose samples have different weights.")
+    if not vars(type(objective)).get("single_samples", False):
+        refuse(f"the objective of {method.name!r} uses more than single samples. {USE}")
+    asked = method.declared(config)
+    unprotected = [each.label for each in asked or () if _innermost(each) is not Fit]
+    if asked is None or unprotected:
+        replies = "replies that it does not declare" if asked is None else f"replies to {', '.join(unprotected)}"
+        refuse(f"the method {method.name!r} needs {replies}, which have no noise. {USE}")
+    _try_gradient(method, config, data)
+
+
+def _innermost(allowed: Allowed) -> type[Request]:
+    return allowed.request if allowed.inside is None else _innermost(allowed.inside)
+
+
+def _try_gradient(method: Method, config: FederationConfig, data: Dataset) -> None:
+    """Raise ``SpecError`` if the gradients of single samples cannot be computed together."""
+    model, objective, dp = config.model, method.objective_in_use(), config.privacy.dp
+    assert dp is not None
+    params = model.params()
+    context = Context(params, torch.zeros(0), objective.message(None), None, 1.0, task=config.task)
+    gradient = NoisyGradient(model, objective, context, dp, 2.0, torch.Generator())
+    batch = Batch(data.inputs(slice(0, 2)), data.targets(slice(0, 2)))
+    names = [name for name in params if objective.trains(name, model)]
+    try:
+        with model.loaded(params, model.buffers(), train=True) as loaded:
+            gradient(loaded, names, batch)
+    except Exception as error:  # PyTorch raises many kinds
+        problem = f"PyTorch cannot compute the gradients of single samples of this model ({error}). Use another model."
+        raise SpecError("privacy.dp", problem, dp.noise) from error
