@@ -17,6 +17,7 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.training.private import CHUNK, NoisyGradient, poisson_draws
+from fedstrata.evaluation.summary import summary_lines
 from fedstrata.federation.settings import DPSGD, Training
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, CrossEntropy
@@ -141,6 +142,7 @@ def test_a_run_records_the_largest_epsilon_and_no_loss(tmp_path: Path):
     assert sizes is not None
     assert history[-1]["epsilon"] == Accountant(dp, made.training, sizes).largest(rounds)
     assert all(record["train_loss"] is None for record in history)
+    assert dict(summary_lines(history))["privacy"].startswith(f"ε = {history[-1]['epsilon']:.2f} for a sample")
     assert [record["epsilon"] for record in history] == sorted(record["epsilon"] for record in history)
 
 

@@ -35,6 +35,8 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
     lines.append(("trained", f"{summary['samples']:,} samples in {summary['seconds']:,.1f} s"))
     up, down = (summary[key] * 1e-6 for key in ("bytes_up", "bytes_down"))
     lines.append(("sent", f"{up:,.1f} MB by clients, {down:,.1f} MB to clients"))
+    if history and (epsilon := history[-1].get("epsilon")) is not None:
+        lines.append(("privacy", f"ε = {epsilon:.2f} for a sample, but whoever knows the seed can remove the noise"))
     if history.path is not None:
         lines.append(("folder", str(history.path)))
     return lines
