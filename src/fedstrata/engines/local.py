@@ -83,8 +83,8 @@ class LocalEngine(Engine):
         outcomes: dict[ClientId, Reply | Failure] = {}
         gradients = requests.work if isinstance(requests, Requests) else {}
         work = {number: 1.0 + gradients.get(number, 0.0) for number in requests}
-        # The work of a client is its number of sample-gradients, plus 1 for the request itself. Clients with the most
-        # work come first, so that no process begins a long task when the others are done.
+        # The work of a client is the number of gradients of single samples that it computes, plus 1 for the request.
+        # Clients with the most work come first, so that no process begins a long task when the others are nearly done.
         order = sorted(requests, key=lambda number: (-work[number], number)) if self._helpers else sorted(requests)
         remaining = sum(work.values())
 

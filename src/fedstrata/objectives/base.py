@@ -139,7 +139,7 @@ class Objective(Setting):
     None means any task. Its loss must then be computed from ``context.task.mean_loss``.
     """
 
-    # Hooks at the server.
+    # Hooks that run on the server.
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the objective would be wrong for the model or the settings of training."""
@@ -181,7 +181,7 @@ class Objective(Setting):
         """Return the objective's own metrics of a round."""
         return {}
 
-    # Hooks at a client.
+    # Hooks that run on a client.
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """Add entries to the server's message that are computed from the client's data before training.

@@ -40,7 +40,7 @@ def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
     """
     share = counts / counts.sum().clamp(min=torch.finfo(counts.dtype).tiny)
     prior = (1 - epsilon) * share + epsilon / len(counts)
-    # Where p̂ is 0, compute log 1 instead of log 0. The value is not used, but log 0 would make the gradient NaN.
+    # Where the prior is 0, compute log 1 instead of log 0: the value is not used, but log 0 gives the gradient NaN.
     return torch.where(prior > 0, torch.where(prior > 0, prior, 1.0).log(), EXCLUDED)
 
 

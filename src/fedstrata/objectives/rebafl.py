@@ -79,7 +79,7 @@ class Rebalanced(PerSample):
     def tells_counts(self, config: FederationConfig) -> bool:
         return self.mu > 0
 
-    # Hooks at the server.
+    # Hooks that run on the server.
 
     def check(self, config: FederationConfig) -> None:
         """If features are augmented, require that their length is known and that the head has no buffers."""
@@ -113,7 +113,7 @@ class Rebalanced(PerSample):
         """Return the number of clients that learn nothing (``idle_clients``) if ε = 0; a larger ε prevents this."""
         return idle_clients(replies) if self.relaxed and self.epsilon == 0 else {}
 
-    # Hooks at a client.
+    # Hooks that run on a client.
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """Add the client's own prototypes, computed with the received model (for Eq. 18)."""

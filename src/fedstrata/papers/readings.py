@@ -125,7 +125,7 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
     """
     n = len(lengths)
     clients, strata = np.arange(n), np.zeros(n, dtype=np.int64)
-    # Draw all clients, because the result contains the probability with which a draw chooses each client.
+    # Draw all clients, only to obtain the probability with which a single draw chooses each of them.
     all_drawn = draw(clients, strata, np.array([n]), np.array([n]), lengths, False, np.random.default_rng(0))
     total = 0.0
     for k in range(n):

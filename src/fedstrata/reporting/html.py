@@ -334,7 +334,7 @@ def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
     """Return the values of the report's section about one label: its runs, other records, events and spec."""
     members = [run.history for run in runs]
     every = [(run, event) for run in runs for event in run.events]
-    # Errors come first; unlike expected events, such as dropouts, they have a reason.
+    # Errors come first. They have the entry ``reason``, which expected events, such as dropouts, lack.
     ordered = sorted(every, key=lambda pair: not pair[1].get("reason"))
     return {
         "label": label,

@@ -211,8 +211,8 @@ def _public_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # An error without a public text may contain data, so only a general text leaves the site. This text may name
-        # the key of a setting, because the server knows the spec.
+        # An error without a public message may contain data, so only a general message leaves the site. The general
+        # message may name the key of a setting, because the server knows the spec.
         known = isinstance(error, (DataError, SpecError))
         LOG.error("%s", error, exc_info=None if known else error)
         key = error.key if isinstance(error, SpecError) else ""

@@ -335,7 +335,8 @@ class SiteServer:
         if self.policy is None:
             return nullcontext()
         if isinstance(question, wire.Begin):
-            # Leave out the fields that differ when a run is resumed, so that its question counts as a repetition.
+            # Leave out the fields that differ when a run is resumed, so that the policy counts the question of the
+            # resumed run as a repetition of the first one.
             question = dataclasses.replace(question, run="", round=0)
         description = description_of(Experiment.from_table(parse_toml(question.spec)))
         return data_trial(self.folder, self.policy, job, description, records.encode(question))

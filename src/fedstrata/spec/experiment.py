@@ -392,8 +392,8 @@ def variants(
                 f"none of the methods has this setting: {', '.join(merged)}. Check the key with 'fedstrata explain'.",
                 override,
             )
-        # Change the spec's tables too, because this override may set the name of a section, such as data.name. For
-        # later overrides, _accepts compares an experiment's name with the one in these tables.
+        # Change the spec's tables too, because this override may set the key ``name`` of a section, such as data.name.
+        # For later overrides, _accepts compares this key in an experiment with its value in these tables.
         for sections in (*accepting, tables):
             apply_override(sections, override)
     result: dict[str, Experiment] = {}

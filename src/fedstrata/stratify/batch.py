@@ -298,7 +298,7 @@ class BatchPlan:
         wanted = self.wanted[theirs]
         none_left = np.unique(wanted[missing & ~held])
         for place in np.unique(wanted[held]).tolist():
-            # Choose the client again, except if it was chosen again before and had too few samples for its positions.
+            # A client is chosen a second time. If it has too few samples again, its positions are given up.
             if not self._last[place] or place not in none_left:
                 rows = self.roster.rows_of(place)
                 self._waiting[rows] |= self.roster.holders.clients[rows] == client

@@ -220,8 +220,8 @@ def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
     *gradients, loss = results
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = placeholders[: len(gradients)]
-    # The updates overwrite parameters and their views. A gradient that is a product with one of them must be computed
-    # before the first update. It cannot be fused with its own update into addmm_.
+    # The updates overwrite parameters and their views. A gradient that is a matrix product with one of these must be
+    # computed before the first update, so it cannot be fused with its own update into addmm_.
     changed = _mutated(graph) | set(placeholders[:-2])
     with graph.inserting_after(placeholders[-1]):
         rate = graph.placeholder("rate")  # the negative learning rate, −η

@@ -157,7 +157,7 @@ class Given(Partition):
         if (file := table.get("file")) is not None:
             if "indices" in table:
                 raise SpecError("file", "is set together with indices. Remove one of the two.", str(file))
-            # The spec keeps the indices and not the name of the file, so that equal divisions are equal specs.
+            # The spec keeps the indices and not the name of the file, so that equal partitions have equal specs.
             table = {**table, "indices": _indices_in(file), "file": None}
         elif "indices" not in table:
             raise SpecError("indices", "is required, but not set. Set it, or give a file with the indices.")

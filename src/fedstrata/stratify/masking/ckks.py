@@ -148,7 +148,7 @@ class Sealer:
         return cipher
 
 
-# Loading and checking a context takes longer than all other work of a small federation. The cache avoids repetitions.
+# In a small federation, loading and checking a context takes longer than everything else. So keep the last contexts.
 @lru_cache(maxsize=4)
 def sealer(public: bytes, parameters: Parameters) -> Sealer:
     """Return the sealer of a public key; see ``Sealer``."""
