@@ -70,21 +70,67 @@ class Aggregator(Setting):
         """
         return self.coefficients(selection, returned, np.array([reply.size for reply in replies]))
 
+    def init(self, config: FederationConfig) -> Tree:
+        """Return the state before the first round. Default: None, because the server optimiser has no state yet.
+
+        A subclass that remembers clients between rounds overrides ``init`` and ``combine``. The state of all rounds is
+        written to checkpoints, so it must be a tree of plain values, arrays and tensors (``fedstrata.base.records``).
+        """
+        return None
+
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the server optimiser's new state; both are unchanged without replies."""
+        """Return the new global model and the new state; both are unchanged without replies.
+
+        The method is called in every round, also if no client replied. It must not change ``state`` in place.
+
+        Args:
+            weights: The global model of the round.
+            state: The state after the previous round. Here, it is the state of the server optimiser.
+            selection: The invited clients, and how they were drawn.
+            replies: A mapping from client to the reply that the server uses, in ascending order of clients. All other
+                invited clients were absent, late, failed, or sent a reply that was refused.
+        """
         if not replies:
             return weights, state
         answers = list(replies.values())
-        returned = np.searchsorted(selection.clients, np.fromiter(replies, dtype=np.int64))
-        a = self.weigh(selection, returned, answers)
+        a = self.weigh(selection, returned_of(selection, replies), answers)
         if not a.any():
             return weights, state
         update = weighted_update(weights.params, [reply.weights.params for reply in answers], a)
+        return self.step(weights, update, state, selection, answers, a)
+
+    def step(
+        self,
+        weights: Weights,
+        update: Params,
+        state: Tree,
+        selection: Selection,
+        answers: Sequence[FitReply],
+        a: Floats,
+    ) -> tuple[Weights, Tree]:
+        """Let the server optimiser apply an update to the parameters, and average the buffers of the replies.
+
+        Args:
+            weights: The global model of the round.
+            update: The change of each parameter.
+            state: The state of the server optimiser.
+            selection: The invited clients; the optimiser reads the round from it.
+            answers: The replies.
+            a: The weight of each reply in the mean of the buffers, shape (r,).
+
+        Returns:
+            The new global model, and the new state of the server optimiser.
+        """
         params, state = self.server.apply(weights.params, update, state, selection.round, selection.rounds)
         buffers = weights.buffers and mean_buffers(weights.buffers, [reply.weights.buffers for reply in answers], a)
         return Weights(params, buffers), state
+
+
+def returned_of(selection: Selection, replies: Mapping[int, FitReply]) -> Ints:
+    """Return the clients that replied, as indices into ``selection.clients``, shape (r,)."""
+    return np.searchsorted(selection.clients, np.fromiter(replies, dtype=np.int64))
 
 
 def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Params:

@@ -312,13 +312,13 @@ class Recipe(Method):
 
     def init(self, federation: Federation, weights: Weights) -> RecipeState:
         """Return the initial state of every choice."""
-        sampler, data, objective, _ = self.choices()
+        sampler, data, objective, aggregator = self.choices()
         return RecipeState(
             weights=weights,
             clients=sampler.init(federation),
             data=data.init(federation),
             objective=objective.init(weights, federation.config),
-            aggregator=None,
+            aggregator=aggregator.init(federation.config),
         )
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
