@@ -44,7 +44,8 @@ def table(sampler: str, data: str, objective: str, aggregator: str | dict) -> di
             "client_sampler": clients,
             "data_sampler": data,
             "objective": objective,
-            "aggregator": aggregator,
+            # Three clients per round are enough for Krum if no update is false.
+            "aggregator": {"name": aggregator, "attackers": 0} if aggregator in ("krum", "multi-krum") else aggregator,
         },
         "model": {"name": "mlp", "hidden": [6]},
         "partition": {"name": "dirichlet", "alpha": 1.0, "clients": 8},

@@ -76,7 +76,13 @@ OBJECTIVES = (
     "rebafl",
     "fedbabu",
 )
-AGGREGATORS = ("size", "mean", "stratum", "horvitz-thompson")
+AGGREGATORS: dict[str, Any] = {
+    **{name: name for name in ("size", "mean", "stratum", "horvitz-thompson", "median", "trimmed-mean")},
+    "krum": {"name": "krum", "attackers": 0},
+    "multi-krum": {"name": "multi-krum", "attackers": 0, "chosen": 2},
+    "geometric-median": "geometric-median",
+    "centred-clipping": {"name": "centred-clipping", "radius": 0.01},
+}
 AVAILABILITIES: dict[str, Any] = {
     "always": "always",
     "bernoulli": {"name": "bernoulli", "p": 0.6},
@@ -136,7 +142,7 @@ EVERYTHING: dict[str, tuple[str, ...]] = {
     "client_sampler": tuple(SAMPLERS),
     "data_sampler": tuple(DATA_SAMPLERS),
     "objective": OBJECTIVES,
-    "aggregator": AGGREGATORS,
+    "aggregator": tuple(AGGREGATORS),
     "masking": MASKINGS,
     **_COMMON,
 }
@@ -255,6 +261,7 @@ def method_of(row: Mapping[str, str]) -> dict[str, Any]:
     chosen = {
         "client_sampler": SAMPLERS,
         "data_sampler": DATA_SAMPLERS,
+        "aggregator": AGGREGATORS,
     }
     table: dict[str, Any] = {"name": row["method"]}
     for factor in CHOICES:

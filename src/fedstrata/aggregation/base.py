@@ -57,6 +57,10 @@ class Aggregator(Setting):
             The weights, shape (r,).
         """
 
+    def shortage(self, replies: int) -> str:
+        """Return why a round with this number of replies leaves the model unchanged; empty if it does not."""
+        return ""
+
     def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:
         """Return the weight a_k of each reply. Subclasses that need more than sample counts override this method.
 
@@ -281,6 +285,12 @@ AGGREGATORS: Registry[Aggregator] = Registry(
         "mean": "fedstrata.aggregation.base:Mean",
         "stratum": "fedstrata.aggregation.base:StratumMean",
         "horvitz-thompson": "fedstrata.aggregation.base:HorvitzThompson",
+        "median": "fedstrata.aggregation.robust:Median",
+        "trimmed-mean": "fedstrata.aggregation.robust:TrimmedMean",
+        "krum": "fedstrata.aggregation.robust:Krum",
+        "multi-krum": "fedstrata.aggregation.robust:MultiKrum",
+        "geometric-median": "fedstrata.aggregation.robust:GeometricMedian",
+        "centred-clipping": "fedstrata.aggregation.robust:CentredClipping",
     },
 )
 

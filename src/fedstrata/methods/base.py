@@ -290,7 +290,7 @@ class Recipe(Method):
         sampler, _, objective, aggregator = self.choices()
         sampler.check_private(config)
         if aggregator.needs_counts:
-            accepted = "'mean', 'stratum' or 'horvitz-thompson'"
+            accepted = "'mean', 'stratum', 'horvitz-thompson' or a robust aggregator"
             raise SpecError(
                 "method.aggregator",
                 f"weights models by the clients' sizes, which data_sampler keeps private. Use {accepted}.",
@@ -333,6 +333,8 @@ class Recipe(Method):
 
         request = Fit(federation.round, weights, objective.message(state.objective), keep, counts=not data.private)
         replies = self.train_clients(federation, invited, request)
+        if reason := aggregator.shortage(len(replies)):
+            federation.note("too few replies", replies, reason)
 
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         # Restore parameters that clients do not train: a server optimiser with weight decay would change them.
