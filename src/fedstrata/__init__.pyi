@@ -84,6 +84,7 @@ from .methods.fedavg_ft import FedAvgFT as FedAvgFT
 from .methods.fedbabu import FedBABU as FedBABU
 from .methods.feddyn import FedDyn as FedDyn
 from .methods.fedlc import FedLC as FedLC
+from .methods.fedper import FedPer as FedPer
 from .methods.fedprox import FedProx as FedProx
 from .methods.fedrs import FedRS as FedRS
 from .methods.fedsampling import FedSampling as FedSampling

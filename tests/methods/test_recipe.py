@@ -262,7 +262,7 @@ def test_a_setting_that_only_shares_a_name_with_a_replaced_choice_stays_in_the_s
     assert Ours(samples=7, data_sampler="all").to_spec()["samples"] == 7
 
 
-OTHERS = [0.3, 2.5, 1, 3, False, "one", "updates", "participants", "centroids", "random", "proportional"]
+OTHERS = [0.3, 2.5, 1, 3, False, "one", "updates", "participants", "centroids", "random", "proportional", ("body",)]
 
 
 def accepts(part: type, name: str, value: object) -> bool:

@@ -75,6 +75,7 @@ OBJECTIVES = (
     "bsm",
     "rebafl",
     "fedbabu",
+    "fedper",
 )
 AGGREGATORS: dict[str, Any] = {
     **{name: name for name in ("size", "mean", "stratum", "horvitz-thompson", "median", "trimmed-mean")},

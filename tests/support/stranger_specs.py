@@ -24,6 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "rebafl": {},
     "feddyn": {},
     "fedbabu": {},
+    "fedper": {},
     "fedssar": {},
     "fedstas": {"strata": 2, "fraction": 0.5},
     "sfl": {},

@@ -337,8 +337,11 @@ class Recipe(Method):
             federation.note("too few replies", replies, reason)
 
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
-        # Restore parameters that clients do not train: a server optimiser with weight decay would change them.
-        frozen = {n: w for n, w in weights.params.items() if not objective.trains(n, config.model)}
+        # Restore parameters that clients do not train or send: a server optimiser with weight decay would change them.
+        model = config.model
+        frozen = {
+            n: w for n, w in weights.params.items() if not objective.trains(n, model) or objective.stays(n, model)
+        }
         combined = Weights(combined.params | frozen, combined.buffers) if frozen else combined
         answers = list(replies.values())
         objective_state, after = objective.server_update(state.objective, weights, combined, answers, config.clients)
@@ -420,6 +423,7 @@ METHODS: Registry[Method] = Registry(
         "fedrs": "fedstrata.methods.fedrs:FedRS",
         "fedlc": "fedstrata.methods.fedlc:FedLC",
         "fedbabu": "fedstrata.methods.fedbabu:FedBABU",
+        "fedper": "fedstrata.methods.fedper:FedPer",
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
     },

@@ -210,6 +210,13 @@ class Objective(Setting):
         """Return True if clients train the parameter ``name``."""
         return True
 
+    def stays(self, name: str, model: Model) -> bool:
+        """Return True if the parameter ``name`` stays at the client, which keeps its value for its next round.
+
+        The client sends the value that it received, and the server does not change it.
+        """
+        return False
+
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
         """Return the message to the server after training, and the state that the client keeps for its next round."""
         return {}, context.kept
@@ -252,6 +259,7 @@ OBJECTIVES: Registry[Objective] = Registry(
         "bsm": "fedstrata.objectives.calibrated:Balanced",
         "rebafl": "fedstrata.objectives.rebafl:Rebalanced",
         "fedbabu": "fedstrata.objectives.fedbabu:BodyOnly",
+        "fedper": "fedstrata.objectives.personal:PersonalLayers",
     },
 )
 

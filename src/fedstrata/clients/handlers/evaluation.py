@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
-from typing import Any
-
 import numpy as np
 
 from fedstrata.base.errors import FedstrataError
-from fedstrata.base.rng import rng
-from fedstrata.clients.client import Client, ClientContext
+from fedstrata.clients.client import Client
 from fedstrata.clients.handlers.fit import BUFFERS, starting_point, statistics
 from fedstrata.clients.handling import handles
 from fedstrata.clients.training.devices import on_device
 from fedstrata.clients.training.local import LocalData, train
+from fedstrata.clients.training.personal import apart
 from fedstrata.evaluation.messages import Evaluate, Evaluated, EvaluateTask, TaskEvaluated
 from fedstrata.evaluation.metrics import values_of
 from fedstrata.evaluation.predictions import Predictions, Rows, collect, predict
@@ -79,35 +74,14 @@ def _values(client: Client, predictions: Predictions | Rows) -> dict[str, float]
 
 
 def personal(client: Client, request: Evaluate) -> Weights:
-    """Return the global model with the client's own BatchNorm statistics (if it keeps some), after fine-tuning.
+    """Return the client's own model: the global model with the parts that the client keeps, after fine-tuning.
 
-    Fine-tuning takes ``request.epochs`` epochs on the client's training samples.
+    A client may keep BatchNorm statistics and layers. Fine-tuning takes ``request.epochs`` epochs on the client's
+    training samples.
     """
     weights = starting_point(client, request)
     if not request.epochs or not len(client):
         return weights
-    tuner = client.context.cached(tuning(request.epochs))
-    twin = Client(client.number, tuner, client.state)
-    data = LocalData(twin, np.arange(len(client)), tuner.cached(on_device).device)
-    return train(twin, weights, data, round=request.round, message={}, objective=tuner.personal).weights
-
-
-@cache
-def tuning(epochs: int) -> Callable[[ClientContext], ClientContext]:
-    """Return a function that turns a context into the one in which clients fine-tune a model.
-
-    Only the number of epochs and the seed differ.
-
-    Args:
-        epochs: Number of epochs of fine-tuning.
-    """
-
-    def make(context: ClientContext) -> ClientContext:
-        config = context.config
-        training = config.training.model_copy(update={"local_epochs": epochs, "local_steps": None})
-        seed = int(rng(config.seed, "fine-tune").integers(2**63))
-        # Both contexts share the model and the data, so that a GPU does not hold them twice.
-        prepared: dict[Callable[[ClientContext], Any], Any] = {on_device: context.cached(on_device)}
-        return replace(context, config=replace(config, training=training, seed=seed), prepared=prepared)
-
-    return make
+    tuner = apart(client, "fine-tune", request.epochs)
+    data = LocalData(tuner, np.arange(len(client)), tuner.context.cached(on_device).device)
+    return train(tuner, weights, data, round=request.round, message={}, objective=tuner.context.personal).weights

@@ -9,6 +9,7 @@ from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
 from fedstrata.clients.training.devices import on_device
 from fedstrata.clients.training.local import OBJECTIVE, LocalData, Outcome, train
+from fedstrata.clients.training.personal import keep_layers, with_kept_layers
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, WeightedFitReply, Weights
 from fedstrata.sampling.messages import Compress, LossReport
@@ -36,9 +37,9 @@ def weighted(reply: FitReply, data: LocalData) -> FitReply:
 
 
 def starting_point(client: Client, request: Fit | Compress | LossReport | Evaluate) -> Weights:
-    """Return the model of a request, with the client's own BatchNorm statistics if it keeps some."""
+    """Return the model of a request, with the layers and the BatchNorm statistics that the client keeps."""
     local = client.context.config.training.batch_norm == "local"
-    sent = request.weights
+    sent = with_kept_layers(client, request.weights)
     kept = client.state.get(BUFFERS)
     return Weights(sent.params, {**sent.buffers, **kept}) if local and isinstance(kept, dict) else sent
 
@@ -54,7 +55,7 @@ def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> F
     """
     if outcome.kept is not None:
         client.state[OBJECTIVE] = outcome.kept
-    result = outcome.weights
+    result = keep_layers(client, outcome.weights, request.weights)
     if client.context.config.training.batch_norm == "local" and (names := client.context.cached(statistics)):
         # The client keeps its own statistics. The reply contains the request's statistics instead.
         client.state[BUFFERS] = {name: b for name, b in result.buffers.items() if name in names}

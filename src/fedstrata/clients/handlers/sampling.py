@@ -63,22 +63,25 @@ def compress(client: Client, request: Compress) -> CompressReply:
 
 
 class _TrainsLike(CrossEntropy):
-    """The task's loss for the parameters that another objective trains, so that sketches of both can be compared."""
+    """The task's loss for the parameters that another objective trains and clients send.
+
+    Sketches of both objectives can be compared.
+    """
 
     _other: Objective = PrivateAttr(default_factory=CrossEntropy)
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Return cross-entropy that trains the same parameters as ``objective``."""
-        if is_plain(objective, "trains"):
+        """Return cross-entropy that trains the parameters that ``objective`` trains and clients send."""
+        if is_plain(objective, "trains", "stays"):
             return CrossEntropy()
         cross_entropy = cls()
         cross_entropy._other = objective
         return cross_entropy
 
     def trains(self, name: str, model: Model) -> bool:
-        """Return True if the other objective trains the parameter."""
-        return self._other.trains(name, model)
+        """Return True if the other objective trains the parameter, and clients send it."""
+        return self._other.trains(name, model) and not self._other.stays(name, model)
 
 
 @handles(Sketch)

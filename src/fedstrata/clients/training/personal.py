@@ -1,0 +1,68 @@
+"""What a client trains for itself: the layers that it keeps, and a personal model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from fedstrata.base.rng import rng
+from fedstrata.clients.client import Client, ClientContext
+from fedstrata.clients.training.devices import on_device
+from fedstrata.federation.messages import Weights
+from fedstrata.objectives.base import is_plain
+
+LAYERS = "layers"
+"""The key under which a client's state contains the layers that it keeps (``Objective.stays``)."""
+
+
+def with_kept_layers(client: Client, weights: Weights) -> Weights:
+    """Return a model with the layers that the client keeps; the model as it is if the client keeps none yet."""
+    kept = client.state.get(LAYERS)
+    # Checkpoints do not store the memory format of tensors, which affects rounding in convolutions.
+    return Weights(weights.params | client.model.laid_out(kept), weights.buffers) if isinstance(kept, dict) else weights
+
+
+def keep_layers(client: Client, trained: Weights, received: Weights) -> Weights:
+    """Store the layers that stay at the client, and return the trained model with the received values of these layers.
+
+    Args:
+        client: The client.
+        trained: The model after training.
+        received: The model that the server sent.
+    """
+    objective, model = client.context.objective, client.model
+    if is_plain(objective, "stays"):
+        return trained
+    names = [name for name in trained.params if objective.stays(name, model)]
+    client.state[LAYERS] = {name: trained.params[name] for name in names}
+    return Weights(trained.params | {name: received.params[name] for name in names}, trained.buffers)
+
+
+def apart(client: Client, purpose: str, epochs: int | None) -> Client:
+    """Return the client as it trains beside the objective of the run, with other random numbers.
+
+    Args:
+        client: The client.
+        purpose: The purpose, on which the random numbers depend.
+        epochs: Number of epochs. Default: as many epochs or steps as ``training`` says.
+    """
+    return Client(client.number, client.context.cached(_apart(purpose, epochs)), client.state, model=client.model)
+
+
+@cache
+def _apart(purpose: str, epochs: int | None) -> Callable[[ClientContext], ClientContext]:
+    """Return a function that changes the seed and the number of epochs of a context."""
+
+    def make(context: ClientContext) -> ClientContext:
+        config = context.config
+        training = config.training
+        if epochs is not None:
+            training = training.model_copy(update={"local_epochs": epochs, "local_steps": None})
+        seed = int(rng(config.seed, purpose).integers(2**63))
+        # Both contexts share the model and the data, so that a GPU does not hold them twice.
+        prepared: dict[Callable[[ClientContext], Any], Any] = {on_device: context.cached(on_device)}
+        return replace(context, config=replace(config, training=training, seed=seed), prepared=prepared)
+
+    return make

@@ -1,0 +1,23 @@
+"""FedPer (Arivazhagan et al. 2019)."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
+from fedstrata.objectives.personal import PersonalLayers
+
+
+class FedPer(Recipe):
+    """FedAvg of only the body; each client trains a head of its own and keeps it.
+
+    Set ``evaluation.fine_tune = 0`` to measure each client's own model. The global model has the initial head.
+    """
+
+    paper = "Arivazhagan et al. 2019, Federated Learning with Personalization Layers (arXiv:1912.00818)"
+
+    layers: tuple[str, ...] | None = None
+
+    @override
+    def parts(self) -> Parts:
+        return {"objective": PersonalLayers(layers=self.layers)}

@@ -1,0 +1,181 @@
+"""Personal models: FedPer's rounds by hand, the laws of its limits, and what it is for."""
+
+from __future__ import annotations
+
+import filecmp
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedstrata as fs
+from fedstrata.base.errors import SpecError
+from fedstrata.clients.client import Client
+from fedstrata.clients.handlers.evaluation import personal
+from fedstrata.evaluation.messages import Evaluate
+
+LR = 0.2
+CLIENTS = ((0, 1, 2, 3, 4), (5, 6))
+BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")
+
+TWO_CLASSES: dict[str, Any] = {
+    "partition": {"name": "classes", "clients": 10, "per_client": 2},
+    "model": {"name": "mlp", "hidden": [16]},
+    "training": {"rounds": 6, "clients_per_round": 5, "local_epochs": 2, "lr": 0.1},
+    "evaluation": {"client_test": 0.3, "fine_tune": 0},
+}
+PERSONAL: list[Any] = ["fedper"]
+
+
+def small() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def small_spec(method: Any, **training: Any) -> fs.Experiment:
+    """Two clients, which take one step on all of their samples per epoch."""
+    return fs.Experiment.from_table(
+        {
+            "partition": {"name": "given", "indices": CLIENTS},
+            "availability": "always",
+            "method": method,
+            "training": {"clients_per_round": 2, "local_epochs": 2, "batch_size": 100, "lr": LR, **training},
+        }
+    )
+
+
+def gradient(w: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Of the mean cross-entropy of the small model, in float64."""
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in w.items()}
+    z = torch.tanh(x @ leaves["0.weight"].T + leaves["0.bias"]) @ leaves["2.weight"].T + leaves["2.bias"]
+    parts = torch.autograd.grad(F.cross_entropy(z, y), list(leaves.values()))
+    return dict(zip(leaves, parts, strict=True))
+
+
+def descended(w: dict[str, Tensor], data: fs.Dataset, client: int, steps: int, names: Any = None) -> dict[str, Tensor]:
+    """Steps of gradient descent on a client's samples, of some parameters."""
+    where = list(CLIENTS[client])
+    for _ in range(steps):
+        g = gradient(w, data.x_train[where].double(), data.y_train[where])
+        w = {name: tensor - LR * g[name] * (names is None or name in names) for name, tensor in w.items()}
+    return w
+
+
+def mean(models: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    sizes = [len(each) for each in CLIENTS]
+    return {n: sum(k / 7 * m[n] for k, m in zip(sizes, models, strict=True)) for n in models[0]}  # type: ignore[misc]
+
+
+def double(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: w.double() for name, w in params.items()}
+
+
+def close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name].double(), other[name], rtol=2e-5, atol=2e-6)
+
+
+def test_two_rounds_of_fedper_by_hand(start, seven):
+    started = start(small_spec("fedper"), seven, small())
+    initial = double(started.state.weights.params)
+    body, heads = {n: initial[n] for n in BODY}, [{n: initial[n] for n in HEAD}] * 2
+    for _ in range(2):
+        started.step()
+        models = [descended({**body, **heads[k]}, seven, k, 2) for k in range(2)]
+        heads = [{n: model[n] for n in HEAD} for model in models]
+        body = {n: mean(models)[n] for n in BODY}
+        close(started.state.weights.params, {**body, **{n: initial[n] for n in HEAD}})
+        for k in range(2):
+            close(started.store.get(k)["layers"], heads[k])
+
+
+def test_a_client_that_was_never_asked_has_the_initial_head(start, seven):
+    started = start(small_spec("fedper", clients_per_round=1), seven, small())
+    before = started.state.weights.params
+    started.step()
+    (asked,) = started.store.clients
+    after = started.state.weights.params
+    request = Evaluate(1, started.state.weights, "test", True, 0, 0, 0)
+    for k in range(2):
+        own = personal(Client(k, started.context, started.store.get(k)), request).params
+        for name in BODY:
+            assert torch.equal(own[name], after[name])
+        for name in HEAD:
+            assert torch.equal(own[name], before[name]) == (k != asked)
+            assert torch.equal(after[name], before[name])
+
+
+SERVER = {"name": "size", "server": {"optimizer": "adam", "lr": 0.1, "weight_decay": 0.1}}
+
+
+@pytest.mark.parametrize("aggregator", ["size", SERVER], ids=["mean", "adam"])
+def test_fedper_without_personal_layers_is_fedavg(aggregator, start, seven):
+    methods = [{"name": "fedper", "layers": []}, {"name": "fedavg"}]
+    specs = [small_spec({**method, "aggregator": aggregator}, batch_size=2) for method in methods]
+    one, other = (start(spec, seven, small()) for spec in specs)
+    for _ in range(2):
+        assert one.step() == other.step()
+        for name, w in one.state.weights.params.items():
+            assert torch.equal(w, other.state.weights.params[name])
+
+
+@pytest.mark.parametrize("aggregator", ["size", SERVER], ids=["mean", "adam"])
+def test_personal_layers_never_leave_their_client(aggregator, start, seven):
+    method = {"name": "fedper", "layers": ["0"], "aggregator": aggregator}
+    started = start(small_spec(method, weight_decay=0.01, momentum=0.5), seven, small())
+    before = started.state.weights.params
+    for _ in range(2):
+        started.step()
+    after = started.state.weights.params
+    assert [name for name in after if torch.equal(after[name], before[name])] == list(BODY)
+    assert all(started.store.get(k)["layers"].keys() == {*BODY} for k in range(2))
+
+
+def test_fedper_refuses_layers_that_leave_nothing_to_do(seven):
+    with pytest.raises(SpecError, match=r"^method\.layers = .*'third' has no trained parameters\. Use 0, 2\.$"):
+        fs.prepare(small_spec({"name": "fedper", "layers": ["third"]}), data=seven, model=small())
+    with pytest.raises(SpecError, match=r"^method\.layers = .*: all layers of the model would stay at the clients\."):
+        fs.prepare(small_spec({"name": "fedper", "layers": ["0", "2"]}), data=seven, model=small())
+    with pytest.raises(SpecError, match=r"^model = .*has only a head"):
+        fs.prepare(small_spec("fedper"), data=seven, model=nn.Linear(2, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", PERSONAL)
+def test_personal_models_beat_fedavg_if_each_client_has_two_classes(method):
+    own, usual = (fs.run({**TWO_CLASSES, "method": each})[-1]["personal"]["accuracy"] for each in (method, "fedavg"))
+    assert own["mean"] > usual["mean"] + 0.2
+    assert own["worst"] > usual["worst"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", PERSONAL)
+def test_a_run_that_is_killed_and_resumed_ends_in_the_same_bytes(method, tmp_path: Path):
+    """Convolutions round by the memory format of their weights, which no file keeps."""
+    table = {
+        **TWO_CLASSES,
+        "data": {"name": "digits", "limit": 400},
+        "model": {"name": "cnn", "channels": [4, 8], "hidden": 16},
+        "availability": {"name": "bernoulli", "p": 0.7},
+        "method": method,
+        "evaluation": {**TWO_CLASSES["evaluation"], "checkpoint_every": 2},
+    }
+
+    class KilledError(Exception):
+        pass
+
+    def kill(record: dict[str, Any]) -> None:
+        if record["round"] == 3:
+            raise KilledError
+
+    whole = fs.run(table, out=tmp_path / "whole")
+    with pytest.raises(KilledError):
+        fs.run(table, out=tmp_path / "killed", callbacks=[kill])
+    resumed = fs.run(table, out=tmp_path / "killed", resume=True)
+    assert whole[-1]["personal"] == resumed[-1]["personal"]
+    files = ["model.safetensors", "clients.csv"]
+    assert filecmp.cmpfiles(tmp_path / "whole", tmp_path / "killed", files, shallow=False)[0] == files
