@@ -41,6 +41,7 @@ SHAPES = {
     "a long name": Shape(3, 3, "long"),
     "diverged": Shape(4, 3, "diverged"),
     "regression": Shape(3, 3, "regression"),
+    "sixty runs": Shape(60, 1),
 }
 
 RARE_SHAPES = [name for name in SHAPES if name not in ("one run", "usual")]
@@ -137,3 +138,5 @@ def test_a_page_agrees_with_itself_and_fits(
         assert shape.seeds > 2 or "interval" not in words, words
         assert shape.seeds < 3 or len(set(values)) == 1 or "interval" in words, words  # equal ones may have none
     assert window.value("document.querySelector('.answer strong').textContent").endswith(".")
+    window.lay_out_for_print()
+    assert window.value(browsers.LOST_ON_PAPER) == []

@@ -209,6 +209,20 @@ def test_the_switch_of_light_and_dark(opened: Browser) -> None:
     opened.value("document.querySelector('#theme').click()")
 
 
+def test_a_dark_page_is_printed_with_light_colours(opened: Browser) -> None:
+    numbers = "[...document.querySelectorAll('.heat .in.on')].map(each => each.textContent + each.style.cssText)"
+    light = opened.value(numbers)
+    opened.visit(opened.value("location.href"), 1400, "dark")
+    assert opened.value(numbers) != light, "the numbers in a heat map contrast with the shade below"
+    opened.lay_out_for_print()
+    assert opened.value(browsers.LOST_ON_PAPER) == []
+    assert opened.value(numbers) == light
+    for colours in opened.value(INK):
+        assert "31,36,43" in colours
+        assert "228,231,235" not in colours
+    opened.value("dispatchEvent(new Event('afterprint')), 0")
+
+
 def test_a_single_young_run_opens(window: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "young"
     folder.mkdir()

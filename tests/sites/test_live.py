@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from browser import PROGRAM, Browser, browser
+from browser import LOST_ON_PAPER, PROGRAM, Browser, browser
 
 import fedstrata as fs
 from fedstrata.cli import main
@@ -186,6 +186,25 @@ def test_a_browser_shows_a_run_and_the_site_that_dies(kit: Path, tmp_path: Path,
         rows = page.value("[...document.querySelectorAll('#sites tr')].map(row => row.innerText.replace(/\\s+/g, ' '))")
         assert [row.strip() for row in rows] == ["a in", "b gone <img src=x onerror=alert(1)>"]
         assert page.value("document.querySelectorAll('img').length") == 0
+        assert page.problems == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PROGRAM is None, reason="no browser")
+def test_print_cuts_no_chart_and_has_light_colours(run: Path, tmp_path: Path) -> None:
+    axis = """[...document.querySelectorAll('canvas')].map(canvas => {
+      const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+      return pixels.some((_, i) => i % 4 === 0 && pixels.slice(i, i + 4).join() === '31,36,43,255');
+    })"""
+    (tmp_path / "profile").mkdir()
+    with serving(source_of(run)) as (address, look), browser(tmp_path / "profile") as page:
+        look()
+        page.visit(address, 1400, "dark")
+        assert page.value(axis) == [False] * 4
+        page.lay_out_for_print()
+        assert page.value(axis) == [True] * 4
+        assert page.value(LOST_ON_PAPER) == []
+        assert page.pdf(tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
         assert page.problems == []
 
 

@@ -18,6 +18,20 @@ from typing import Any
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 DRAWN = "document.documentElement?.dataset.drawn"
 """True in a page with charts, as JavaScript, once they are drawn."""
+PAPER = 965, 702
+"""The width of Letter and the height of A4 in landscape, in pixels and within margins of 12 mm: the lesser ones."""
+LOST_ON_PAPER = """
+[...document.querySelectorAll("main *, header *")].filter(each => {
+  const place = each.getBoundingClientRect(), look = getComputedStyle(each), drawn = each.closest("svg");
+  if (!place.width || each.closest(".hidden") || (drawn && drawn !== each)) return false;
+  const isBeyond = place.right > innerWidth + 0.5 || place.left < -0.5;
+  const isLarger = each.scrollWidth > each.clientWidth + 1 || each.scrollHeight > each.clientHeight + 1;
+  const isClipped = !drawn && look.overflow !== "visible" && isLarger;
+  const isTall = each.matches("svg, canvas, img") && place.height > innerHeight;
+  return isBeyond || isClipped || isTall || (each.matches("figure, tr") && look.breakInside !== "avoid");
+}).map(each => `${each.tagName}.${each.getAttribute("class") ?? ""} ${each.textContent.slice(0, 40)}`)
+"""
+"""The elements that print would cut, as JavaScript: beyond the paper, clipped, or maybe split between two pages."""
 PATIENCE = 60.0
 """The seconds to wait for an answer; many, because the machine may be busy."""
 
@@ -83,7 +97,7 @@ class Browser:
     def visit(self, address: str, width: int, scheme: str = "light", height: int = 900, ready: str = DRAWN) -> None:
         """Load an address as ``open`` loads a file."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.send("Emulation.setEmulatedMedia", media="", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.send("Page.navigate", url=address)
         self.wait(f"document.readyState === 'complete' && {ready}")
 
@@ -117,6 +131,15 @@ class Browser:
     def _whole(self) -> dict[str, Any]:
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
         return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
+
+    def lay_out_for_print(self) -> None:
+        """Lay out the page as on paper; ``visit`` undoes it."""
+        self.value("dispatchEvent(new Event('beforeprint')), 0")
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=PAPER[0], height=PAPER[1], deviceScaleFactor=1, mobile=False
+        )
+        self.send("Emulation.setEmulatedMedia", media="print")
+        self.value("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
 
     def pdf(self, path: Path) -> Path:
         """Print the page as PDF."""

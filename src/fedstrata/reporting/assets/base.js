@@ -13,6 +13,25 @@ function make(tag, attributes = {}, ...children) {
   return made;
 }
 
+// Paper is white and narrower than most windows, so that everything drawn is drawn anew for it.
+let printing = false;
+const COLUMN = 450; // pixels: two columns fit on A4 and Letter paper in landscape
+const widthOf = plot => printing ? COLUMN : Math.max(plot.clientWidth, 200);
+
+function followPrint(repaint) {
+  const {dataset} = document.documentElement;
+  let theme;
+  const print = on => {
+    printing = on;
+    if (on) [theme, dataset.theme] = [dataset.theme, "light"];
+    else if (theme) dataset.theme = theme;
+    else delete dataset.theme;
+    repaint();
+  };
+  addEventListener("beforeprint", () => print(true));
+  addEventListener("afterprint", () => print(false));
+}
+
 // A colour of the style sheet as a canvas takes it.
 const probe = document.body.appendChild(make("i", {hidden: true}));
 function colour(name) {

@@ -92,7 +92,7 @@ function paint(chart) {
   const [across, up] = axes("round", false, true);
   if (chart.whole) up.incrs = across.incrs;
   chart.u = new uPlot({
-    width: Math.max(chart.plot.clientWidth, 200), height: HEIGHT, legend: {show: false}, cursor: {show: false},
+    width: widthOf(chart.plot), height: HEIGHT, legend: {show: false}, cursor: {show: false},
     scales: {x: {time: false, range: (_, low, high) => padded(low, high, false)},
       y: {range: (_, low, high) => {
         const [from, to] = padded(chart.whole ? 0 : low, high, false);
@@ -122,5 +122,6 @@ function repaint() {
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 addEventListener("resize", repaint);
+followPrint(repaint);
 look();
 })();

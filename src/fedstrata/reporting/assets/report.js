@@ -4,7 +4,7 @@
 (() => {
 const blocks = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;
-const repaints = []; // what is on a canvas is painted anew when the colours or the width change
+const repaints = []; // charts and heat maps are drawn anew when the colours change
 
 const choice = (options, chosen) => make("select", {}, ...options.map(([value, name]) =>
   make("option", {value, selected: value === chosen}, name)));
@@ -485,9 +485,6 @@ class Pareto {
   focus() {}
 }
 
-let printing = false;
-const widthOf = plot => printing ? 470 : Math.max(plot.clientWidth, 200); // two abreast on paper
-
 function watchWidth(chart) {
   let width = 0;
   new ResizeObserver(() => {
@@ -514,7 +511,7 @@ function onShade(alpha) {
 
 class Heat {
   constructor(block, box, title, selects, of, width) {
-    Object.assign(this, {block, of});
+    Object.assign(this, {block, of, columns: width === "full" ? 2 : 1});
     const head = make("div", {class: "chart-head"}, title);
     this.selects = selects.map(options => {
       const select = choice(options, options[0][0]);
@@ -529,6 +526,7 @@ class Heat {
     box.append(make("figure", {class: `heat ${width ?? ""}`}, head, this.box, this.readout, this.note));
     this.draw();
     if (this.map.methods) block.listeners.push(() => this.draw());
+    repaints.push(() => this.draw());
     new ResizeObserver(() => { if (this.box.clientWidth !== this.width) this.draw(); }).observe(this.box);
   }
 
@@ -539,7 +537,8 @@ class Heat {
     const left = Math.min(Math.max(...rows.map(i => map.rows[i].length), 3), 16) * 6.6 + 10;
     const widest = Math.min(Math.max(...map.columns.map(name => name.length)), 12);
     const annotated = map.columns.length <= 30;
-    const fit = (Math.max(this.width, 280) - left - 2) / map.columns.length;
+    const room = printing ? this.columns * COLUMN : Math.max(this.width, 280);
+    const fit = (room - left - 2) / map.columns.length;
     const wide = annotated ? Math.min(Math.max(fit, 30), 64) : Math.max(fit, 3);
     const high = rows.length > 30 ? 14 : 22;
     const turned = annotated && widest * 6.6 > wide;
@@ -657,8 +656,7 @@ theme.addEventListener("click", () => {
   repaint();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
-addEventListener("beforeprint", () => { printing = true; setTheme("light"); repaint(); });
-addEventListener("afterprint", () => { printing = false; setTheme(chosen); repaint(); });
+followPrint(repaint);
 
 for (const section of document.querySelectorAll("[data-block]")) new Block(section, blocks[section.dataset.block]);
 // uPlot paints in a microtask: by the next task everything is there.
