@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from browser import LOST_ON_PAPER, PROGRAM, Browser, browser
+from browser import LOST_ON_PAPER, PERCENT_TICKS, PROGRAM, Browser, browser
 
 import fedstrata as fs
 from fedstrata.cli import main
@@ -187,6 +187,22 @@ def test_a_browser_shows_a_run_and_the_site_that_dies(kit: Path, tmp_path: Path,
         assert [row.strip() for row in rows] == ["a in", "b gone <img src=x onerror=alert(1)>"]
         assert page.value("document.querySelectorAll('img').length") == 0
         assert page.problems == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PROGRAM is None, reason="no browser")
+def test_the_axis_of_accuracies_stays_within_0_and_100(kit: Path, tmp_path: Path) -> None:
+    progress = Progress(9, [], lambda site: ("", ""), path=kit / STATUS, about={"run": "none"})
+    for accuracy in (0.0, 1.0):
+        progress({"round": 1 + int(accuracy), "accuracy": accuracy})
+    progress.write()
+    (tmp_path / "profile").mkdir()
+    with serving(source_of(kit)) as (address, look), browser(tmp_path / "profile") as page, page.spying():
+        look()
+        page.visit(address, 900)
+        page.wait(f"{PERCENT_TICKS}.length === 1")
+        (ticks,) = page.value(PERCENT_TICKS)
+        assert (min(ticks), max(ticks)) == (0, 100)
 
 
 @pytest.mark.slow

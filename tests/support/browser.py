@@ -32,6 +32,18 @@ LOST_ON_PAPER = """
 }).map(each => `${each.tagName}.${each.getAttribute("class") ?? ""} ${each.textContent.slice(0, 40)}`)
 """
 """The elements that print would cut, as JavaScript: beyond the paper, clipped, or maybe split between two pages."""
+SPY = """
+const fillText = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+  if (this.textAlign === "right") (this.canvas.ticks ??= []).push(text);
+  fillText.call(this, text, ...place);
+};
+"""
+"""A script that keeps the numbers at the vertical axes of charts for ``PERCENT_TICKS``."""
+PERCENT_TICKS = """
+[...document.querySelectorAll(".plot[aria-label*='%'] canvas")].map(canvas =>
+  canvas.ticks.map(tick => Number(tick.replace("\u2212", "-"))))
+"""
 PATIENCE = 60.0
 """The seconds to wait for an answer; many, because the machine may be busy."""
 
@@ -101,6 +113,13 @@ class Browser:
         self.send("Page.navigate", url=address)
         self.wait(f"document.readyState === 'complete' && {ready}")
 
+    @contextmanager
+    def spying(self) -> Iterator[None]:
+        """Run ``SPY`` in all pages that are opened during the ``with`` block."""
+        script = self.send("Page.addScriptToEvaluateOnNewDocument", source=SPY)
+        yield
+        self.send("Page.removeScriptToEvaluateOnNewDocument", **script)
+
     def value(self, expression: str) -> Any:
         """Evaluate a JavaScript expression in the page, and return its value or the result of its promise."""
         found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -117,8 +136,8 @@ class Browser:
             time.sleep(0.02)
 
     def press(self, key: str, code: int = 0) -> None:
-        """Press a key, such as ``Tab`` (9) or ``Enter`` (13)."""
-        text = {"text": "\r"} if key == "Enter" else {}
+        """Press a key, such as ``Tab`` (9), ``Enter`` (13) or a space (32)."""
+        text = {"text": "\r" if key == "Enter" else key} if key in ("Enter", " ") else {}
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
