@@ -51,8 +51,8 @@ class CropFlip(Augmentation):
     The padding continues an image by its reflection, so that it has the image's colours with every ``normalize``.
 
     Args:
-        padding: Number of pixels that are added on each side; it is also the largest shift of the crop in each
-            direction.
+        padding: Number of pixels that are added on each side of an image. The crop is shifted by at most this number in
+            each direction.
         flip: Whether images are mirrored. Set it to false if mirroring changes the meaning, as it does for digits.
     """
 

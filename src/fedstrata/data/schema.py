@@ -51,13 +51,14 @@ class Column(Setting):
         range: Smallest and largest allowed number.
         categories: Allowed categories. Default: those in the table.
         missing: Texts of cells that mean a missing value in this column, in addition to those of the schema.
-        impute: How missing values are replaced, by a value of the training rows: ``mean``; ``median`` (the lower of two
-            middle values); ``most-frequent`` (if several are, the smallest number or the first category). Or by
-            ``constant``, the ``value`` of this column; or by ``separate-category``, a category of its own. Default: a
-            missing value is an error.
-        step: Numbers are rounded to a multiple of ``step`` for ``median`` and ``most-frequent``. Required for them at
-            real sites, because they disclose how often each rounded number occurs.
-        value: Value that replaces missing values with ``impute = "constant"``.
+        impute: Replacement of missing values. From the training rows: ``mean``; ``median`` (of two middle values, the
+            lower one); or ``most-frequent`` (of equally frequent values, the smallest number or the first category).
+            ``constant``: the ``value`` of this column. ``separate-category``: a category of its own. Default: a missing
+            value is an error.
+        step: Unit of rounding: before ``median`` or ``most-frequent`` is computed, each number is rounded to a multiple
+            of ``step``. Real sites need ``step`` for these two rules, because they send how often each rounded number
+            occurs.
+        value: Replacement of missing values if ``impute`` is ``constant``.
         indicator: Whether to add a feature that is 1 where the value is missing.
     """
 
@@ -201,15 +202,15 @@ class Schema(Setting):
         label: Column with the label.
         client: Column with the client of each row, for the partition ``natural``.
         features: Feature columns. Default: all columns without another role; at real sites, those in ``columns``.
-        columns: A table from each feature to its type or its settings. fedstrata guesses the types of features that are
-            not in it from the cells; at real sites, all features must be in it. A label that is a number may also be
-            described here.
+        columns: A table from features to their types or settings. It may also describe a label that is a number. If a
+            feature is not in the table, fedstrata guesses its type from the cells. At real sites, the table must have
+            every feature.
         classes: Possible labels, in order. Default: the labels of the table, sorted.
         missing: Texts of cells that mean a missing value, in addition to empty cells.
-        ignore: Unused columns. Set it instead of ``features``.
-        test: Share of each client's rows that are held out for testing; each label keeps its share, and at least one
-            row of each client with two or more is held out. Or the name of a column that marks each row as ``test`` or
-            ``train``, or as ``true`` (test) or ``false``.
+        ignore: Columns that the model does not use. Set either ``ignore`` or ``features``.
+        test: How test rows are chosen. A number is the share of each client's rows that is held out for testing: each
+            label keeps its share, and a client with two or more rows holds out at least one. A text is the name of the
+            column that marks each row as ``test`` or ``train``, or as ``true`` (test) or ``false``.
         delimiter: Character between the cells of a CSV file.
     """
 

@@ -59,24 +59,26 @@ with warnings.catch_warnings():
                 ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``; the path of a ``.npz``, ``.csv`` or ``.parquet`` file; a
                 folder of ``.npy`` files, with ``/`` at the end, whose inputs may be larger than the memory; or
                 ``"hub:owner/name"`` or ``"hub:owner/name:configuration"`` for a data set of the Hugging Face hub.
-            normalize: How each channel or feature is scaled, by statistics of the training set. ``standard``: to mean 0
-                and standard deviation 1. ``unit``: to [0, 1]. ``none``: values stay, as float32. ``keep``: values stay
-                whole numbers, as ids of tokens must.
+            normalize: How each channel or feature is scaled. ``standard``: to mean 0 and standard deviation 1 over the
+                training samples. ``unit``: to [0, 1], from the smallest to the largest value of the training samples.
+                ``none``: values are only converted to float32. ``keep``: whole numbers stay whole numbers, which models
+                of tokens need.
             limit: Number of training samples to use. They are drawn at random, and each class keeps its share. Default:
                 all.
-            client: Column of a Hugging Face data set that names the client of each sample; for the partition
-                ``natural``.
+            client: Column of a Hugging Face data set with the client of each sample, for the partition ``natural``.
             schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file; or the name of the label column.
             shape: Shape of one sample in an array file: (channels, height, width) or (features,). If it is set,
                 normalisation uses only the samples that clients train on. Real sites with arrays need ``shape`` and
                 ``classes``.
             classes: Number C of classes in an array file, whose labels are 0 … C−1.
             range: Smallest and largest value that an array file may contain.
-            shift: Number that is subtracted from each channel or feature. Default: computed as ``normalize`` says.
-            scale: Factor by which each channel or feature is multiplied after ``shift``. Set both or neither.
-            augment: Random change of each batch in local training: ``crop-flip`` for images, or a function of your own,
-                ``"module:function"``. Everything else, such as evaluation, uses the samples without the change.
-            custom: Description of the arrays that a Python program passed. fedstrata sets it.
+            shift: Number that is subtracted from each channel or feature. Default: computed from the training samples,
+                as ``normalize`` says.
+            scale: Factor by which each channel or feature is multiplied after ``shift`` is subtracted. Set both keys or
+                neither.
+            augment: Random change of the samples of each training batch: ``crop-flip`` for images, or a function of
+                your own, ``"module:function"``. Evaluation and statistics use the unchanged samples.
+            custom: Description of the arrays that a Python program passed. fedstrata sets this key itself.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

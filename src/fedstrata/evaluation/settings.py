@@ -29,23 +29,24 @@ class Evaluation(Setting):
         metrics: Metrics to compute, in addition to the loss.
         primary: Metric that selects the best round and settings, and comes first in tables and figures: ``accuracy``,
             ``loss`` or one of ``metrics``.
-        targets: Accuracies in (0, 1]; for each, the summary states the first round that reached it. For other metrics,
-            set a table from each metric to a list of values, such as ``{ macro-f1 = [0.5] }``.
-        validation: Share of the training samples that are held out to choose the best round and to stop early. Samples
-            are held out before the partition, in proportion to the classes; with natural clients, in proportion to the
-            clients.
-        client_test: Share of each client's samples that are held out as its own test samples: at least one sample, and
-            each label in proportion. Real sites with separate test samples ignore this setting.
+        targets: Accuracies in (0, 1]. For each of them, the summary gives the first round that reached this accuracy.
+            For other metrics, set a table from each metric to a list of values, such as ``{ macro-f1 = [0.5] }``.
+        validation: Share of the training samples that is held out to choose the best round and to stop early. Samples
+            are held out before the others are divided among clients, with the same share of each class. With natural
+            clients, the same share of each client is held out instead.
+        client_test: Share of each client's samples that is held out as the client's own test samples. Each label keeps
+            its share, and at least one sample is held out. Real sites that have separate test samples ignore this
+            setting.
         test_clients: Share of the clients that never train. The model is also evaluated on their samples.
-        fine_tune: Number of epochs in which each client fine-tunes the global model on its training samples. The
-            personal model that results is then evaluated on the client's own test samples. With 0, the personal model
-            is the global model with the client's own state, such as its BatchNorm statistics.
-        unheard: A client counts as unheard if no reply of it was used in this number of evaluations in a row. Results
-            of unheard clients are also reported separately.
+        fine_tune: Number of epochs for which each client fine-tunes the global model on its training samples. The
+            resulting personal model is evaluated on the client's own test samples. With 0, the personal model is the
+            global model with the client's own state, such as its BatchNorm statistics.
+        unheard: Number of successive evaluations after which a client counts as *unheard*, if the server used none of
+            its replies in this time. The results of unheard clients are also reported separately.
         checkpoint_every: Number of rounds between checkpoints; 0 writes none.
-        per_class: Whether to record the accuracy of every class, and other metrics of every class where they exist.
+        per_class: Whether to record the accuracy of every class, and all other metrics that are defined per class.
         weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean (ReBaFL,
-            Eq. 24). SFL and Stratify cannot.
+            Eq. 24). SFL and Stratify never record Λ.
     """
 
     every: Annotated[int, Field(ge=0), MayChange()] = 1

@@ -61,15 +61,15 @@ class Availability(Setting):
     """A model of which clients are online, and of the time that they need to answer.
 
     Args:
-        announced: Whether the server knows who is online, and invites only these clients. If it does not, invited
-            clients that are offline do not reply.
+        announced: Whether the server knows which clients are online, and invites only these. If not, invited clients
+            that are offline do not reply.
         deadline: Simulated seconds that the server waits for replies in a round. Default: no deadline.
         seconds_per_sample: Simulated seconds that a client of median speed needs for the gradient of one sample.
         speed_spread: Standard deviation of the logarithm of the clients' speeds, which stay the same in all rounds.
             With 0, all clients are equally fast.
         bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: unlimited.
         bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: unlimited.
-        latency: Simulated seconds that each message takes in addition, in one direction.
+        latency: Additional simulated seconds per message, in each direction.
     """
 
     always_online: ClassVar[bool] = False

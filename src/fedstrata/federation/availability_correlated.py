@@ -19,10 +19,12 @@ class Correlated(Availability):
     """Base class: each client has its own probability of being online, which depends on its samples.
 
     Args:
-        mean: Mean probability that a client is online in a round, before ``least`` and 1 limit the probabilities.
+        mean: Mean over the clients of the probability of being online in a round. After this mean is set, each
+            probability is limited to the range from ``least`` to 1.
         least: Smallest probability of a client.
-        pattern: How a client's rounds online follow each other: ``independent`` (drawn in each round), ``markov``
-            (spells of random length) or ``cyclic`` (a part of each period).
+        pattern: How a client's availability changes over the rounds. ``independent``: it is drawn in each round.
+            ``markov``: spells online and offline have random lengths. ``cyclic``: the client is online for a part of
+            each period.
         offline_rounds: Mean length of a spell offline, in rounds; only for ``markov``.
         period: Length of a period, in rounds; only for ``cyclic``.
     """
@@ -68,8 +70,8 @@ class LabelCorrelated(Correlated):
     balanced.
 
     Args:
-        concentration: Parameter of the symmetric Dirichlet distribution of the weights. The smaller it is, the fewer
-            labels have almost all of the weight.
+        concentration: Concentration of the symmetric Dirichlet distribution from which the weight of each label is
+            drawn. With a smaller value, fewer labels have almost all of the weight.
     """
 
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)
@@ -93,7 +95,8 @@ class SizeCorrelated(Correlated):
     A client with n samples is online with a probability proportional to n to the power of ``exponent``.
 
     Args:
-        exponent: Power of the number of samples. If it is negative, clients with many samples are online less often.
+        exponent: Power of a client's number of samples to which its probability of being online is proportional. With a
+            negative power, clients with many samples are online less often.
     """
 
     exponent: float = Field(default=1.0, ge=-10, le=10)

@@ -18,7 +18,8 @@ class Trace(Availability):
 
     Args:
         file: Path of a CSV file with the columns ``client,first,last``: the client is online from round ``first``
-            (counted from 1) to ``last``. A client may have several lines, and is never online without one.
+            (counted from 1) to round ``last``. A client may have several lines. A client without a line is never
+            online.
         round_seconds: Seconds from the start of a round to the start of the next. If set, ``first`` and ``last`` are
             seconds since the start of round 1, and a client that is online when a round starts is online in the round.
             Default: ``first`` and ``last`` are rounds.

@@ -83,8 +83,9 @@ class AdamW(LocalOptimizer):
     The steps are those of ``torch.optim.AdamW``. ``training.momentum`` is refused.
 
     Args:
-        betas: Decay rates of the running means of the gradient and of the squared gradient.
-        eps: Number that is added to the square root of the running mean of squared gradients, which divides the step.
+        betas: Decay rates β₁ and β₂ of the running means of the gradient and of the squared gradient.
+        eps: Small number that is added to the denominator of each step, to avoid a division by zero. The denominator is
+            the square root of the running mean of squared gradients.
     """
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)

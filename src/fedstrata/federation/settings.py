@@ -71,12 +71,12 @@ class Privacy(Setting):
     than the spec.
 
     Args:
-        min_samples: Smallest number of a client's samples from which it sends a value: an update, a gradient for a
-            batch of Stratify, a prototype, a count of a class or the mean of a column. A number that no client reaches
-            is refused.
-        below: Rule for a client that has too few samples in a batch of Stratify. ``hold-back``: it uses them in its
-            next batch, or at the end of an epoch in the batch before. ``refuse``: it does not answer for the rest of
-            the epoch.
+        min_samples: Minimum number of samples from which a client computes a value that it sends: an update, a gradient
+            for a batch of Stratify, a prototype, a count of a class or the mean of a column. A run in which no client
+            has enough samples is refused.
+        below: What a client does if it has too few samples in a batch of Stratify. ``hold-back``: it uses them together
+            with its samples in the next batch; at the end of an epoch, together with those in the batch before.
+            ``refuse``: it does not answer for the rest of the epoch.
         dp: Clipping and noise in local training, for differential privacy of each sample; only in simulations.
             Default: none.
     """
@@ -96,9 +96,10 @@ class Training(Setting):
 
     Args:
         rounds: Number of rounds. You may raise it when you resume a run.
-        clients_per_round: Clients invited per round. Default: 10, or all if there are fewer.
-        local_epochs: Epochs of a client per round. Default: 5.
-        local_steps: Mini-batch steps of a client per round. Set it instead of ``local_epochs``.
+        clients_per_round: Number of clients that the server invites per round. Default: 10, or all if there are fewer.
+        local_epochs: Number of epochs for which a client trains per round. Default: 5.
+        local_steps: Number of mini-batch steps that a client takes per round. Set either ``local_steps`` or
+            ``local_epochs``.
         batch_size: Number of samples in a mini-batch. A client with fewer samples puts all of them into each
             mini-batch.
         accumulate: Number of mini-batches per step of a client. A step uses the mean gradient over ``batch_size`` ×
@@ -106,9 +107,9 @@ class Training(Setting):
             mini-batch.
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch. A
             table may also contain its settings. SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
-        optimizer_state: State, such as momentum, with which a client's optimiser starts a round. ``reset``: an empty
-            state. ``keep``: the state at the end of the client's last round; with ``adamw``, it takes twice the memory
-            of the model for each client. Fine-tuning for evaluation starts with an empty state.
+        optimizer_state: State (such as momentum) with which a client's optimiser starts each round. ``reset``: an empty
+            state. ``keep``: the state after the last round in which the client trained; with ``adamw``, each client
+            then stores twice the size of the model. Fine-tuning for evaluation always starts with an empty state.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' SGD.
         weight_decay: Factor of the weight decay. With ``sgd``, the decay is added to the gradient; with ``adamw``, it
@@ -121,11 +122,12 @@ class Training(Setting):
         batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages them. ``local``: each
             client keeps its own, and evaluations of the global model use the statistics of the test batches. Stratify,
             SFL and FedTAN require ``average``.
-        execution: ``fused``: an engine may compute the sum over several clients in one pass, which is faster.
-            ``per-client``: all engines give exactly equal results, but Stratify is several times slower.
+        execution: How engines compute sums over clients. ``fused``: an engine may compute the sum over several clients
+            in one pass, which is faster. ``per-client``: engines compute each client's term alone; all engines then
+            give exactly equal results, but Stratify is several times slower.
         threads: Number of threads per operation of PyTorch. Another number may change the last bits of results.
-        workers: Number of processes that train clients on this machine. It does not change results. Default: one per
-            core where this is faster, otherwise one.
+        workers: Number of processes that train clients on this machine. The number does not change results. Default:
+            one per core if this is faster, otherwise one.
         precision: Number format of local training. ``float32``: all operations. ``bf16``: bfloat16 for the operations
             that PyTorch's autocast considers safe; parameters and updates, and all training of Stratify and FedTAN,
             stay float32.

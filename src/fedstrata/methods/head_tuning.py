@@ -23,8 +23,8 @@ class HeadTuning(Setting):
     Args:
         per_class: Number of samples of each class on which the server trains the head.
         steps: Number of gradient steps each time the server trains the head.
-        lr: Learning rate of the training of the head.
-        momentum: Momentum of the training of the head. It is set to 0 before each training.
+        lr: Learning rate with which the server trains the head.
+        momentum: Momentum with which the server trains the head. It starts at 0 each time.
         weight_decay: Factor of the L2 penalty on the head.
     """
 

@@ -111,7 +111,7 @@ class CustomModel(ModelSpec):
     """A module that was passed from Python. fedstrata writes it into the spec of a run.
 
     Args:
-        custom: Description of the module.
+        custom: Description of the module. fedstrata sets this key itself.
     """
 
     custom: str = ""

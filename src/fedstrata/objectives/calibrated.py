@@ -106,9 +106,10 @@ class LogitMargins(Calibrated):
     the softmax, as in balanced softmax. A client with only one class then learns nothing (``idle_clients``).
 
     Args:
-        tau: Factor τ of all margins.
-        missing: How classes are treated that the client lacks. ``excluded``: they are left out of the softmax. ``one``:
-            they get the margin τ, as if the client had one sample of each.
+        tau: Factor τ of the margin τ n_k(c)^(−1/4) that is subtracted from the logit of class c. With 0, logits are
+            unchanged.
+        missing: Treatment of classes that the client lacks. ``excluded``: the softmax leaves them out. ``one``: they
+            get the margin τ, as if the client had one sample of each.
     """
 
     tau: NonNegativeFloat = 1.0

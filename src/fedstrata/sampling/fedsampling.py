@@ -54,12 +54,12 @@ class FedSamplingData(DataSampler):
 
     Args:
         samples: Number K of samples that are used per round, over all participants.
-        epsilon: ε of local differential privacy of the clients' sizes (numbers of samples). Participants still disclose
-            how many samples they used. Default: clients report exact sizes.
-        bound: Public upper bound M of the sizes that clients report with ``epsilon``. Larger sizes are reported as M −
-            1.
-        reuse: Whether each client is asked for its size only once, and so spends ε once. If not, participants answer in
-            every round: errors then average out, but T rounds spend T ε.
+        epsilon: Privacy parameter ε: clients report their number of samples with ε-local differential privacy.
+            Participants still disclose how many samples they used. Default: clients report exact numbers.
+        bound: Public upper bound M of the numbers that clients report with ``epsilon``. Larger numbers are reported as
+            M − 1.
+        reuse: Whether each client reports its size only once, and so spends ε once. If not, participants report in
+            every round: the errors then average out, but T rounds spend T ε.
     """
 
     samples: PositiveInt = 1000

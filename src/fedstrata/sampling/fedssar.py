@@ -52,12 +52,13 @@ class FedSSARSampler(ClientSampler):
         min_samples: Number of clients, itself included, that a client must have nearby to be a core point
             (``min_samples`` of OPTICS).
         xi: Relative drop of reachability at which a cluster begins (``xi`` of OPTICS).
-        features: Basis of comparisons between clients. ``parameters``: those of their models, as in the paper.
-            ``updates``: the changes of their models, which can also be compared between rounds.
-        coordinates: Number of coordinates to which a random projection reduces each client's stored parameters. 0: all
-            parameters are stored.
-        optics_max: Largest number of clients that OPTICS clusters; its time is quadratic in it. Of more clients, a
-            random subset is clustered, and each other client joins the nearest cluster.
+        features: Basis of comparisons between clients. ``parameters``: the parameters of their models, as in the paper.
+            ``updates``: the changes of their models, which stay comparable if clients took part in different rounds.
+        coordinates: Number of coordinates to which a random projection shortens each client's stored parameters. With
+            0, all parameters are stored.
+        optics_max: Largest number of clients that OPTICS clusters, because its time grows with the square of this
+            number. If there are more clients, OPTICS clusters a random subset, and each other client joins the nearest
+            cluster.
     """
 
     min_samples: int = Field(default=2, ge=2)

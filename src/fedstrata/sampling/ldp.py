@@ -34,13 +34,13 @@ class FedSTaSData(DataSampler):
     ñ is the server's estimate of how many samples the round's participants hold together.
 
     Args:
-        fraction: Share of the participants' samples that are used per round. The number n* of these samples is the
-            share times the estimated number, averaged over the rounds so far.
-        samples: Number n* of samples that are used per round. Set it instead of ``fraction``.
-        epsilon: ε of local differential privacy of the clients' sizes (numbers of samples). A client spends ε in each
-            round in which it takes part. Default: clients report exact sizes.
-        bound: Public upper bound M of the sizes that clients report with ``epsilon``. Larger sizes are reported as M −
-            1, so that more samples are used than requested.
+        fraction: Share of the participants' samples that is used per round. n*, the number of samples to use, is this
+            share of the estimated number of samples, averaged over all rounds so far.
+        samples: Number n* of samples that are used per round. Set either ``samples`` or ``fraction``.
+        epsilon: Privacy parameter ε: clients report their number of samples with ε-local differential privacy. A client
+            spends ε in each round in which it takes part. Default: clients report exact numbers.
+        bound: Public upper bound M of the numbers that clients report with ``epsilon``. Larger numbers are reported as
+            M − 1. The estimated total is then too low, and clients use more samples than requested.
     """
 
     fraction: float = Field(default=0.1, gt=0, le=1)

@@ -99,27 +99,27 @@ class Stratified(ClientSampler):
     Args:
         strata: Number of strata.
         centres: Number d' of different values in a compressed gradient.
-        coordinates: Number of coordinates to which a random projection reduces each gradient before compression (our
-            reading of the paper's K_desired). 0: no projection.
-        refresh: Which clients send new compressed gradients in each round. ``all``: all of them, as in the paper
-            (default up to 1,000 clients). ``participants``: those that take part in the round.
-        gradients: Where gradients come from. ``asked``: each client computes its gradient at the global model, in a
-            pass over its data; with ``refresh = "participants"``, each round also asks clients without a gradient, as
-            many as it invites. ``updates``: the updates of participants, divided by the learning rate times the number
-            of steps; clients that never took part form one stratum. Default: ``asked`` with ``refresh = "all"``,
-            otherwise ``updates``.
+        coordinates: Number of coordinates to which a random projection shortens each gradient before compression (our
+            reading of the paper's K_desired). With 0, gradients are not projected.
+        refresh: Clients that send a new compressed gradient in each round. ``all``: all clients, as in the paper
+            (default up to 1,000 clients). ``participants``: the clients that take part in the round.
+        gradients: Source of the gradients. ``asked``: each client computes its gradient at the global model, in a pass
+            over its data. With ``refresh = "participants"``, each round also asks clients that have not sent a gradient
+            yet, at most as many as it invites. ``updates``: the updates of participants, divided by the learning rate
+            times the number of steps; clients that never took part form one stratum. Default: ``asked`` with ``refresh
+            = "all"``, otherwise ``updates``.
         compared: Basis of comparisons between clients. ``restored``: the whole compressed gradient, as in the paper.
             ``centroids``: only its d' different values, as in FedSTaS's code; requires ``gradients = "asked"``.
-        start: Where k-means starts. ``random``: at the gradients of random clients, as in the paper. ``k-means++``
-            (default): at gradients that lie far apart.
-        replacement: Whether a client may be drawn twice from its stratum. If it may not, Horvitz-Thompson weights are
-            biased.
-        allocation: How many clients are drawn from each stratum. ``neyman``: in proportion to its size times its
+        start: Gradients at which k-means starts. ``random``: those of random clients, as in the paper. ``k-means++``
+            (default): gradients that lie far apart.
+        replacement: Whether a client may be drawn twice from its stratum. Without replacement, Horvitz-Thompson weights
+            are biased.
+        allocation: Number of clients that are drawn from each stratum. ``neyman``: in proportion to its size times its
             spread, rounded by largest remainder; a stratum may get none, which biases the result. ``neyman-random``:
-            the same, but rounded at random, without bias; the mean is at least half of an equal share.
-            ``neyman-at-least-one``: the same as ``neyman``, but at least one. ``proportional``: in proportion to its
-            size, at least one. Default: ``neyman-random`` with replacement; without it, ``neyman`` if ``refresh`` is
-            ``all``, otherwise ``neyman-at-least-one``.
+            like ``neyman``, but rounded at random, which is unbiased; the expected number is at least half of an equal
+            share. ``neyman-at-least-one``: like ``neyman``, but at least one. ``proportional``: in proportion to its
+            size, but at least one. Default: ``neyman-random`` with replacement. Without replacement: ``neyman`` if
+            ``refresh`` is ``all``, otherwise ``neyman-at-least-one``.
     """
 
     strata: PositiveInt = 10

@@ -21,8 +21,8 @@ class Weighted(ClientSampler):
     / Σn, so that the aggregate is an unbiased estimate of the mean over all clients, weighted by size.
 
     Args:
-        replacement: Whether a client may be drawn twice per round. If it may not, clients with more than 1/m of all
-            samples are always drawn, and the others by systematic sampling (Madow 1949).
+        replacement: Whether a client may be drawn twice per round. If not, clients with more than 1/m of all samples
+            are always drawn, and the others by systematic sampling (Madow 1949).
     """
 
     tells_sizes = True

@@ -57,29 +57,31 @@ class Stratify(Method):
         mode: How clients train. ``batch``: the clients that hold the samples of a batch compute its gradient together.
             ``single``: the model goes from client to client, with one step per sample. ``hybrid``: the first rounds use
             batch mode; the later ones use single-sample mode, with data that were not available before.
-        schedule: How many samples of each label an epoch has. ``uncapped``: all. ``capped``: all, but at most ``cap``.
-            ``uniform``: the mean over the labels, for every label.
-        cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median over the
-            labels.
-        selection: How a client is drawn among those that hold a label. ``uniform``: all are equally likely.
-            ``weighted``: in proportion to their numbers of samples of the label.
+        schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: all samples, but
+            at most ``cap``. ``uniform``: for every label, the mean number of samples per label.
+        cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median, over
+            the labels, of the number of samples.
+        selection: How a client is drawn among those that hold a label. ``uniform``: all have the same probability.
+            ``weighted``: the probability is proportional to the client's number of samples of the label.
         batch_size: Number of samples in a batch, over all clients. Larger batches need fewer exchanges, but also give
             fewer steps. Default: ``training.batch_size``.
         lr_rule: Factor of the learning rate, if ``batch_size`` is r times ``training.batch_size``. ``none``: 1.
             ``linear``: r. ``sqrt``: √r.
         local_steps: Only in batch mode: number of steps that a client takes on its part of a batch. With 1, a batch
-            equals one step of centralised SGD. With more, the clients' models drift apart.
+            equals one step of centralised SGD. With more steps, the clients' models drift apart.
         server: Only in batch mode: optimiser of the server. Its ``lr`` (default 1) is multiplied by ``training.lr``.
             Default: SGD with the momentum and the weight decay of ``training``.
-        chunk_size: Only in single-sample mode: number of consecutive positions of the schedule, called a chunk, for
-            which clients are chosen together. The client that can train on most of these positions gets them.
-        retain: Only in single-sample mode: share of the clients with a label that may train on it in a chunk; they are
-            drawn at random for each chunk. A larger share means fewer transfers, and favours clients with many labels.
-        pretraining: Only in hybrid mode: number of rounds in batch mode, at the beginning. Default: half of all rounds.
-        stream: Only in hybrid mode: share of each client's samples that are not available before the rounds in
+        chunk_size: Only in single-sample mode: number of labels in a *chunk*, a part of the schedule. The server cuts
+            the schedule into chunks. In each chunk, it chooses the client that can train on most of the labels, so that
+            the model is transferred less often.
+        retain: Only in single-sample mode: share of the holders of a label that may train on this label in a chunk. The
+            server draws them at random for each chunk. A larger share needs fewer transfers, but favours clients with
+            many labels.
+        pretraining: Only in hybrid mode: number of rounds in batch mode, which come first. Default: half of all rounds.
+        stream: Only in hybrid mode: share of each client's samples that becomes available only in the rounds in
             single-sample mode.
-        masking: How the server sees labels. ``none``: as they are. ``prf``: as keyed hashes. ``ckks``: encrypted. With
-            the same keys, all three train the same model.
+        masking: What the server sees of labels. ``none``: the labels. ``prf``: keyed hashes of the labels. ``ckks``:
+            encrypted labels. With the same keys, all three modes train the same model.
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"

@@ -117,7 +117,7 @@ class Partition(Setting):
 
     Args:
         clients: Number of clients.
-        min_size: Smallest number of samples that a client may have. 0 allows empty clients.
+        min_size: Minimum number of samples per client. With 0, a client may be empty.
     """
 
     clients: Clients = 100

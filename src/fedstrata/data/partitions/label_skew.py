@@ -63,8 +63,8 @@ class Groups(Partition):
     hold 2, 2, 3, 3 and 5 classes.
 
     Args:
-        groups: The groups: number of clients, and of classes per client, such as ``{clients = 4, classes = 2}``.
-            ``clients`` is their sum.
+        groups: The groups, each with its number of clients and of classes per client, such as ``{clients = 4, classes =
+            2}``. The key ``clients`` is the sum over the groups.
         size: Number of samples of each client, as for ``classes``.
     """
 
@@ -118,8 +118,8 @@ class Domains(Partition):
 
     Args:
         per_client: Number of domains of each client. Default: 1.
-        alpha: Concentration α of the Dirichlet draws: one draw per domain gives all clients' shares of it. Set it
-            instead of ``per_client``.
+        alpha: Concentration α of Dirichlet draws that divide the samples of each domain among the clients. Set either
+            ``alpha`` or ``per_client``.
     """
 
     per_client: PositiveInt | None = None

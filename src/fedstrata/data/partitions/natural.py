@@ -24,7 +24,7 @@ class Natural(Partition):
 
     Args:
         clients: Number of clients to draw at random. Default: all.
-        min_size: Smallest number of samples that a client may have. Clients with fewer are left out, with a warning.
+        min_size: Minimum number of samples per client. Clients with fewer samples are left out, with a warning.
     """
 
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
@@ -75,9 +75,9 @@ class SingleClient(Partition):
 
     Args:
         clients: Always 1.
-        of: Partition that assigns the samples to clients first.
-        only: Index (from 0) of the client in ``of`` whose samples are used. Default: the samples of all clients are
-            used.
+        of: Partition that divides the samples among clients first.
+        only: Index, from 0, of the only client whose samples are used, in the partition ``of``. Default: the samples of
+            all clients are used.
     """
 
     clients: Literal[1] = 1

@@ -39,13 +39,14 @@ class Dirichlet(Partition):
 
     Args:
         alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; 1e6 is nearly IID.
-        balance: ``class``: for each class, one Dirichlet draw gives the clients' shares of it, so clients also differ
-            in size (Yurochkin et al. 2019; Li et al. 2022); clients below ``min_size`` get samples from the largest.
-            ``client``: for each client, one Dirichlet draw gives its class probabilities, and all clients have the same
-            size (±1). If the samples of a class are used up, clients draw from the other classes.
+        balance: What each Dirichlet draw divides. ``class``: one draw per class divides the samples of this class among
+            the clients, so clients also differ in size (Yurochkin et al. 2019; Li et al. 2022). Clients below
+            ``min_size`` then get samples from the largest client. ``client``: one draw per client gives its class
+            probabilities, and all clients have the same size (±1). When a class has no samples left, clients draw from
+            the other classes.
         prior: Parameters of the Dirichlet draws with ``balance = "client"``. ``shares``: for each class, α times its
-            share of all samples (Hsu et al. 2019). ``flat``: α for every class (the published code of FedSTaS). With
-            ten equal classes, ``flat`` with α = 0.001 equals ``shares`` with α = 0.01.
+            share of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the published code of FedSTaS.
+            With ten equally frequent classes, ``flat`` with α = 0.001 equals ``shares`` with α = 0.01.
     """
 
     by_label = True
@@ -132,11 +133,12 @@ class Given(Partition):
     Samples may be left out.
 
     Args:
-        indices: For each client, the indices of its samples in the training set. The number of lists replaces
-            ``clients``.
-        file: ``.npz`` file, instead of ``indices``, relative to the spec or the working directory. Its arrays:
-            ``indices``, client after client; and ``offsets``, (N + 1,): where each client begins in ``indices``, and
-            where the last one ends.
+        indices: One list per client with the indices of its samples in the training set. The number of lists is the
+            number of clients.
+        file: Path of a ``.npz`` file that contains the lists, relative to the spec or the working directory. Set either
+            ``file`` or ``indices``. The array ``indices`` of the file has the samples of client after client. Its array
+            ``offsets``, (N + 1,), has the position in ``indices`` where each client begins, and then the position where
+            the last client ends.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

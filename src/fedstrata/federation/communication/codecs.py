@@ -268,7 +268,7 @@ class WithMemory(Codec):
 
     Args:
         damping: Factor by which the stored error is multiplied in each round.
-        forget_after: Rounds after which a stored error is dropped. Default: never.
+        forget_after: Number of rounds after which a stored error is dropped. Default: never.
         start: First round (counted from 1) in which updates are compressed.
     """
 
@@ -291,7 +291,7 @@ class TopK(WithMemory):
     The server learns which coordinates a client has changed most.
 
     Args:
-        fraction: Share of the coordinates that are sent; at least one is.
+        fraction: Share of the coordinates that is sent, but at least one coordinate.
     """
 
     fraction: float = Field(default=0.01, gt=0, le=1)
