@@ -74,8 +74,9 @@ class Privacy(Setting):
         min_samples: Minimum number of samples from which a client computes a value that it sends: an update, a gradient
             for a batch of Stratify, a prototype, a count of a class or the mean of a column. A run in which no client
             has enough samples is refused.
-        below: What a client does if it has too few samples in a batch of Stratify. ``hold-back``: it uses them together
-            with its samples in the next batch; at the end of an epoch, together with those in the batch before.
+        below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: it uses them
+            together with its samples in the next batch; at the end of an epoch, together with those in the batch
+            before.
             ``refuse``: it does not answer for the rest of the epoch.
         dp: Clipping and noise in local training, for differential privacy of each sample; only in simulations.
             Default: none.

@@ -80,8 +80,8 @@ class Stratify(Method):
         pretraining: Only in hybrid mode: number of rounds in batch mode, which come first. Default: half of all rounds.
         stream: Only in hybrid mode: share of each client's samples that becomes available only in the rounds in
             single-sample mode.
-        masking: What the server sees of labels. ``none``: the labels. ``prf``: keyed hashes of the labels. ``ckks``:
-            encrypted labels. With the same keys, all three modes train the same model.
+        masking: Form in which the server sees labels. ``none``: unchanged. ``prf``: as keyed hashes. ``ckks``:
+            encrypted. With the same keys, all three modes train the same model.
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"
