@@ -53,8 +53,8 @@ where clients live. `python tests/tables.py` runs the two test suites and writes
 | sites, real | sites of NVFlare, each in its own process |
 | …, through the server | the same, with messages between clients passing through the server |
 
-If a row does not name an engine, the case cannot happen on this engine. Only real sites can hang or die without ending the test, and
-only their messages can be garbled on the way.
+If a row does not name an engine, the case cannot happen on this engine. Only real sites can hang or die without ending
+the test, and only their messages can be garbled on the way.
 
 :::{dropdown} All cases
 """
