@@ -165,6 +165,15 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytes
         provision(fs.Experiment(), Sites.read(EXAMPLE), tmp_path / "out")
 
 
+@pytest.mark.parametrize("attack", ["sign-flip", "label-flip"])
+def test_an_attack_is_not_deployed(tmp_path: Path, attack: str) -> None:
+    pytest.importorskip("nvflare")
+    spec = fs.Experiment.from_table({"attack": attack})
+    with pytest.raises(SpecError, match=rf"attack = '{attack}': attacks can be simulated, but not run at real sites"):
+        provision(spec, Sites.read(EXAMPLE), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_job_does_not_say_where_a_server_writes(tmp_path: Path) -> None:
     pytest.importorskip("nvflare")
     spec = fs.Experiment.from_table({"tracking": {"tensorboard": {"dir": "/srv"}}})

@@ -57,6 +57,12 @@ _TABLES: dict[str, dict[str, Any]] = {
         ],
         "training": {"rounds": 3},
     },
+    "ask, false updates": {
+        "method": {"name": "fedavg", "aggregator": "median"},
+        "attack": {"name": "gaussian", "clients": [1], "deviation": 0.1},
+        "communication": {"up": "qsgd"},
+    },
+    "sum, false labels": {"method": {"name": "stratify", "cap": 5}, "attack": {"name": "label-flip", "clients": [0]}},
     "sum, memories of codecs": {
         "method": {"name": "stratify", "cap": 5},
         "communication": {"up": {"name": "top-k", "fraction": 0.1}, "down": {"name": "powersgd", "rank": 1}},

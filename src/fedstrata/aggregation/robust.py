@@ -7,7 +7,7 @@ counts once, whatever number of samples it claims and however often it was drawn
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import FitReply, Params, Weights
+from fedstrata.federation.vectors import changes, split
 from fedstrata.sampling.base import ClientSampler, Selection
 
 
@@ -73,15 +74,13 @@ class RobustAggregator(Aggregator):
             return weights, state
         models = [reply.weights for reply in replies.values()]
         floats = {name: buffer for name, buffer in weights.buffers.items() if buffer.is_floating_point()}
-        before = [*weights.params.values(), *floats.values()]
-        after = [
-            [*model.params.values(), *(model.buffers[name] for name in floats)] for model in _like(models, weights)
-        ]
-        changes = _split(self.center(_rows(before, after)), before)
-        update = dict(zip(weights.params, changes, strict=False))
+        before = _named(weights.params, floats)
+        rows = [changes(before, _named(model.params, model.buffers)) for model in models]
+        update = split(self.center(torch.stack(rows)), before)
+        moved = {name: update.pop(f"buffers/{name}") for name in floats}
+        update = {name.removeprefix("params/"): change for name, change in update.items()}
         params, state = self.server.apply(weights.params, update, state, selection.round, selection.rounds)
         buffers: Params = {}
-        moved = dict(zip(floats, changes[len(update) :], strict=True))
         for name, buffer in weights.buffers.items():
             if name in floats:
                 buffers[name] = buffer + moved[name]
@@ -90,22 +89,9 @@ class RobustAggregator(Aggregator):
         return Weights(params, buffers), state
 
 
-def _like(models: Sequence[Weights], weights: Weights) -> list[Weights]:
-    """Return models with their parameters in the order of ``weights``."""
-    return [Weights({name: model.params[name] for name in weights.params}, model.buffers) for model in models]
-
-
-def _rows(before: Sequence[Tensor], after: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the changes of all tensors as one row per client, shape (n, d), in float32 or a wider dtype."""
-    flat = [torch.cat([(new - old).reshape(-1) for new, old in zip(each, before, strict=True)]) for each in after]
-    rows = torch.stack(flat)
-    return rows.to(torch.promote_types(rows.dtype, torch.float32))
-
-
-def _split(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of a row, shape (d,), with the shapes and dtypes of the tensors in ``like``."""
-    parts = torch.split_with_sizes(row, [tensor.numel() for tensor in like])
-    return [part.reshape(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
+def _named(params: Params, buffers: Params) -> Params:
+    """Return parameters and buffers in one mapping, with different names."""
+    return {f"params/{name}": w for name, w in params.items()} | {f"buffers/{name}": b for name, b in buffers.items()}
 
 
 class Median(RobustAggregator):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fedstrata.base import records
 from fedstrata.base.errors import QuorumError
 from fedstrata.base.rng import SERVER, rng
+from fedstrata.federation.attacks import Attack
 from fedstrata.federation.availability import Availability
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
 from fedstrata.federation.exchanges import Exchanges, Replies
@@ -85,6 +86,7 @@ class Federation:
         listener: A function that is called after every ``ask`` with the round and the accepted replies.
         legs: A function that divides an ``ask`` into exchanges. Default: one exchange without encoding. The alternative
             is ``Compression.legs`` (``fedstrata.federation.communication``), which encodes models and updates.
+        attack: The attack that some clients make; None if all clients are honest.
     """
 
     def __init__(
@@ -96,9 +98,12 @@ class Federation:
         *,
         listener: Listener | None = None,
         legs: Legs = one_leg,
+        attack: Attack | None = None,
     ) -> None:
         self.engine, self.config, self.availability, self.method = engine, config, availability, method
-        self.listener, self.legs = listener, legs
+        self.listener, self.legs, self.attack = listener, legs, attack
+        self.attackers = frozenset(() if attack is None else attack.attackers(config.clients, config.seed))
+        """The clients that attack."""
         self.round = 0
         self.exchanges = Exchanges(config, availability, method)
         self.log = self.exchanges.log
@@ -219,9 +224,22 @@ class Federation:
             except StopIteration as end:
                 replies: Replies = end.value
                 break
+        if self.attack is not None:
+            self._falsify(self.attack, requests, replies, check)
         if replies and self.listener is not None:
             self.listener(self.round, replies)
         return replies
+
+    def _falsify(self, attack: Attack, requests: Requests, replies: Replies, check: Check | None) -> None:
+        """Replace the attackers' replies by false ones, and remove those that the server would refuse."""
+        false = attack.altered(self.round, self.config.seed, self.attackers, requests, replies)
+        for client, reply in false.items():
+            if defect := defect_of(reply, requests[client].check_reply, check):
+                del replies[client]
+                self.log.returned.discard(client)
+                self.log.fail(client, Failure(defect, refused=True))
+            else:
+                replies[client] = reply
 
     def _sum(self, reached: Requests, check: Check | None) -> Summed | None:
         """Return the sum of the replies if the engine can compute it in one pass and it is usable; otherwise None."""

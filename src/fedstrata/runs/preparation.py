@@ -25,10 +25,11 @@ from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.data.sources import Data
 from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, natural_tests, without
 from fedstrata.evaluation.predictions import collect
+from fedstrata.federation.attacks import Attack
 from fedstrata.federation.availability import Population
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
-from fedstrata.methods.base import Method
+from fedstrata.methods.base import Method, Recipe
 from fedstrata.models.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model
@@ -196,6 +197,10 @@ def assemble(
     known = assignment if sizes_known else None
     population = Population(config.clients, config.strata, known, dataset.strata, spec.seed)
     under("availability", lambda: spec.availability.check(population))
+    if spec.attack is not None:
+        if not sizes_known:
+            refuse_attack(spec)
+        dataset = _attacked(spec.attack, spec.method, dataset, assignment, spec.seed)
     _check_optimizer(spec.method, config)
     _check_task(spec.method, config)
     spec.method.check(config)
@@ -209,6 +214,39 @@ def assemble(
         problem = "has no effect, because with this method clients do not send changes of a model. Remove it."
         raise SpecError("communication", problem, spec.method.name)
     return Prepared(spec, dataset, assignment, config, held)
+
+
+def refuse_attack(spec: Experiment) -> None:
+    """Refuse an attack at real sites, whose replies must not be changed.
+
+    Raises:
+        SpecError: The spec has a section ``attack``.
+    """
+    if spec.attack is not None:
+        problem = "attacks can be simulated, but not run at real sites. Remove the section [attack]."
+        raise SpecError("attack", problem, spec.attack.name)
+
+
+def _attacked(attack: Attack, method: Method, dataset: Dataset, assignment: Assignment, seed: int) -> Dataset:
+    """Check an attack, and return the data set with the labels on which the attackers train.
+
+    The labels of samples that are held out of training do not change.
+    """
+    attackers = attack.attackers(len(assignment), seed)
+    if attack.alters_replies:
+        if not isinstance(method, Recipe):
+            problem = f"changes updates of local training, which clients of {method.name!r} do not send. "
+            raise SpecError("attack", f"{problem}Use 'label-flip', or a recipe such as fedavg.", attack.name)
+        return dataset
+    if dataset.task.name != "classification":
+        problem = (
+            f"needs classes, and the task is {dataset.task.name!r}. Use an attack on updates, such as 'sign-flip'."
+        )
+        raise SpecError("attack", problem, attack.name)
+    rows = torch.from_numpy(np.concatenate([assignment[client] for client in attackers]))
+    y = dataset.y_train.clone()
+    y[rows] = attack.false_labels(y[rows], dataset.outputs)
+    return replace(dataset, y_train=y)
 
 
 def _check_optimizer(method: Method, config: FederationConfig) -> None:

@@ -150,7 +150,13 @@ class Simulation:
                 )
                 legs = self.compression.legs
             self.federation = Federation(
-                self.engine, prepared.config, availability, method.name, listener=listener, legs=legs
+                self.engine,
+                prepared.config,
+                availability,
+                method.name,
+                listener=listener,
+                legs=legs,
+                attack=self.spec.attack,
             )
             self.round = checkpoint.round if checkpoint else 0
             self._evaluated_rounds = self.spec.evaluation.evaluated_rounds(self.spec.training.rounds)
@@ -172,6 +178,8 @@ class Simulation:
                 self.state = checkpoint.state
             else:
                 self.federation.begin(0)
+                if self.spec.attack is not None:
+                    self.federation.note("attackers", sorted(self.federation.attackers), self.spec.attack.name)
                 model = prepared.config.model
                 self.state = method.init(self.federation, Weights(model.params(), model.buffers()))
             self.events: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl, write_json
 from fedstrata.base.loading import only_from
 from fedstrata.evaluation.history import History
-from fedstrata.runs.preparation import prepare
+from fedstrata.runs.preparation import prepare, refuse_attack
 from fedstrata.runs.run_folder import METRICS, SPEC, about, is_over
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.configuration import ERROR, RESULT, described
@@ -130,6 +130,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         spec = Experiment.from_table(table)
         if not settings.simulated:  # a job must not decide where this server writes
             spec = spec.model_copy(update={"tracking": Tracking()})
+            refuse_attack(spec)
         resume = (folder / SPEC).exists()
         if resume and is_over(folder, spec.training.rounds):
             return  # the run is complete already: this job only lets the administrator fetch the result

@@ -22,6 +22,7 @@ from fedstrata.data.sources import Data
 from fedstrata.data.tasks.base import AnyTask, Task
 from fedstrata.data.tasks.classification import Classification
 from fedstrata.evaluation.settings import Evaluation
+from fedstrata.federation.attacks import AnyAttack
 from fedstrata.federation.availability import Always, AnyAvailability
 from fedstrata.federation.communication.codecs import Communication
 from fedstrata.federation.settings import Privacy, Training
@@ -52,6 +53,7 @@ class Experiment(Setting):
             ``classification``.
         partition: Assignment of samples to clients.
         availability: Rule that decides which clients answer, and how fast.
+        attack: Attack that some clients make, only in simulations. Default: all clients are honest.
         method: Federated method.
         model: Architecture of the model.
         training: Settings of local training, rounds and hardware.
@@ -71,6 +73,7 @@ class Experiment(Setting):
     task: AnyTask | None = None
     partition: AnyPartition = Dirichlet(alpha=0.5)
     availability: AnyAvailability = Always()
+    attack: AnyAttack | None = None
     method: AnyMethod = FedAvg()
     model: AnyModel = MLP()
     training: Annotated[Training, from_word(Training)] = Training()

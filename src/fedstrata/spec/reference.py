@@ -23,6 +23,7 @@ from fedstrata.data.sources import Data
 from fedstrata.data.tasks.base import TASKS
 from fedstrata.evaluation.metrics import METRICS
 from fedstrata.evaluation.settings import Evaluation
+from fedstrata.federation.attacks import ATTACKS
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.federation.communication.codecs import CODECS, Communication
 from fedstrata.federation.optimizers import OPTIMIZERS
@@ -42,6 +43,7 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "task": TASKS,
     "partition": PARTITIONS,
     "availability": AVAILABILITIES,
+    "attack": ATTACKS,
     "model": MODELS,
     "training": Training,
     "training.optimizer": OPTIMIZERS,

@@ -1,0 +1,221 @@
+"""Attacks by clients, for simulations: some clients train on false labels, or send false updates.
+
+An attack on updates changes replies at the server, after they arrived and before the method gets them. So it is the
+same on every engine, and it can use the honest updates of the round, which the strongest attackers are assumed to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field, PositiveFloat, model_validator
+from torch import Tensor
+
+from fedstrata.base.config import FromRegistry, Registry, Setting
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import rng
+from fedstrata.federation.messages import ClientId, FitReply, Request, TrainingRequest, Weights
+from fedstrata.federation.vectors import changes, split
+
+DEFAULT_SHARE = 0.2
+
+
+class Attack(Setting):
+    """Base class of the attacks, which choose the attackers.
+
+    Args:
+        share: Share of the clients that attack, in all rounds. They are drawn by the seed, and their number is rounded.
+            Default: 0.2.
+        clients: Clients that attack, instead of ``share``.
+    """
+
+    alters_replies: ClassVar[bool] = True
+    """Whether the attackers send false updates; the method must then be a recipe."""
+
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    clients: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Attack:
+        if self.share is not None and self.clients is not None:
+            raise SpecError("share", "is set together with clients. Remove one of the two.", self.share)
+        return self
+
+    def attackers(self, clients: int, seed: int) -> tuple[ClientId, ...]:
+        """Return the clients that attack, in ascending order.
+
+        Args:
+            clients: Number of clients, N.
+            seed: The experiment's seed.
+
+        Raises:
+            SpecError: A client does not exist, or ``share`` of the clients is none.
+
+        >>> SignFlip(share=0.3).attackers(10, seed=0), SignFlip(clients=[7, 2]).attackers(10, seed=0)
+        ((3, 7, 8), (2, 7))
+        """
+        if self.clients is not None:
+            if (largest := max(self.clients)) >= clients:
+                raise SpecError(
+                    "attack.clients", f"there are only the clients 0 … {clients - 1}. Use these numbers.", largest
+                )
+            return tuple(sorted(set(self.clients)))
+        share = self.share or DEFAULT_SHARE
+        if not (number := round(share * clients)):
+            problem = f"is none of {clients} clients after rounding. Use a larger share, or name clients."
+            raise SpecError("attack.share", problem, share)
+        drawn = rng(seed, "attackers").choice(clients, size=number, replace=False)
+        return tuple(sorted(drawn.tolist()))
+
+    def false_labels(self, labels: Tensor, classes: int) -> Tensor:
+        """Return the labels on which an attacker trains. Default: its true labels.
+
+        Args:
+            labels: The labels of its samples, int64, shape (n,).
+            classes: The number of classes C.
+        """
+        return labels
+
+    def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
+        """Return the update that an attacker sends. Default: its true update.
+
+        Args:
+            update: The update that the attacker computed, shape (d,).
+            honest: The updates of the h honest clients that replied, shape (h, d).
+            generator: Random numbers of this client and round.
+        """
+        return update
+
+    def altered(
+        self,
+        round: int,
+        seed: int,
+        attackers: frozenset[ClientId],
+        requests: Mapping[ClientId, Request],
+        replies: Mapping[ClientId, Any],
+    ) -> dict[ClientId, FitReply]:
+        """Return the false replies of the attackers; replies without an update are not altered.
+
+        Args:
+            round: The round, counted from 1.
+            seed: The experiment's seed.
+            attackers: The clients that attack.
+            requests: The request of each client.
+            replies: The reply of each client.
+        """
+        sent: dict[ClientId, Weights] = {}
+        for client, reply in replies.items():
+            request = requests[client]
+            if isinstance(reply, FitReply) and isinstance(request, TrainingRequest):
+                sent[client] = request.weights
+        false = [client for client in sent if client in attackers]
+        if not self.alters_replies or not false:
+            return {}
+
+        def updates(clients: list[ClientId]) -> Tensor:
+            pairs = [(sent[client].params, replies[client].weights.params) for client in clients]
+            return torch.stack([changes(before, after) for before, after in pairs])
+
+        own = updates(false)
+        honest = updates(others) if (others := [client for client in sent if client not in attackers]) else own[:0]
+        result: dict[ClientId, FitReply] = {}
+        for client, update in zip(false, own, strict=True):
+            moved = self.false_update(update, honest, rng(seed, "attack", round, client))
+            before, weights = sent[client].params, replies[client].weights
+            params = {name: before[name] + change for name, change in split(moved, before).items()}
+            result[client] = replace(replies[client], weights=Weights(params, weights.buffers))
+        return result
+
+
+class LabelFlip(Attack):
+    """Attackers train on false labels: class c of C classes becomes C − 1 − c. They then follow the method."""
+
+    alters_replies = False
+
+    def false_labels(self, labels: Tensor, classes: int) -> Tensor:
+        """Return C − 1 − c for each label c.
+
+        >>> LabelFlip().false_labels(torch.tensor([0, 1, 9]), 10).tolist()
+        [9, 8, 0]
+        """
+        return classes - 1 - labels
+
+
+class SignFlip(Attack):
+    """Attackers send their update with the opposite sign.
+
+    Args:
+        scale: Factor by which the update is multiplied in addition.
+    """
+
+    scale: PositiveFloat = 1.0
+
+    def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
+        """Return −scale · update."""
+        return -self.scale * update
+
+
+class Gaussian(Attack):
+    """Attackers send random numbers instead of an update.
+
+    Args:
+        deviation: Standard deviation of each coordinate; the mean is 0.
+    """
+
+    deviation: PositiveFloat = 1.0
+
+    def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
+        """Return independent normal numbers, with new ones for each client and round."""
+        drawn = torch.from_numpy(generator.standard_normal(len(update)))
+        return (self.deviation * drawn).to(update.dtype)
+
+
+class LittleIsEnough(Attack):
+    """Attackers hide among the honest updates: ALIE, "a little is enough" (Baruch et al. 2019).
+
+    Each attacker sends the mean of the round's honest updates plus z of their standard deviations, in each coordinate.
+
+    Args:
+        deviations: Number z of standard deviations. The paper derives a largest z from the number of clients.
+    """
+
+    deviations: PositiveFloat = 1.5
+
+    def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
+        """Return mean + z · standard deviation of the honest updates; the own update if there is no honest one."""
+        if len(honest) < 2:
+            return honest[0] if len(honest) else update
+        return honest.mean(dim=0) + self.deviations * honest.std(dim=0)
+
+
+class InnerProduct(Attack):
+    """Attackers send the opposite of the mean honest update: inner-product manipulation, IPM (Xie et al. 2019).
+
+    Args:
+        scale: Factor ε of the mean. A small one is harder to detect; a large one can turn a mean around.
+    """
+
+    scale: PositiveFloat = 2.0
+
+    def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
+        """Return −ε · mean of the honest updates; −ε · the own update if there is no honest one."""
+        return -self.scale * (honest.mean(dim=0) if len(honest) else update)
+
+
+ATTACKS: Registry[Attack] = Registry(
+    "attack",
+    Attack,
+    {
+        "label-flip": "fedstrata.federation.attacks:LabelFlip",
+        "sign-flip": "fedstrata.federation.attacks:SignFlip",
+        "gaussian": "fedstrata.federation.attacks:Gaussian",
+        "alie": "fedstrata.federation.attacks:LittleIsEnough",
+        "ipm": "fedstrata.federation.attacks:InnerProduct",
+    },
+)
+
+AnyAttack = Annotated[Attack, FromRegistry(ATTACKS)]
