@@ -85,6 +85,7 @@ from .methods.fedbabu import FedBABU as FedBABU
 from .methods.feddyn import FedDyn as FedDyn
 from .methods.fedlc import FedLC as FedLC
 from .methods.fedper import FedPer as FedPer
+from .methods.fedntd import FedNTD as FedNTD
 from .methods.fedprox import FedProx as FedProx
 from .methods.fedrs import FedRS as FedRS
 from .methods.fedsampling import FedSampling as FedSampling

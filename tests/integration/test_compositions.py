@@ -19,7 +19,19 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [{"optimizer": "sgd", "momentum": 0.9}, "adam", "adagrad", "yogi"])
 @pytest.mark.parametrize(
     "method",
-    ["fedprox", "scaffold", "feddyn", "moon", "fedrs", "fedlc", "bsm-fedavg", "fedbabu", "rebafl", "fedavg-ft"],
+    [
+        "fedprox",
+        "scaffold",
+        "feddyn",
+        "moon",
+        "fedrs",
+        "fedlc",
+        "bsm-fedavg",
+        "fedbabu",
+        "rebafl",
+        "fedavg-ft",
+        "fedntd",
+    ],
 )
 def test_every_method_takes_a_server_optimiser(method, optimizer):
     own = fs.Experiment.from_table({"method": method}).method.choices()[3]

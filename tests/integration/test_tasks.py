@@ -19,7 +19,7 @@ from fedstrata.methods.base import METHODS
 CLASSES = ("classification", "classification, weights", "classification, several inputs")
 NOT_CLASSES = [case for case in CASES if case not in CLASSES]
 
-ONLY_CLASSIFICATION = ("rebafl", "moon", "fedrs", "fedlc", "bsm-fedavg")
+ONLY_CLASSIFICATION = ("rebafl", "moon", "fedrs", "fedlc", "bsm-fedavg", "fedntd")
 """Methods whose loss is a formula about classes."""
 
 REFUSED: dict[tuple[str, str], tuple[str, str]] = {

@@ -76,6 +76,7 @@ OBJECTIVES = (
     "rebafl",
     "fedbabu",
     "fedper",
+    "fedntd",
 )
 AGGREGATORS: dict[str, Any] = {
     **{name: name for name in ("size", "mean", "stratum", "horvitz-thompson", "median", "trimmed-mean")},

@@ -46,6 +46,7 @@ MORE: dict[str, dict[str, Any]] = {
     "fedlc": {},
     "bsm-fedavg": {},
     "fedavg-ft": {"per_class": 2},
+    "fedntd": {},
 }
 """The other methods, which share their code with those above."""
 

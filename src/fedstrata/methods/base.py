@@ -424,6 +424,7 @@ METHODS: Registry[Method] = Registry(
         "fedlc": "fedstrata.methods.fedlc:FedLC",
         "fedbabu": "fedstrata.methods.fedbabu:FedBABU",
         "fedper": "fedstrata.methods.fedper:FedPer",
+        "fedntd": "fedstrata.methods.fedntd:FedNTD",
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
     },

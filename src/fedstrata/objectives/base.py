@@ -260,6 +260,7 @@ OBJECTIVES: Registry[Objective] = Registry(
         "rebafl": "fedstrata.objectives.rebafl:Rebalanced",
         "fedbabu": "fedstrata.objectives.fedbabu:BodyOnly",
         "fedper": "fedstrata.objectives.personal:PersonalLayers",
+        "fedntd": "fedstrata.objectives.fedntd:NotTrue",
     },
 )
 

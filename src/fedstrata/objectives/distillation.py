@@ -1,0 +1,43 @@
+"""Distillation: objectives that compare a client's logits with those of the global model w_t, the teacher."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedstrata.federation.messages import Extra, Weights
+from fedstrata.models.model import Model
+from fedstrata.objectives.base import Batch, Batches, Context, Objective
+from fedstrata.objectives.prototypes import evaluating
+
+
+class Distilled(Objective):
+    """Base class of objectives with a teacher: the global model w_t, in evaluation mode and with its own buffers."""
+
+    def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
+        """Add the received buffers to the message: the teacher needs them, and training changes those in the model."""
+        return {**received, "buffers": weights.buffers}
+
+    def client_init(self, model: Model, context: Context) -> Context:
+        """Put the teacher's parameters and buffers into ``derived``."""
+        return context.deriving(teacher={**context.start, **context.received["buffers"]})
+
+    def teacher_logits(self, model: Model, batch: Batch, context: Context) -> Tensor:
+        """Return the logits that the teacher computes for a batch, shape (B, C), without gradients."""
+        with torch.no_grad(), evaluating(model):
+            return model(context.derived["teacher"], batch.x)
+
+
+def divergence(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return KL(softmax(z_t) ‖ softmax(z)) = Σ_c p_c log(p_c / q_c) of every sample, shape (B,).
+
+    Args:
+        teacher: The teacher's logits z_t, shape (B, C).
+        student: The logits z of the model in training, shape (B, C).
+
+    >>> divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 1.0]]).log())  # ½ log(½ / ¾) + ½ log(½ / ¼)
+    tensor([0.1438])
+    """
+    q, p = F.log_softmax(student, dim=1), F.log_softmax(teacher, dim=1)
+    return F.kl_div(q, p, reduction="none", log_target=True).sum(dim=1)

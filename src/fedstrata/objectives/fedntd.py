@@ -1,0 +1,52 @@
+"""FedNTD's not-true distillation (Lee et al. 2022)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from pydantic import NonNegativeFloat, PositiveFloat
+from torch import Tensor
+
+from fedstrata.base.errors import SpecError
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.messages import Params
+from fedstrata.models.model import Model
+from fedstrata.objectives.base import Batch, Context, PerSample
+from fedstrata.objectives.calibrated import EXCLUDED
+from fedstrata.objectives.distillation import Distilled, divergence
+
+
+class NotTrue(PerSample, Distilled):
+    """Cross-entropy + β τ² KL(p̃ ‖ q̃): the client keeps the global model's opinion on classes other than the true one.
+
+    p̃ and q̃ are softmaxes over the classes c ≠ y, of the logits divided by τ: p̃ of the global model, and q̃ of the
+    model in training. For the true class y, only the cross-entropy counts. As in the authors' code, the factor τ² keeps
+    the size of the gradient similar for all τ.
+
+    Args:
+        beta: Weight β of the distillation. 0 equals FedAvg.
+        temperature: Temperature τ of both softmaxes.
+    """
+
+    beta: NonNegativeFloat = 1.0
+    temperature: PositiveFloat = 1.0
+
+    def check(self, config: FederationConfig) -> None:
+        """Require three classes: a softmax over a single class that is not the true one is always 1."""
+        if config.outputs < 3:
+            problem = f"compares the classes other than the true one, and the task has {config.outputs} classes. Use "
+            raise SpecError(
+                "method.objective", problem + "fedavg or fedprox, or data with 3 or more classes.", self.name
+            )
+
+    def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
+        """Return the cross-entropy plus β τ² times the divergence of every sample, shape (B,)."""
+        logits = model(params, batch.x)
+        plain = F.cross_entropy(logits, batch.y, reduction="none")
+        if not self.beta:
+            return plain
+        true = F.one_hot(batch.y, logits.shape[1]).bool()
+        teacher, student = (
+            (z / self.temperature).masked_fill(true, EXCLUDED)
+            for z in (self.teacher_logits(model, batch, context), logits)
+        )
+        return plain + self.beta * self.temperature**2 * divergence(teacher, student)
