@@ -87,6 +87,7 @@ from .methods.fedlc import FedLC as FedLC
 from .methods.fedper import FedPer as FedPer
 from .methods.fedntd import FedNTD as FedNTD
 from .methods.fedprox import FedProx as FedProx
+from .methods.fedrep import FedRep as FedRep
 from .methods.fedrs import FedRS as FedRS
 from .methods.fedsampling import FedSampling as FedSampling
 from .methods.fedssar import FedSSAR as FedSSAR

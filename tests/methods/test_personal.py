@@ -1,4 +1,4 @@
-"""Personal models: FedPer's rounds by hand, the laws of its limits, and what it is for."""
+"""Personal models: rounds by hand, the laws of its limits, and what it is for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TWO_CLASSES: dict[str, Any] = {
     "training": {"rounds": 6, "clients_per_round": 5, "local_epochs": 2, "lr": 0.1},
     "evaluation": {"client_test": 0.3, "fine_tune": 0},
 }
-PERSONAL: list[Any] = ["fedper"]
+PERSONAL: list[Any] = ["fedper", {"name": "fedrep", "head_epochs": 3}]
 
 
 def small() -> nn.Module:
@@ -93,8 +93,39 @@ def test_two_rounds_of_fedper_by_hand(start, seven):
             close(started.store.get(k)["layers"], heads[k])
 
 
-def test_a_client_that_was_never_asked_has_the_initial_head(start, seven):
-    started = start(small_spec("fedper", clients_per_round=1), seven, small())
+def test_two_rounds_of_fedrep_by_hand(start, seven):
+    started = start(small_spec({"name": "fedrep", "head_epochs": 3}), seven, small())
+    initial = double(started.state.weights.params)
+    body, heads = {n: initial[n] for n in BODY}, [{n: initial[n] for n in HEAD}] * 2
+    for _ in range(2):
+        record = started.step()
+        assert record["samples"] == 7 * (3 + 2)
+        headed = [descended({**body, **heads[k]}, seven, k, 3, HEAD) for k in range(2)]
+        heads = [{n: model[n] for n in HEAD} for model in headed]
+        models = [descended(headed[k], seven, k, 2, BODY) for k in range(2)]
+        body = {n: (models[0][n] + models[1][n]) / 2 for n in BODY}
+        close(started.state.weights.params, {**body, **{n: initial[n] for n in HEAD}})
+        for k in range(2):
+            close(started.store.get(k)["layers"], heads[k])
+
+
+def test_the_simulated_time_of_fedrep_counts_the_heads_epochs():
+    training, objective = fs.Training(local_steps=3, batch_size=10), fs.Experiment(method="fedrep").method.objective
+    assert objective.sample_gradients(training, 40) == 10 * 40 + 30
+    assert objective.sample_gradients(training, 40, keep=0.5) == 10 * 20 + 30
+
+
+def test_fedreps_body_does_not_learn_batchnorm_statistics_from_the_heads_epochs(start, seven):
+    """The first stage leaves the body as it is, whose statistics follow its own two steps alone."""
+    norm = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    started = start(small_spec({"name": "fedrep", "head_epochs": 5}), seven, norm)
+    started.step()
+    assert int(started.state.weights.buffers["1.num_batches_tracked"]) == 2
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep"])
+def test_a_client_that_was_never_asked_has_the_initial_head(method, start, seven):
+    started = start(small_spec(method, clients_per_round=1), seven, small())
     before = started.state.weights.params
     started.step()
     (asked,) = started.store.clients
@@ -142,6 +173,8 @@ def test_fedper_refuses_layers_that_leave_nothing_to_do(seven):
         fs.prepare(small_spec({"name": "fedper", "layers": ["0", "2"]}), data=seven, model=small())
     with pytest.raises(SpecError, match=r"^model = .*has only a head"):
         fs.prepare(small_spec("fedper"), data=seven, model=nn.Linear(2, 3))
+    with pytest.raises(SpecError, match=r"^model = .*has only a head"):
+        fs.prepare(small_spec("fedrep"), data=seven, model=nn.Linear(2, 3))
 
 
 @pytest.mark.slow

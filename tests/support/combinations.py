@@ -77,6 +77,7 @@ OBJECTIVES = (
     "fedbabu",
     "fedper",
     "fedntd",
+    "fedrep",
 )
 AGGREGATORS: dict[str, Any] = {
     **{name: name for name in ("size", "mean", "stratum", "horvitz-thompson", "median", "trimmed-mean")},

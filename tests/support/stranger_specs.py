@@ -25,6 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "feddyn": {},
     "fedbabu": {},
     "fedper": {},
+    "fedrep": {"head_epochs": 2},
     "fedssar": {},
     "fedstas": {"strata": 2, "fraction": 0.5},
     "sfl": {},

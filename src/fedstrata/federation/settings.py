@@ -224,6 +224,10 @@ class Training(Setting):
         size = min(self.batch_size, samples)
         return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
+    def lasting(self, epochs: int | None) -> Training:
+        """Return the settings with another number of local epochs, instead of steps; None leaves them as they are."""
+        return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
+
     def lr_at(self, round: int) -> float:
         """Return the learning rate η of a round, counted from 1.
 

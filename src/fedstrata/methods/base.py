@@ -364,10 +364,11 @@ class Recipe(Method):
     def train_clients(self, federation: Federation, clients: Sequence[int], request: Fit) -> dict[int, FitReply]:
         """Ask the invited clients to train, and return their replies."""
         expected, training = self.objective.expected(request.weights, federation.config), federation.config.training
+        work = partial(self.objective.sample_gradients, training)
         return federation.ask(
             clients,
             request,
-            work=partial(training.sample_gradients, keep=request.keep),
+            work=partial(work, keep=request.keep),
             check=partial(check_message, expected=expected),
         )
 
@@ -425,6 +426,7 @@ METHODS: Registry[Method] = Registry(
         "fedbabu": "fedstrata.methods.fedbabu:FedBABU",
         "fedper": "fedstrata.methods.fedper:FedPer",
         "fedntd": "fedstrata.methods.fedntd:FedNTD",
+        "fedrep": "fedstrata.methods.fedrep:FedRep",
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
     },

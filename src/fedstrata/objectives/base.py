@@ -21,6 +21,7 @@ from fedstrata.data.tasks.base import Task
 from fedstrata.data.tasks.classification import Classification
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, Fact, FitReply, Params, Weights
+from fedstrata.federation.settings import Training
 from fedstrata.models.model import Model
 
 
@@ -95,6 +96,19 @@ class Trained:
     model: Model
     batches: Batches
     least: int = 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a client's round in which it trains with another objective.
+
+    Args:
+        objective: The objective of the stage, which keeps no state from round to round.
+        epochs: Number of epochs. Default: as many epochs or steps as ``training`` says.
+    """
+
+    objective: Objective
+    epochs: int | None = None
 
 
 class Objective(Setting):
@@ -183,6 +197,16 @@ class Objective(Setting):
 
     # Hooks that run on a client.
 
+    def first_stage(self) -> Stage | None:
+        """Return the stage in which clients train before this objective, which starts at its result; None for none."""
+        return None
+
+    def sample_gradients(self, training: Training, samples: float, keep: float = 1.0) -> float:
+        """Return how many gradients of one sample a client computes in a round; see ``Training.sample_gradients``."""
+        stages = filter(None, [self.first_stage()])
+        before = sum(training.lasting(stage.epochs).sample_gradients(samples, keep) for stage in stages)
+        return before + training.sample_gradients(samples, keep)
+
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """Add entries to the server's message that are computed from the client's data before training.
 
@@ -261,6 +285,7 @@ OBJECTIVES: Registry[Objective] = Registry(
         "fedbabu": "fedstrata.objectives.fedbabu:BodyOnly",
         "fedper": "fedstrata.objectives.personal:PersonalLayers",
         "fedntd": "fedstrata.objectives.fedntd:NotTrue",
+        "fedrep": "fedstrata.objectives.personal:HeadThenBody",
     },
 )
 

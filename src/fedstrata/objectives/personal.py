@@ -1,11 +1,14 @@
-"""Objectives of personal models: FedPer (Arivazhagan et al. 2019)."""
+"""Objectives of personal models: FedPer (Arivazhagan et al. 2019) and FedRep (Collins et al. 2021)."""
 
 from __future__ import annotations
+
+from pydantic import PositiveInt
 
 from fedstrata.base.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.models.model import Model
-from fedstrata.objectives.base import CrossEntropy
+from fedstrata.objectives.base import CrossEntropy, Stage
+from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 
 
 class PersonalLayers(CrossEntropy):
@@ -39,6 +42,27 @@ class PersonalLayers(CrossEntropy):
         if self.layers is None:
             return name in model.head_names
         return any(_inside(name, layer) for layer in self.layers)
+
+
+class HeadThenBody(BodyOnly):
+    """Cross-entropy that trains first the client's own head, and then the body, which the server averages.
+
+    The body is frozen while the head is trained, and the head is frozen while the body is trained. Each client keeps
+    its head, and sends the head that it received.
+
+    Args:
+        head_epochs: Number of epochs in which the client trains its head. ``training`` gives the epochs of the body.
+    """
+
+    head_epochs: PositiveInt = 10
+
+    def stays(self, name: str, model: Model) -> bool:
+        """Return True for parameters of the head."""
+        return name in model.head_names
+
+    def first_stage(self) -> Stage | None:
+        """Return the training of the head."""
+        return Stage(HeadOnly(), self.head_epochs)
 
 
 def _inside(name: str, layer: str) -> bool:

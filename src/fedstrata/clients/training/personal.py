@@ -1,4 +1,4 @@
-"""What a client trains for itself: the layers that it keeps, and a personal model."""
+"""Training beside the objective of the run: layers that a client keeps, a first stage, and fine-tuning."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from fedstrata.base.rng import rng
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.training.devices import on_device
+from fedstrata.clients.training.local import LocalData, train
 from fedstrata.federation.messages import Weights
 from fedstrata.objectives.base import is_plain
 
@@ -40,6 +41,28 @@ def keep_layers(client: Client, trained: Weights, received: Weights) -> Weights:
     return Weights(trained.params | {name: received.params[name] for name in names}, trained.buffers)
 
 
+def first_trained(client: Client, weights: Weights, data: LocalData, round: int) -> tuple[Weights, int]:
+    """Train the first stage of a round (``Objective.first_stage``), if there is one.
+
+    Args:
+        client: The client.
+        weights: The model to start with.
+        data: The samples to train on.
+        round: The round, counted from 1.
+
+    Returns:
+        The model after the stage, of which only the parameters that the stage trains differ, and the total number of
+        samples in the batches of all steps.
+    """
+    stage = client.context.objective.first_stage()
+    if stage is None:
+        return weights, 0
+    alone = apart(client, "first-stage", stage.epochs)
+    outcome = train(alone, weights, data, round=round, message={}, objective=stage.objective)
+    trained = {n: w for n, w in outcome.weights.params.items() if stage.objective.trains(n, client.model)}
+    return Weights(weights.params | trained, weights.buffers), outcome.seen
+
+
 def apart(client: Client, purpose: str, epochs: int | None) -> Client:
     """Return the client as it trains beside the objective of the run, with other random numbers.
 
@@ -57,9 +80,7 @@ def _apart(purpose: str, epochs: int | None) -> Callable[[ClientContext], Client
 
     def make(context: ClientContext) -> ClientContext:
         config = context.config
-        training = config.training
-        if epochs is not None:
-            training = training.model_copy(update={"local_epochs": epochs, "local_steps": None})
+        training = config.training.lasting(epochs)
         seed = int(rng(config.seed, purpose).integers(2**63))
         # Both contexts share the model and the data, so that a GPU does not hold them twice.
         prepared: dict[Callable[[ClientContext], Any], Any] = {on_device: context.cached(on_device)}
