@@ -168,8 +168,8 @@ def test_the_head_is_attribute_head_else_the_last_linear_else_named():
     assert Model(nn.Linear(2, 2)).head_names == {"weight", "bias"}
     with pytest.raises(SpecError, match=r"Model\(module, head="):
         _ = Model(nn.Sequential(nn.Conv2d(1, 1, 1))).head_names
-    with pytest.raises(SpecError, match=r"model.head = 'classifier'.*fc_out"):
-        Model(OwnModule(), head="classifier")
+    with pytest.raises(SpecError, match=r"model\.head = 'fc_uot': .*; did you mean 'fc_out'\? Use one of: \w+, .*\.$"):
+        Model(OwnModule(), head="fc_uot")
 
 
 def test_a_head_under_two_names_and_a_head_that_is_the_module():

@@ -361,7 +361,9 @@ def test_who_is_struck_off_the_list_may_not_connect(
     assert revoke(fed / "server", "a", undo=True) == ["a", "b"]
     assert refused() == ["c"]
     assert main(["revoke", str(fed / "server"), "aa", "--undo"]) == 2
-    assert "SITE = 'aa': is not a site of this federation. Use one of: a, b" in capsys.readouterr().err
+    assert (
+        "SITE = 'aa': is not a site of this federation; did you mean 'a'? Use one of: a, b." in capsys.readouterr().err
+    )
     assert members(fed / "server") == ["a", "b"]
     with pytest.raises(SpecError, match="is not the folder of a server"):
         revoke(fed / "a", "b")

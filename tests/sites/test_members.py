@@ -42,7 +42,9 @@ def test_only_who_was_on_the_list_is_put_on_it_again(kit: Path) -> None:
     """A name with a slip was added, and the site that was meant stayed away."""
     write_members(kit, ["a", "b"])
     assert revoke(kit, "b") == ["a"]
-    with pytest.raises(SpecError, match=r"is not a site of this federation\. Use one of: a, b"):
+    with pytest.raises(
+        SpecError, match=r"'bb': is not a site of this federation; did you mean 'b'\? Use one of: a, b\."
+    ):
         revoke(kit, "bb", undo=True)
     assert revoke(kit, "b", undo=True) == ["a", "b"]
     assert revoke(kit, "b", undo=True) == ["a", "b"]

@@ -183,8 +183,15 @@ def test_an_error_names_file_and_line(tmp_path):
     with pytest.raises(SpecError) as caught:
         Experiment.from_toml(path)
     assert (caught.value.key, caught.value.value) == ("partition.alfa", 0.1)
-    assert "did you mean 'alpha'? Use one of: " in str(caught.value)
-    assert str(caught.value).endswith(f"({path}, line 8)")
+    assert f"did you mean 'alpha'? ({path}, line 8) Use one of: " in str(caught.value)
+    path.write_text("seed = -1")
+    with pytest.raises(SpecError) as caught:
+        Experiment.from_toml(path)
+    assert str(caught.value).endswith(f". ({path}, line 1)")
+    path.write_text("[evaluation]\nprimary = 'acc'")
+    with pytest.raises(SpecError) as caught:
+        Experiment.from_toml(path)
+    assert f"of this run. ({path}, line 2) Add it to evaluation.metrics, or use one of: " in str(caught.value)
 
 
 def test_files_that_are_none(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fedstrata.base.errors import SpecError
+from fedstrata.base.errors import SpecError, not_among
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Head:
         name = _find(module) if name is None else name
         modules = dict(module.named_modules(remove_duplicate=False))
         if name not in modules:
-            raise SpecError("model.head", "is not a submodule of the model. Use one of: " + ", ".join(modules), name)
+            named = [each for each in modules if each]  # the module itself has an empty name
+            raise SpecError("model.head", not_among("is not a submodule of the model", name, named), name)
         # Find the head's parameters by identity and not by the prefix of their names, because a submodule with two
         # names has its parameters only under the first one.
         names = {id(tensor): full for full, tensor in trained.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from fedstrata.base.errors import DataError, FedstrataError, SpecError
+from fedstrata.base.errors import DataError, FedstrataError, SpecError, not_among
 from fedstrata.base.jsonl import write_json
 
 LOG = logging.getLogger(__name__)
@@ -114,11 +114,11 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
     federation = sorted({*names, *lists.federation})
     if undo:
         if name not in federation:
-            accepted = ", ".join(federation) or "none"
-            raise SpecError("SITE", f"is not a site of this federation. Use one of: {accepted}", name)
+            raise SpecError("SITE", not_among("is not a site of this federation", name, federation), name)
         names.append(name)
     elif name not in names:
-        raise SpecError("SITE", f"is not on the list. The list contains: {', '.join(names) or 'no site'}", name)
+        listed = names or ["no site"]
+        raise SpecError("SITE", not_among("is not on the list", name, listed, "The list contains"), name)
     else:
         names.remove(name)
     write_members(kit, names, federation)

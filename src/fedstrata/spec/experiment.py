@@ -38,6 +38,9 @@ COMPARE = "compare"
 EXCLUSIVE = {"local_epochs": "local_steps", "local_steps": "local_epochs", "indices": "file", "file": "indices"}
 """A mapping from each key to the key that it excludes: if one of them is overridden, the other is removed."""
 
+ACCEPTED = re.compile(r"(.*[.?]) ((?=[A-Z]).*\b[Uu]se (?:one|some) of: .*)", re.DOTALL)
+"""A problem, in two parts, that ends with a sentence that lists all accepted words."""
+
 LARGEST_SEED = 2**128 - 1
 """The largest seed. Random generators have keys of 128 bits, so larger seeds would not give more different numbers."""
 
@@ -244,10 +247,16 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
-    """Add to an error the path of the spec file and the line of the error's key, if the file contains the key."""
+    """Add to an error the path of the spec file and the line of the error's key, if the file contains the key.
+
+    The place stands last, or before a list of all accepted words, which may be long.
+    """
     line = line_of(Path(path).read_text(encoding="utf-8-sig"), error.key)
-    where = f" ({path}, line {line})" if line else ""
-    return SpecError(error.key, error.problem + where, error.value)
+    if not line:
+        return error
+    parts = ACCEPTED.fullmatch(error.problem)
+    problem, *accepted = parts.groups() if parts else [error.problem]
+    return SpecError(error.key, " ".join([problem, f"({path}, line {line})", *accepted]), error.value)
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
