@@ -47,7 +47,8 @@ _REGISTRIES: list[Registry[Any]] = []
 class _SpecName:
     """A descriptor that returns the name of a class in specs.
 
-    This is its name in its registry, ``"module:Class"`` for a user's own class, and empty for other settings.
+    For a class in a registry, this is its name there; for a user's own class, ``"module:Class"``; otherwise, an empty
+    text.
     """
 
     def __get__(self, instance: object, owner: type) -> str:
@@ -83,7 +84,7 @@ class Setting(BaseModel):
 
     @property
     def implementation(self) -> Any:
-        """The class or function that does the work; the identity of a run includes the source of its module."""
+        """The class or function that does the work. The source of its module is a part of a run's identity."""
         return type(self)
 
     if not TYPE_CHECKING:  # hidden from type checkers, which derive the arguments from the fields
@@ -199,7 +200,7 @@ class Registry(Generic[T]):
         """Build an instance from a name or from a table with a ``name``; return an instance unchanged.
 
         Raises:
-            SpecError: The name is unknown or a setting is wrong; the key in the error is that in the table.
+            SpecError: The name is unknown, or a setting is wrong. The key in the error is relative to the table.
         """
         if isinstance(value, self.base):
             return value
@@ -316,7 +317,7 @@ def _reworded(message: str) -> str:
 
 
 def _unknown(cls: type[BaseModel], word: str) -> str:
-    """Return the problem of an unknown key: which key ``word`` may mean, and which keys ``cls`` accepts."""
+    """Return the problem of an unknown key ``word``: the most similar key, and the keys that ``cls`` accepts."""
     accepted = list(cls.model_fields)
     others = _belongs(cls, word)
     if not accepted:
@@ -330,7 +331,7 @@ def _unknown(cls: type[BaseModel], word: str) -> str:
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
-    """Return a text that names the classes in the registry of ``cls`` that have a setting ``word``; may be empty."""
+    """Return a text with the classes in the registry of ``cls`` that have a setting ``word``, or an empty text."""
     for registry in _REGISTRIES:
         if issubclass(cls, registry.base):
             owners = []

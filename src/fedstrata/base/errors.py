@@ -30,7 +30,7 @@ class SpecError(FedstrataError):
 
     Args:
         key: The dotted name of the setting, such as ``"partition.alpha"``.
-        problem: The problem, and what would be accepted.
+        problem: The problem, and the values that are accepted.
         value: The value of the setting, which the message shows. By default, the message shows no value.
     """
 
@@ -68,7 +68,7 @@ class QuorumError(FedstrataError):
 
 
 class ClientsFailedError(FedstrataError):
-    """An error for requests that failed with an exception at every client, probably because of a fault in the code."""
+    """An error for requests that raised an exception at every client, probably because the code has a fault."""
 
 
 class CheckpointError(FedstrataError):
@@ -96,7 +96,7 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return the end of a sentence about ``word``, which names the most similar accepted word, if one is similar.
+    """Return the end of a sentence about an unknown ``word``, which suggests the most similar accepted word, if any.
 
     >>> nearest("alfa", ["alpha", "clients"]), nearest("rounds", ["alpha", "clients"])
     ("; did you mean 'alpha'?", '.')
@@ -107,7 +107,7 @@ def nearest(word: str, accepted: Iterable[str]) -> str:
 
 
 def not_among(problem: str, word: str, accepted: Collection[str], use: str = "Use one of") -> str:
-    """Return the problem of an unknown word: first the most similar accepted word, and last all of them.
+    """Return the problem of an unknown word, with the most similar accepted word and a list of all accepted words.
 
     >>> not_among("is not a known key", "alfa", ["alpha", "clients"])
     "is not a known key; did you mean 'alpha'? Use one of: alpha, clients."

@@ -45,7 +45,7 @@ def single(x: Any) -> Tensor:
     """Return inputs that are one tensor.
 
     Raises:
-        TypeError: They are several tensors.
+        TypeError: The inputs are several tensors.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"needs samples of one tensor, not of {len(x)}")
@@ -53,7 +53,7 @@ def single(x: Any) -> Tensor:
 
 
 def described(shape: Shape) -> str:
-    """Return a shape as text, for a batch.
+    """Return the shape of a batch of samples as text.
 
     >>> described((3, 32, 32)), described({"ids": (80,), "mask": (80,)})
     ('(B, 3, 32, 32)', 'ids (B, 80), mask (B, 80)')

@@ -26,7 +26,8 @@ _SEAL = re.compile(rb'(?:, )?"checksum": "([0-9a-f]{64})"\}$')
 class Log:
     """An append-only file of records, one JSON object per line.
 
-    The checksum of a line includes that of the previous line, so changed, lost, repeated or moved lines are noticed.
+    The checksum of a line includes the checksum of the previous line. Changed, lost, repeated and moved lines are
+    therefore noticed.
 
     Args:
         path: The file; the first ``append`` creates it.
@@ -40,7 +41,7 @@ class Log:
 
     @property
     def is_known(self) -> bool:
-        """Whether the file's size is still ``size``: no other process wrote into it, and no write was incomplete."""
+        """Whether the file's size is still ``size``: other processes did not write to it, and all writes were complete."""
         return self.size == (self.path.stat().st_size if self.path.exists() else 0)
 
     def append(self, *records: Mapping[str, Any]) -> None:
@@ -71,7 +72,10 @@ class Log:
 
 
 def checksum_of(line: bytes, after: str | None = None) -> str | None:
-    """Return the checksum of a line; None if it has none, or if it is wrong given the previous line's, ``after``."""
+    """Return the checksum of a line.
+
+    Return None if there is none, or if it does not follow from ``after``, the previous one.
+    """
     match = _SEAL.search(line)
     if match is None or (after is not None and _checksum(after, line[: match.start()] + b"}") != match[1].decode()):
         return None
@@ -81,7 +85,7 @@ def checksum_of(line: bytes, after: str | None = None) -> str | None:
 class MetricsLog(Log):
     """The log with one record per round of a run.
 
-    A process that is killed while it writes a line leaves the earlier lines intact.
+    If the process is killed while it writes a line, the earlier lines stay intact.
     """
 
     def append(self, *records: Mapping[str, Any]) -> None:
@@ -95,7 +99,7 @@ class MetricsLog(Log):
         super().append(*records)
 
     def holds(self, checksum: str) -> bool:
-        """Return True if a line has that checksum, which shows that this line and all lines before it are unchanged."""
+        """Return True if a line has this checksum. That line and all lines before it are then unchanged."""
         return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
 
     def truncate_after(self, round: float) -> None:
@@ -209,7 +213,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 @lru_cache(maxsize=256)
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files of killed processes. Because of the cache, a process does this only once per folder."""
+    """Remove temporary files of killed processes. The cache lets each process do this only once per folder."""
     for path in folder.glob(".*.tmp"):
         pid = path.name.split(".")[-2]
         if pid.isdigit() and not _is_running(int(pid)):
@@ -217,7 +221,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return False if no process has this id; True if one has it, or if this cannot be found out."""
+    """Return False if no process has this id; True if a process has it, or if the system does not tell."""
     if os.name == "posix":  # on Windows, this call would send Ctrl-C to the process
         try:
             os.kill(pid, 0)

@@ -18,11 +18,11 @@ _ALLOWED: ContextVar[tuple[frozenset[str], str] | None] = ContextVar("allowed", 
 def only_from(packages: Collection[str] | None, advice: str = "") -> Iterator[None]:
     """Limit what ``load_object`` may import in this thread while the ``with`` block runs.
 
-    A site uses this for specs that somebody else wrote.
+    A site uses this limit when it reads specs that another party wrote.
 
     Args:
         packages: The allowed top-level packages; None allows any.
-        advice: The text of errors about other packages; by default, it names the list of allowed packages.
+        advice: The text of errors about packages that are not allowed. By default, the text names the allowed packages.
     """
     before = _ALLOWED.set(None if packages is None else (frozenset(packages), advice))
     try:

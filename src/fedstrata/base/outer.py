@@ -1,4 +1,4 @@
-"""Import the outer packages, which use the library and may be left out of an installation, only when needed."""
+"""Import the outer packages only when they are needed: an installation may leave them out."""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ def print_lines(*lines: object, file: TextIO | None = None) -> None:
 
 
 def csv_cell(value: object) -> object:
-    r"""Return a value for a CSV file: a text becomes printable, and spreadsheets do not read it as a formula.
+    r"""Return a value for a CSV file.
+
+    A text becomes printable, and spreadsheets do not interpret the text as a formula.
 
     >>> csv_cell("=1+1"), csv_cell(-1.5)
     ("'=1+1", -1.5)

@@ -21,7 +21,7 @@ def prepare_process(threads: int) -> None:
     """Set PyTorch's number of threads and default dtype (float32), and keep freed memory for the next batch.
 
     Raises:
-        RuntimeError: PyTorch does not accept that number of threads.
+        RuntimeError: PyTorch does not accept the number of threads.
     """
     torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
@@ -30,7 +30,7 @@ def prepare_process(threads: int) -> None:
 
 @contextmanager
 def training_process(threads: int) -> Iterator[None]:
-    """Prepare the process for training in the block, and restore PyTorch's settings after it."""
+    """Prepare this process for training during the ``with`` block, and restore PyTorch's settings afterwards."""
     before, dtype = torch.get_num_threads(), torch.get_default_dtype()
     prepare_process(threads)
     try:
@@ -42,7 +42,7 @@ def training_process(threads: int) -> Iterator[None]:
 
 @cache
 def keep_freed_memory() -> bool:
-    """Let the C library keep memory that a batch frees for the next batch; return True if it accepts the settings.
+    """Let the C library keep memory that a batch frees, for later batches; return True if the library agrees.
 
     Activations are blocks of a few megabytes. By default, glibc returns such blocks to the system at once, which then
     provides zeroed pages at every step. With kept memory, a small convolutional network trains 1.5 times as fast and an

@@ -36,7 +36,7 @@ Task = Callable[[], None]
 
 
 def can_fork() -> bool:
-    """Return True if a fork of this process can train, which the fork must do with a single thread.
+    """Return True if a fork of this process can train. The fork must then use a single thread.
 
     Forks are safe only on Linux. A daemonic process may not have child processes. CUDA does not work after a fork.
     """
@@ -47,7 +47,7 @@ def can_fork() -> bool:
 class Worker:
     """A child process with a pipe to this process.
 
-    It ends when its work is done, when this process closes the pipe, or when this process ends.
+    The child process ends when its work is done, when this process closes the pipe, or when this process ends.
 
     Args:
         work: The function that the child process calls with its end of the pipe. A new process imports it, so it must

@@ -220,9 +220,9 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
 
 
 class _Parts:
-    """The parts of a tree that are stored outside its JSON skeleton: the tensors and the numbers.
+    """The tensors and numbers of a tree, which are stored outside the tree's JSON skeleton.
 
-    Numbers are outside because the length of their JSON text would depend on their values.
+    Numbers are stored outside the skeleton, because the length of their JSON text would depend on their values.
     """
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ def _neither(node: object) -> TypeError:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors; those that share memory with an earlier one are copied, because safetensors refuses them."""
+    """Return the tensors. Copy those that share memory with an earlier tensor, because safetensors refuses these."""
     seen: set[int] = set()
     result = {}
     for key, tensor in tensors.items():
@@ -359,8 +359,8 @@ def require_types(message: Message) -> None:
 def _obvious(message: Message) -> bool:
     """Return True if a quick test shows that all fields have the declared types.
 
-    False means that the quick test cannot tell, so that pydantic must check the message. The quick test saves time,
-    because pydantic's check takes a noticeable part of the millisecond in which a small client answers.
+    False means that the quick test cannot tell, and pydantic must check the message. The quick test saves time: a
+    client with few samples answers within a millisecond, and pydantic's check takes a noticeable part of it.
     """
     cls = type(message)
     if cls not in _TESTS:

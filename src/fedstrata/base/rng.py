@@ -1,7 +1,8 @@
 """Randomness as a function of (seed, purpose, round, client).
 
-Generators are never shared in fedstrata: each use of random numbers names its purpose and gets a new counter-based
-generator. If a client is added, an evaluation left out or the order of work changed, all other numbers stay the same.
+In fedstrata, generators are never shared. Each use of random numbers names its purpose, and gets a new counter-based
+generator. All other random numbers therefore stay the same if a client is added, an evaluation is left out or the order
+of work changes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Key(ISeedSequence):
     """The key of a generator: 128 bits as two whole numbers, shape (2,).
 
     ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``, but without the random numbers of the
-    operating system that NumPy reads for ``key=`` and does not use. This makes ``rng`` three times as fast, of which
-    Stratify makes a thousand calls in a round with 100 clients.
+    operating system that NumPy reads for ``key=`` and does not use. This makes ``rng`` three times as fast. Stratify
+    calls ``rng`` a thousand times in a round with 100 clients.
     """
 
     words: NDArray[np.uint64]
@@ -59,7 +60,7 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
 
 
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Draw a uniform number in [0, 1) for each client, which does not depend on the other clients given.
+    """Draw a uniform number in [0, 1) for each client. The number does not depend on which other clients are given.
 
     This is like ``rng(…, client).random()`` for each client, but faster and with different numbers. The time depends
     only on how many clients are given, not on the largest id. Each number is a hash of the key and the client's id,
@@ -90,9 +91,9 @@ def torch_seeded(
 ) -> Iterator[None]:
     """Seed PyTorch's global generators for the block, and restore their state after it.
 
-    This is for code that draws from a global generator, such as the initialisation of modules and ``nn.Dropout``. The
-    generator of a GPU is seeded too. The default dtype is float32 in the block, because values that are drawn with
-    another default dtype differ.
+    Use this function for code that draws from a global generator, such as the initialisation of modules and
+    ``nn.Dropout``. The generator of a GPU is seeded too. The default dtype is float32 in the block, because values that
+    are drawn with another default dtype differ.
     """
     cuda = device is not None and device.type == "cuda"
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()

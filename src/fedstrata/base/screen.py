@@ -46,7 +46,7 @@ class ScreenTable:
             right. The names are always shown.
         every: Whether to show all columns, in several blocks if the terminal is too narrow.
         one_line: Whether words are cut at the edge of a terminal, and not wrapped.
-        more: Where the columns are that are left out.
+        more: A text that says where to find the columns that are left out.
         title: The line above the table.
         note: The sentences below the table.
     """
@@ -90,7 +90,7 @@ class ScreenTable:
         return max((row[column].cell_len for row in self._cells if len(row) > 1), default=0)
 
     def _least(self, column: int) -> int:
-        """Return the least width of a column in which neither its cells nor words of its heading are split."""
+        """Return the smallest width of a column at which neither its cells nor the words of its heading are split."""
         longest = self._longest(column)
         limit = WORDS if column in self.words else NAME if column < self.left else longest
         return max([min(longest, limit), *map(len, self.headings[column].split())])

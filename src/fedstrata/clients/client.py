@@ -47,9 +47,10 @@ class ClientContext:
         held: The samples that are held out of training, such as each client's own test part.
         evaluation: The settings of evaluation, such as the metrics.
         communication: The codecs of models and updates.
-        personal: The objective with which a client fine-tunes the global model for itself before it is evaluated.
-        tells_values: Whether the answer to an evaluation contains the metrics on the client's own samples. It always
-            contains sums, from which the server computes the metrics over all clients.
+        personal: The objective with which a client fine-tunes its copy of the global model before the copy is
+            evaluated.
+        tells_values: Whether the answer to an evaluation contains the metrics on the client's own samples. The answer
+            always contains sums, from which the server computes the metrics over all clients.
         privacy: The smallest number of samples that may contribute to an answer. The spec sets it, and the clients'
             site may raise it.
         prepared: The results of ``cached``: a mapping from each function to its result.
@@ -109,9 +110,11 @@ class Client:
         """Number of samples that contribute to the answer, for the site's audit log; ``authorize_release`` sets it."""
 
     def authorize_release(self, samples: int) -> None:
-        """Check that enough samples contribute to an answer; every handler calls this before it reads the samples.
+        """Check that enough samples contribute to an answer.
 
-        If ``privacy.min_samples`` is 1, an answer to which no sample contributes is allowed too.
+        Every handler calls this method before it reads the samples.
+
+        If ``privacy.min_samples`` is 1, an answer is allowed even if no sample contributes to it.
 
         Args:
             samples: Number of samples that contribute.

@@ -29,7 +29,10 @@ class RelayHandler(Protocol):
     """
 
     def hop(self, client: Client, task: Any) -> Reply:
-        """Let one client change the model, and return its reply. After an exception, the client counts as failed."""
+        """Let one client change the model, and return the client's reply.
+
+        If this raises an exception, the client counts as failed.
+        """
 
     def keep(self, accepted: bool) -> None:
         """Accept the change that the last hop made to the model, or undo it."""
@@ -54,12 +57,15 @@ def handles_sum(kind: type[Request]) -> Callable[[SumHandler], SumHandler]:
 
 
 def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
-    """Mark a function as the handler of tasks of the class ``kind``: in a relay, it changes the model of a client."""
+    """Mark a function as the handler of tasks of the class ``kind``.
+
+    In a relay, the function changes the model at a client.
+    """
     return _marking(kind, "hop")
 
 
 def handles_relay(kind: type[Request]) -> Callable[[F], F]:
-    """Mark a ``RelayHandlerFactory``; the handler that it makes computes a whole relay with tasks of class ``kind``."""
+    """Mark a ``RelayHandlerFactory``, whose handler computes a whole relay with tasks of the class ``kind``."""
     return _marking(kind, "relay")
 
 

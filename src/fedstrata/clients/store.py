@@ -15,7 +15,9 @@ DEFAULT_MEMORY = 1 << 30
 
 
 class StateStore:
-    """The states that clients keep between requests; if memory is full, the least recently used ones are on disk.
+    """The states that clients keep between requests.
+
+    When the memory is full, the least recently used states move to the disk.
 
     Args:
         memory: Largest total size of the states in memory, in bytes.
@@ -34,7 +36,7 @@ class StateStore:
         """Clients whose state changed since this set was last cleared."""
 
     def get(self, client: ClientId) -> Mapping[str, Tree]:
-        """Return a client's state; it is empty if the client has none."""
+        """Return a client's state, or an empty state if none is stored."""
         if client not in self.clients:
             return {}
         if client not in self._held:

@@ -422,7 +422,7 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
 
 
 def precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Return shift and scale, as float64 if inputs would lose too much precision in float32, otherwise as float32.
+    """Return shift and scale as float32, or as float64 if inputs would lose too much precision in float32.
 
     Args:
         train: The training inputs as stored.

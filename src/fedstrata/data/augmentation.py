@@ -118,7 +118,7 @@ class OwnAugmentation(Augmentation):
         """Call the function, and check what it returns.
 
         Raises:
-            SpecError: It returned something other than inputs of the same shapes and types.
+            SpecError: The function did not return inputs of the same shapes and types.
         """
         given = _form(x)
         result = self.implementation(x, generator, **self.arguments)
@@ -128,7 +128,7 @@ class OwnAugmentation(Augmentation):
         return result
 
     def check(self, data: Dataset) -> None:
-        """Try the function on two samples, and refuse one whose random numbers are not from the generator."""
+        """Try the function on two samples, and refuse it if its random numbers do not come from the generator."""
         if not data.train_size:  # the server of a deployment may have no samples
             return
         try:

@@ -1,4 +1,7 @@
-"""A data set in memory: it is stored once, each client is a list of indices, and batches are normalised when read."""
+"""A data set in memory, which all clients share: a client is a list of indices.
+
+Batches are normalised when they are read.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class Dataset:
         domain_names: The name of each domain.
         shift: The number to subtract from each channel (C,) or feature (F,); float32 or float64. For several inputs,
             a mapping with those that are normalised.
-        scale: The number by which each channel or feature is multiplied after that.
+        scale: The number by which each channel or feature is multiplied after ``shift`` is subtracted.
         client_train: The client that each training sample comes from, (N,) int64; None without natural clients.
         client_test: The client that each test sample comes from, if known.
         client_names: The name of each client, also of clients that only have test samples.
@@ -93,7 +96,10 @@ class Dataset:
 
     @cached_property
     def strata(self) -> Ints | None:
-        """The stratum of each training sample, (N,): its class, its range of targets, or its domain; None without."""
+        """The stratum of each training sample, (N,): its class, range of targets or domain.
+
+        None if samples have no strata.
+        """
         strata = self.task.strata(self.y_train, self.class_names)
         if strata is None and self.domain_train is not None:
             return self.domain_train.cpu().numpy()
@@ -106,7 +112,10 @@ class Dataset:
 
     @property
     def strata_or_one(self) -> tuple[Ints, int]:
-        """The stratum of each training sample, and the number of strata; all samples are in one if there are none."""
+        """The stratum of each training sample, and the number of strata.
+
+        Without strata, all samples are in stratum 0.
+        """
         if self.strata is None:
             return np.zeros(self.train_size, dtype=np.int64), 1
         return self.strata, len(self.stratum_names)
@@ -184,9 +193,9 @@ class Dataset:
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor] | None:
-        """Shift and scale, repeated for every number of a flattened sample; None if inputs are not normalised.
+        """The shift and scale of each number of a flattened sample; None if inputs are not normalised.
 
-        Broadcasting them over the last axis of images, which has 3 channels, would take four times as long.
+        To broadcast shift and scale over the last axis of images, which has 3 channels, would take four times as long.
         """
         if not isinstance(self.x_train, Tensor) or not isinstance(self.shift, Tensor):
             return None
@@ -334,7 +343,8 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
     """Compute the shift and scale that normalise inputs, from the training inputs; see ``arrays.normalisation``.
 
     Returns:
-        The shift and the scale; for several inputs, mappings with those that are floats. None if there are none.
+        The shift and the scale; for several inputs, mappings with the shift and the scale of each input of floats. None
+        if inputs are not normalised.
     """
     if normalize in ("keep", "none"):
         return None, None
@@ -348,7 +358,7 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
 
 
 def task_of(task: Task | str | None, y_train: Array) -> Task:
-    """Return a task, which is given by itself or by its name; if it is not given, the targets decide.
+    """Return the task that is given as an object or by its name. If no task is given, the targets decide.
 
     Targets with fractions are a regression, and all others are classes. Whole numbers with very many different values
     could be either, and are refused.

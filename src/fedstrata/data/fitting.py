@@ -1,8 +1,9 @@
 """Compute statistics of training samples, and features that depend on them: imputed values and normalisation.
 
-Statistics of clients can be added up, so the server gets those of all clients without seeing samples. Sites that keep
-their samples and a simulation of these sites therefore compute the same numbers. Statistics leave out samples that are
-held out of training, for example for validation. These are known only after the samples were divided among clients.
+The statistics of several clients can be added up. The server therefore gets the statistics of all samples without
+seeing samples. Sites that keep their samples and a simulation of these sites therefore compute the same numbers.
+Statistics leave out samples that are held out of training, for example for validation. These are known only after the
+samples were divided among clients.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Statistics(Message):
         """Check the form and plausibility of statistics that another party sent.
 
         Raises:
-            DataError: The columns are other ones, or no data can have these statistics.
+            DataError: The statistics are of other columns, or are impossible.
         """
         for name in ("count", "mean", "squares", "low", "high"):
             expected, given = getattr(self, name), getattr(other, name)
@@ -175,7 +176,7 @@ class Features:
 
 @dataclass(frozen=True, eq=False)
 class RawTargets:
-    """Training targets, to whose statistics a task is fitted.
+    """Training targets from whose statistics a task computes settings, such as their mean.
 
     Args:
         task: The task.
@@ -196,7 +197,7 @@ class RawTargets:
         return Unfitted("standard", self.train, self.train[:0])._of(self.train[rows])
 
     def counts(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return how often each of some targets occurs, under ``name``; nothing if the task does not need it.
+        """Return how often each of some targets occurs, under the key ``name``; empty if the task does not need this.
 
         Args:
             rows: The indices of the samples, (M,).
@@ -257,7 +258,7 @@ class Unfitted:
         return known.beside(replace(self.targets.moments(rows), counts=self.targets.counts(rows)))
 
     def divided(self, known: Statistics) -> tuple[Statistics, Statistics]:
-        """Return the statistics of the features, and those of the targets as a task needs them."""
+        """Return the statistics of the features, and the statistics of the targets in the form that a task needs."""
         k, counts = self.train.shape[-1], dict(known.counts)
         name = "" if self.targets is None else self.targets.name
         counts_of_targets = {TARGET: counts.pop(name)} if name in counts else {}
@@ -287,7 +288,7 @@ class Unfitted:
         """Check the form and plausibility of statistics that another party sent of such data.
 
         Raises:
-            DataError: The columns are other ones, no data can have these statistics, or required values are missing.
+            DataError: The statistics are of other columns, are impossible, or lack required values.
         """
         self.statistics(()).refuse_unlike(other)
         other, targets = self.divided(other)

@@ -49,12 +49,12 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
 def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     """Return the arrays of a ``datasets.DatasetDict``.
 
-    The training samples are the split ``train``. The test samples are the split ``test``, or if there is none, a
-    validation split. Without either, a fifth of ``train``, with all classes in proportion, becomes the test samples.
+    The training samples are the split ``train``. The test samples are the split ``test`` or, if there is none, a
+    validation split. Without both, a fifth of each class of ``train`` becomes the test samples.
 
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``, all with the same columns.
-        seed: The seed of the random choice of that fifth.
+        seed: The seed of the random choice of this fifth.
         client: The column with the client of each sample; None without such a column.
 
     Returns:

@@ -84,7 +84,7 @@ class MappedFile:
 
 
 def mapped_files(inputs: Mapping[str, Any]) -> dict[str, MappedFile]:
-    """Return the memory-mapped files among inputs, whose names are such as ``x_train`` or ``x_train.ids``."""
+    """Return a mapping from names, such as ``x_train`` or ``x_train.ids``, to the memory-mapped files among inputs."""
     named = dict(inputs)
     for key, x in inputs.items():
         if isinstance(x, Mapping):

@@ -484,8 +484,8 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
         table: The rows.
         schema: A completed schema.
         seed: The seed of the random choice, if ``test`` is a share.
-        first: The id in the federation of the table's first client. With it, a site that has only some clients selects
-            the same rows as a simulation of all.
+        first: The id, in the whole federation, of the table's first client. A site that has only some clients then
+            selects the same rows as a simulation of all clients.
         task: The task; None for classes. The test samples of other tasks are not spread over the labels.
 
     Raises:
@@ -545,7 +545,7 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
             checked, and None is returned if a cell is not a finite number.
 
     Raises:
-        DataError: A cell is missing, or is not what it must be although ``strict`` is set.
+        DataError: A cell is missing, or ``strict`` is set and a cell is not a number in its range.
     """
     column, target, numbers = schema.label, schema.target, np.zeros(len(table))
     for row, cell in enumerate(_known(table, column, schema)):
@@ -577,7 +577,7 @@ def _known(table: Table, column: str, schema: Schema) -> list[Any]:
 
 
 def another_unit(number: float, span: tuple[float, float]) -> str:
-    """Return a hint for a number that is out of range, if a thousand times or a thousandth of it would be in range."""
+    """Return a hint for a number that is out of range, if 1,000 times or 1/1,000 of this number would be in range."""
     for factor, what in ((1e-3, "a thousandth of it"), (1e3, "a thousand times it")):
         if number and span[0] <= number * factor <= span[1]:
             return f" Check the unit, because {what} is in range."
@@ -620,7 +620,7 @@ def _rules(name: str, column: Column) -> str:
 
 
 def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "category", "boolean"]:
-    """Guess the type of a column from its cells; warn if the column is probably not meant to be a category.
+    """Guess the type of a column from its cells. Warn about a category that was probably meant to be something else.
 
     Raises:
         DataError: The cells are dates or times.

@@ -70,8 +70,8 @@ def from_dataframe(
         frame: Anything with ``columns`` whose columns have ``to_list``, or a mapping of column names to lists.
         label: The column with the label.
         client: The column with the client of each row.
-        test: The share of rows that become test samples; or the name of a column that marks them; or another frame with
-            the test samples.
+        test: The share of rows that become test samples; or the name of a column that marks test rows; or another
+            frame, with the test samples.
         normalize: See ``from_arrays``.
         seed: The seed of the random choice of test samples, if ``test`` is a share.
         name: The name of the data set in reports.
@@ -107,7 +107,7 @@ def dataset_of(
     given: tuple[Tensor, Tensor] | None = None,
     task: Task | None = None,
 ) -> Dataset:
-    """Build a data set, with features that depend on statistics of all training rows (imputation and normalisation).
+    """Build a data set whose features are imputed and normalised with statistics of all training rows.
 
     When a run begins, it computes the features again with statistics of only the rows that clients train on.
 
@@ -149,7 +149,7 @@ def dataset_of(
 
 
 def task_of_table(table: Table, schema: Schema) -> Task | None:
-    """Return the task of a table whose labels are numbers: with fractions, a regression; None for other labels.
+    """Return a regression if a table's labels are numbers with fractions, otherwise None.
 
     Raises:
         DataError: A label is missing.
@@ -231,7 +231,7 @@ def table_of(rows: Any, name: str) -> Table:
         name: The name of the table, for messages.
 
     Raises:
-        DataError: It is neither of them, has no rows, or has columns of different lengths.
+        DataError: ``rows`` is neither a data frame nor a mapping, has no rows, or has columns of different lengths.
     """
     try:
         names = rows if isinstance(rows, Mapping) else rows.columns

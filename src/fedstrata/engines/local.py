@@ -118,7 +118,8 @@ class LocalEngine(Engine):
     def n_contributing(self, number: ClientId) -> int:
         """Return how many samples contributed to a client's last reply; 0 if it is unknown.
 
-        It is known from the reply until ``commit``, if the handler called ``authorize_release`` in this process.
+        The number is known from the reply until ``commit``, if the handler called ``authorize_release`` in this
+        process.
         """
         client = self._pending.get(number)
         return 0 if client is None else client.n_contributing
@@ -126,7 +127,7 @@ class LocalEngine(Engine):
     def _patience(self, numbers: Iterable[ClientId]) -> float:
         """Return the time without progress, in seconds, after which a group is considered stuck.
 
-        It is long enough for a round of local training of all clients of the group, one after another.
+        The time is long enough for all clients of the group to train for a round, one after another.
         """
         work = self.context.config.training.sample_gradients
         return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)
@@ -187,7 +188,10 @@ class LocalEngine(Engine):
             return failure(error)
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay, in which a model travels from client to client; one handler computes it if there is one."""
+        """Begin a relay, in which a model travels from client to client.
+
+        If there is a handler for whole relays, it computes this one.
+        """
         factory = self.context.handlers.relay.get(kind) if self.context.config.training.execution == "fused" else None
         if factory is None:
             return super().relay(kind, weights)
@@ -315,7 +319,8 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
         threads: The thread of each client, in the order of the members.
         group: The group.
         patience: Seconds without progress after which the group is considered stuck, as in an endless loop. Progress is
-            a completed sum or the end of a member. The whole run then fails, so that no result depends on the clock.
+            a completed sum or the end of a member. If the group is stuck, the whole run fails, so that no result
+            depends on the clock.
 
     Raises:
         FedstrataError: The group is stuck.

@@ -158,11 +158,14 @@ class RayEngine(Engine):
         self._states = {}
 
     def close(self) -> None:
-        """Stop the workers, and the cluster if this engine started it; remove the states on disk."""
+        """Stop the workers and remove the states on disk; if this engine started the cluster, stop the cluster too."""
         self._closing.close()
 
     def _calls(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Call]:
-        """Yield the calls for some requests: clients with most work come first, and those with little share a call."""
+        """Yield the calls for some requests.
+
+        Clients with most work come first, and clients with little work share a call.
+        """
         by_client = Requests.of(requests, requests)
         work = {client: 1.0 + by_client.work.get(client, 0.0) for client in by_client}
         # A request to several clients is encoded and stored only once.
@@ -281,7 +284,8 @@ class WorkerPool:
     def enter(self, worker_payload: Any) -> None:
         """Give all workers a context, and wait until the first worker is ready.
 
-        The others join later, because some processes start more slowly, and a cluster may not have free cores yet.
+        The other workers join later, because some processes start more slowly, and a cluster may not have free cores
+        yet.
 
         Args:
             worker_payload: Ray's reference to a ``WorkerPayload``.
@@ -378,9 +382,9 @@ class WorkerPool:
             raise (error.cause if isinstance(error.cause, FedstrataError) else FedstrataError(str(error))) from None
 
     def _replace_worker(self, dead: WorkerHandle, error: Exception, retries: deque[Call]) -> Iterator[tuple[Call, Any]]:
-        """Replace a dead worker: yield its finished calls with their results, and put the others into ``retries``.
+        """Replace a dead worker: yield its finished calls with their results, and put its other calls into ``retries``.
 
-        A worker computes one call at a time, so that its death counts only for the first unfinished call.
+        A worker computes one call at a time. Its death therefore counts only for its first unfinished call.
         """
         died = Failure(f"its worker ({dead.name}) died: {_last_line(error)}")
         for ref, call in list(dead.running.items()):

@@ -190,7 +190,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return True if the tensor's elements, in any order of dimensions, fill its memory without gaps or overlaps."""
+    """Return True if the elements of a tensor fill its memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, side in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride != expected:

@@ -40,7 +40,7 @@ Answering = Callable[[ClientId, Request, State], Answer]
 
 
 class LocalWorkerPool:
-    """A pool of workers, which are forks of this process; they do not see what changes in it afterwards.
+    """A pool of workers, which are forks of this process. Workers do not see later changes of this process.
 
     Args:
         count: Number of workers.
@@ -81,8 +81,9 @@ class LocalWorkerPool:
             run_locally: A function that computes a client's answer in this process, and keeps it.
 
         Returns:
-            The answers that workers computed. A client's answer is missing if ``run_locally`` was called for it, if it
-            raised an exception in a worker, or if its worker died; all are missing if the requests cannot be shared.
+            The answers that workers computed. The answer of a client is missing if ``run_locally`` was called for the
+            client, if the client raised an exception in a worker, or if the worker died. All answers are missing if the
+            requests cannot be shared.
         """
         asked_for = Requests.of(requests, requests)
         asked = [(client, asked_for.which[client]) for client in order]

@@ -2,8 +2,8 @@
 
 Each client computes mean and variance of its own batch, and the layer normalises with the averages over clients. In the
 backward pass, the gradients with respect to mean and variance are averaged too, and each client propagates the averages
-to its inputs. An averaged variance ignores that the clients' means differ. ``models.batchnorm`` instead computes the
-variance of all samples.
+to its inputs. The average of the clients' variances ignores that the clients' means differ. ``models.batchnorm``
+computes the variance of all samples instead.
 """
 
 from __future__ import annotations

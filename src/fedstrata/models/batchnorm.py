@@ -24,7 +24,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 
 
 class ReduceGroup:
-    """The connection of one client to its group: the ``size`` clients, itself included, that hold parts of a batch.
+    """The connection of one client to its group, which consists of all ``size`` clients that hold a part of a batch.
 
     Args:
         group: The group.
@@ -35,15 +35,16 @@ class ReduceGroup:
         self._group, self._number, self.size = group, number, group.size
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the tensors that all clients of the group pass.
+        """Return the sum of the tensors that all clients of the group pass to this call.
 
-        The call waits until all clients have called it, so all must call it equally often. All get the same bits.
+        The call waits until all clients have made it, so all clients must call it equally often. The sum has the same
+        bits for all clients.
         """
         return self._group.add({self._number: tensor})
 
 
 class GroupBrokenError(FedstrataError):
-    """An error that the members of a group raise if another member fails, because they cannot finish the batch."""
+    """An error of the members of a group: another member failed, so they cannot finish the batch."""
 
 
 class _FederatedBatchNorm(_BatchNorm):
@@ -190,7 +191,7 @@ def has_batchnorm(module: nn.Module) -> bool:
 
 
 def federate_batchnorm(module: nn.Module) -> nn.Module:
-    """Convert every BatchNorm in ``module`` in place, so that it can normalise over a group of clients.
+    """Convert every BatchNorm layer of ``module`` in place, so that the layer can normalise over a group of clients.
 
     As with ``nn.SyncBatchNorm.convert_sync_batchnorm``, layers keep their parameters, buffers, settings and names.
     Their results change only inside ``federated``.
@@ -222,9 +223,9 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
     """Let every BatchNorm in ``module`` normalise over ``group`` while it trains in the ``with`` block.
 
     All members must run the same module on their own batches, first one forward pass and then one backward pass, so
-    that their sums match. A client without samples in the batch need not be in the group. If it is, it passes an empty
-    batch, shape (0, …), adds zeros and gets the same running statistics as the others. A client that fails must call
-    ``LocalGroup.abort``. Otherwise the others wait until their timeout.
+    that their sums match. A client without samples in the batch may be in the group, but need not. If it is in the
+    group, it passes an empty batch, shape (0, …), which adds zeros, and gets the same running statistics as the others.
+    A client that fails must call ``LocalGroup.abort``. Otherwise the others wait until their timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.
@@ -251,7 +252,7 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
 class LocalGroup:
     """A group whose members are threads of this process.
 
-    Tensors are summed in the order of the members, and not in the order in which they arrive, so that repeated runs
+    Tensors are added in the order of the members, not in the order in which the tensors arrive. Repeated runs therefore
     have the same bits.
 
     Args:
@@ -296,7 +297,7 @@ class LocalGroup:
 
     @property
     def progress(self) -> tuple[int, tuple[int, ...]]:
-        """The number of completed sums, and the members that wait for the next one."""
+        """The number of completed sums, and the members that wait for the next sum."""
         with self._changed:
             return self._turn, tuple(sorted(self._parts))
 

@@ -31,11 +31,11 @@ class Head:
 
         Args:
             module: The whole module.
-            name: The dotted name of the head; by default, it is found.
+            name: The dotted name of the head. By default, the submodule ``head`` or the last trained ``nn.Linear``.
             trained: The trainable parameters of the whole module.
 
         Raises:
-            SpecError: The module has no head, or not the named one.
+            SpecError: The module has no head, or no submodule of this name.
         """
         name = _find(module) if name is None else name
         modules = dict(module.named_modules(remove_duplicate=False))

@@ -1,8 +1,7 @@
 """Choose the memory format of a user's own module.
 
 Data sets return images in channels-last format, in which convolutions and pooling are fastest on a CPU. The choice
-depends only on the module. It does not depend on measured times, because these vary, and the format affects the last
-bits of results.
+depends only on the module, and not on measured times: times vary, and the format affects the last bits of results.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from fedstrata.models.untrained import twin_of
 def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, ...]]) -> nn.Module:
     """Convert a module with convolutions to channels-last format, in place, if it works in that format.
 
-    Some modules do not, for example if they call ``x.view(len(x), -1)`` after a convolution, which needs the default
-    format; ``x.flatten(1)`` works with both. Such a module keeps the default format, and its inputs are converted to
-    it.
+    Some modules do not work in that format, for example because they call ``x.view(len(x), -1)`` after a convolution.
+    (``x.flatten(1)`` works with both formats.) Such a module keeps the default format, and its inputs are converted to
+    the default format.
 
     Args:
         module: The module.

@@ -47,7 +47,7 @@ class Model:
         head: The dotted name of the head, such as ``"classifier.2"``; the empty string is the module itself.
 
     Raises:
-        SpecError: The module has no parameters to train, or some that are not float32, or not the named head.
+        SpecError: The module has no parameters to train, parameters that are not float32, or no head of this name.
 
     >>> model = Model(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
     >>> sorted(model.head_names)
@@ -119,7 +119,7 @@ class Model:
         """Treat buffers as frozen: they are neither sent nor saved, and must not change.
 
         Args:
-            names: The names of saved buffers, beside those of earlier calls.
+            names: The names of saved buffers, in addition to the names of earlier calls.
         """
         self._collect({*names, *self.untrained.constant})
 
@@ -267,8 +267,8 @@ class Model:
     def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
         """Let a loaded module use other parameters without copying them, and copy buffers. Shapes are not checked.
 
-        The module and ``params`` then share memory. This is for passes that only read parameters: ``params`` must not
-        change until other parameters are loaded or shared.
+        The module and ``params`` then share memory. Use this method only for passes that read parameters: ``params``
+        must not change until other parameters are loaded or shared.
 
         Raises:
             RuntimeError: The model is not loaded.
@@ -342,7 +342,7 @@ def require_trainable(module: nn.Module) -> None:
 
 
 def unwrapped(output: Any) -> Tensor:
-    """Return the logits in the output of a module: the output itself, its ``logits``, or the first item of a tuple."""
+    """Return the logits in a module's output: the output itself, its ``logits``, or the first item of a tuple."""
     if isinstance(output, Tensor):
         return output
     if hasattr(output, "logits"):  # checked before tuples, because a named tuple can have logits
@@ -351,7 +351,7 @@ def unwrapped(output: Any) -> Tensor:
 
 
 def _tied(module: nn.Module) -> dict[str, list[str]]:
-    """Return a mapping from the first name of each tensor with several names to its other names."""
+    """Return a mapping for tensors that have several names: from the first name to the other names."""
     names: dict[int, list[str]] = {}
     for prefix, part in module.named_modules():
         for name, tensor in itertools.chain(

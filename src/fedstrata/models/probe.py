@@ -20,7 +20,7 @@ def draws_random_numbers(model: Model, x: Inputs) -> bool:
 
     Args:
         model: The model. Its values do not change.
-        x: Some samples; one sample is used twice, and none stands for two samples of zeros.
+        x: Some samples. A single sample is used twice. If there are no samples, two samples of zeros are used.
 
     Raises:
         SpecError: The pass fails, or changes a frozen parameter.

@@ -32,7 +32,7 @@ class ResNet9(ModelSpec):
     norm: Norm = "bn"
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """See ``ModelSpec.build``."""
+        """Create the module; see ``ModelSpec.build`` for the arguments."""
         check_image(self.name, shape, 8)
         model = Classifier(
             _unit(shape[0], 64, self.norm),
@@ -60,7 +60,7 @@ class ResNet18(ModelSpec):
     norm: Norm = "bn"
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """See ``ModelSpec.build``."""
+        """Create the module; see ``ModelSpec.build`` for the arguments."""
         check_image(self.name, shape, 8)
         return _resnet(shape[0], (64, 128, 256, 512), 2, classes, self.norm)
 
@@ -77,7 +77,7 @@ class ResNet20(ModelSpec):
     norm: Norm = "bn"
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """See ``ModelSpec.build``."""
+        """Create the module; see ``ModelSpec.build`` for the arguments."""
         check_image(self.name, shape, 4)
         return _resnet(shape[0], (16, 32, 64), 3, classes, self.norm)
 

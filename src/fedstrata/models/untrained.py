@@ -1,4 +1,4 @@
-"""The tensors of a module that are not trained: buffers, which training may change, and frozen parameters."""
+"""The tensors of a module that are not trained: frozen parameters, and buffers (which a training pass may change)."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class MLP(ModelSpec):
     hidden: tuple[PositiveInt, ...] = (200, 100)
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """See ``ModelSpec.build``."""
+        """Create the module; see ``ModelSpec.build`` for the arguments."""
         features = int(torch.Size(shape).numel())
         return _with_dense([nn.Flatten()], features, self.hidden, classes)
 
@@ -72,7 +72,7 @@ class Tabular(ModelSpec):
     hidden: tuple[PositiveInt, ...] = (128, 64)
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """See ``ModelSpec.build``."""
+        """Create the module; see ``ModelSpec.build`` for the arguments."""
         if len(shape) != 1:
             problem = (
                 f"takes vectors (features,), but the samples have shape {shape}. Use 'mlp', which flattens samples."
@@ -95,7 +95,7 @@ class CNN(ModelSpec):
     hidden: PositiveInt = 128
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """See ``ModelSpec.build``."""
+        """Create the module; see ``ModelSpec.build`` for the arguments."""
         return _convolutional(self.name, shape, self.channels, (self.hidden,), classes)
 
 
@@ -103,7 +103,7 @@ class CNN64(ModelSpec):
     """The network of FedSSAR for CIFAR: two 5x5 convolutions with 64 channels, and hidden layers of 394 and 192."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """See ``ModelSpec.build``."""
+        """Create the module; see ``ModelSpec.build`` for the arguments."""
         return _convolutional(self.name, shape, (64, 64), (394, 192), classes)
 
 
@@ -117,7 +117,7 @@ class CustomModel(ModelSpec):
     custom: str = ""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """See ``ModelSpec.build``."""
+        """Create the module; see ``ModelSpec.build`` for the arguments."""
         problem = "the model was a module passed from Python. Pass it again: fedstrata.run(spec, model=…, resume=True)."
         raise SpecError("model.name", problem, "custom")
 
@@ -140,7 +140,7 @@ class Custom(ModelSpec):
         return {"name": self.factory, **plain(self.arguments)}
 
     def build(self, shape: Shape, classes: int) -> nn.Module:
-        """See ``ModelSpec.build``."""
+        """Create the module; see ``ModelSpec.build`` for the arguments."""
         factory = load_object(self.factory, "model")
         try:
             inspect.signature(factory).bind(shape, classes, **self.arguments)
@@ -158,7 +158,7 @@ class _Models(Registry[ModelSpec]):
     """The registry of models, which also accepts the factories of ``Custom``."""
 
     def make(self, name: str, table: Mapping[str, Any]) -> ModelSpec:
-        """See ``Registry.make``."""
+        """Make a built-in model or a user's own; see ``Registry.make``."""
         factory = load_object(name, "model") if ":" in name else None
         if factory is None or (inspect.isclass(factory) and issubclass(factory, ModelSpec)):
             return super().make(name, table)
@@ -232,7 +232,7 @@ def _built(spec: ModelSpec, shape: Shape, classes: int, name: str) -> nn.Module:
 
 
 def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module | Model:
-    """Return a user's module: the module itself, or what its class or a function returns.
+    """Return a user's module, which is given as an object, as its class, or as a function that returns it.
 
     A class or a function is called as ``model(shape, classes)`` if it accepts this, otherwise as ``model()``. The seed
     decides its initial values, as for a class that a spec names.
@@ -254,7 +254,7 @@ def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module |
 
 
 def _try_out(module: nn.Module, name: str, shape: Shape, classes: int, trial: Trial) -> None:
-    """Run a forward pass on a sample, so that a module that does not fit fails here and not at a client."""
+    """Run a forward pass on a sample, to refuse an unsuitable module before a client uses it."""
     require_trainable(module)
     if trial is None:
         if isinstance(shape, Mapping):  # a server without samples does not know the types of several inputs
@@ -296,7 +296,7 @@ def check_image(name: str, shape: tuple[int, ...], side: int) -> None:
     """Check that samples are images of at least ``side`` × ``side`` pixels.
 
     Raises:
-        SpecError: They are not; the message suggests another model.
+        SpecError: The samples are not such images. The message suggests another model.
     """
     if len(shape) != 3:
         problem = f"takes images (channels, height, width), but the samples have shape {shape}. Use 'mlp'."

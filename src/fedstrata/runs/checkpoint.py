@@ -1,4 +1,6 @@
-"""Save and load checkpoints. They stay usable if the process is killed at any moment, and damaged files are detected.
+"""Save and load checkpoints.
+
+Checkpoints stay usable if the process is killed at any moment. Damaged files are detected.
 
 ``checkpoint/round-R/`` holds the server's state and a manifest, which lists the checkpoint's files with their
 checksums. The state of each client is in a file of its own under ``checkpoint/clients/`` and is written only if it
@@ -210,7 +212,7 @@ def _write(path: Path, data: bytes) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Make sure that files renamed in a folder keep their new names after a power cut."""
+    """Make sure that files that were renamed in a folder keep their new names after a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

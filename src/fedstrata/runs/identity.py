@@ -1,8 +1,9 @@
 """The identity of a run: its spec, and checksums of its data, model, partition and code.
 
 The identity is stored in a run folder's ``run.json`` and in every checkpoint. A run can only be resumed with the same
-identity, except for settings whose fields are marked with ``config.MayChange``. Software versions and the processor are
-not part of the identity: if they differ, a resumed run warns that the last bits of its results may differ.
+identity. Only settings whose fields are marked with ``config.MayChange`` may differ. Software versions and the
+processor are not part of the identity: if they differ, a resumed run warns that the last bits of its results may
+differ.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def well_formed(identity: object) -> bool:
 
 
 def about_data(data: Dataset) -> str:
-    """Return the text that represents the user's own data in a spec: their checksum, sizes and shape."""
+    """Return the text that represents a user's own data in a spec: checksum, numbers of samples and shape."""
     outputs = "classes" if data.task.has_classes else "outputs"
     sizes = f"{data.train_size} training and {len(data.y_test)} test samples of shape {data.shape}"
     return f"sha256 {fingerprint_of_data(data)}: {sizes}, {data.outputs} {outputs}"
@@ -112,7 +113,7 @@ def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose
     Args:
         before: The fingerprints of the frozen tensors that are needed; see ``fingerprints_of_frozen``.
         now: The fingerprints of the frozen tensors of the given model.
-        whose: The owner of the needed tensors, for the error message.
+        whose: The owner of the tensors ``before``, for the error message.
     """
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
@@ -134,9 +135,9 @@ def environment() -> dict[str, str]:
 
 @cache
 def processor() -> str:
-    """Return the name of the processor and its instructions. Machines where these are equal compute the same bits.
+    """Return the name and the instruction sets of the processor. Machines with equal processors compute the same bits.
 
-    Some clouds give processors of several generations one name, so that the name alone is not enough.
+    The name alone is not enough, because some clouds give the same name to processors of several generations.
     """
     name = platform.processor() or platform.machine()
     with suppress(OSError):

@@ -180,7 +180,7 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
 
 
 class Predictor:
-    """A trained model for inference: it prepares samples as the training samples were prepared.
+    """A trained model for inference, which prepares new samples in the same way as the training samples.
 
     The model of a table takes rows with the columns of ``schema``, as they are in the file or data frame. It imputes
     missing values and encodes categories as the run did. The error about an invalid cell names its row and column.
@@ -347,7 +347,7 @@ class Predictor:
 
 @contextmanager
 def _batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Inside a ``with`` block, let BatchNorm normalise with each batch's statistics and not update its running ones."""
+    """Let BatchNorm normalise with the statistics of each batch, without a change of its running statistics."""
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     tracked = [layer.track_running_stats for layer in norms]
     try:
@@ -503,8 +503,8 @@ def _check_input(key: str, shape: Any, normalisation: Any, *, image: bool) -> No
         key: The key of the shape.
         shape: The shape of a sample.
         normalisation: Its normalisation.
-        image: Whether it is an image, whose channels are its first axis, or a vector; other inputs are normalised along
-            their last axis.
+        image: Whether the input is an image, whose channels are its first axis, or a vector. Other inputs are
+            normalised along their last axis.
     """
     if (image and len(shape) not in (1, 3)) or not all(type(side) is int and side > 0 for side in shape):
         raise ValueError(f"{key} is {shape}")
@@ -564,7 +564,7 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
 def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Raise ``SpecError`` about the first tensor that differs in name, dtype or shape between module and file.
 
-    Files of earlier versions contain frozen parameters. The model then uses the file's.
+    Files of earlier versions contain frozen parameters. The model then uses the parameters of the file.
     """
     stored_frozen = {name: tensor for name, tensor in model.untrained.frozen.items() if name in tensors}
     expected = {**model.params(), **model.buffers(), **stored_frozen}

@@ -1,4 +1,4 @@
-"""Preparation of an experiment: load the data, split them, build the model, and check all settings against these."""
+"""Prepare an experiment: load the data, divide them among clients, build the model, and check all settings."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def assemble(
         model: See ``prepare``.
         sizes_known: Whether ``assignment`` has the samples of all clients; False if sites keep their own data.
         validation: The indices of training samples that were held out before the partition.
-        brought: Test samples of each client that a site or the data set provides.
+        brought: The test samples of each client, if a site or the data set provides them.
         fitting: The samples that decide how features are normalised and missing values replaced: the training samples
             of some clients, or the statistics of these samples. None if neither is known yet.
 
@@ -334,7 +334,7 @@ def _one(samples: Tensor) -> Tensor:
 
 
 def _trial_of(dataset: Dataset) -> Trial:
-    """Return a sample for a trial of a model, and a function that says which shape its outputs lack."""
+    """Return a sample for a trial of a model, and a function that says which shape the outputs should have."""
     split: Split = "train" if dataset.train_size else "test"
     x, y = dataset.inputs(slice(0, 1), split), dataset.targets(slice(0, 1), split)
     if not len(y):  # the server of a deployment may have no samples

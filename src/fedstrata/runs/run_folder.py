@@ -68,7 +68,7 @@ def rounds_done(folder: Path) -> int:
 def last_number(folder: Path, column: str) -> float | None:
     """Return the last number that a run has recorded in a column so far; None if there is none.
 
-    The run may still be running in another process, so that the last line may be incomplete.
+    The run may still be running in another process. The last line may therefore be incomplete.
     """
     with suppress(OSError):
         for line in reversed((folder / METRICS).read_bytes().splitlines()):
@@ -87,7 +87,7 @@ def is_over(path: Path, rounds: int) -> bool:
 
 
 class RunFolder:
-    """The folder of a run; or, without a folder, only the run's history in memory.
+    """The folder of a run. If no folder is wanted, this class only keeps the run's history in memory.
 
     Args:
         path: The folder; None to write no files.
@@ -354,7 +354,7 @@ def identity_in(path: Path) -> dict[str, Any] | None:
 
 
 def about(spec: Experiment) -> dict[str, Any]:
-    """Return those arguments of ``History`` that describe a run and follow from its spec."""
+    """Return the arguments of ``History`` that the spec of a run determines, such as the method's name."""
     evaluation, task = spec.evaluation, spec.task
     has_accuracy = task is None or task.has_classes or task.has_accuracy
     return {
@@ -376,7 +376,7 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
         overrides: Changed settings as ``section.key=value``; only some may change when a run is resumed.
 
     Raises:
-        SpecError: It is not a run folder.
+        SpecError: The folder is not a run folder.
     """
     if not (folder / SPEC).is_file():
         raise SpecError(key, "is not a run folder, because it has no spec.toml. Give the folder of a run.", str(folder))

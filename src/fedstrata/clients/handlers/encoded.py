@@ -1,6 +1,6 @@
 """Handlers of encoded requests, in which a codec compresses the model and the update.
 
-The client computes the new model from the last one that it received and from the changes since then. It answers the
+The client computes the new model from the last model that it received and from the changes since then. It answers the
 inner request, encodes the change in its reply (such as the model update), and keeps the error that the codec made.
 """
 
@@ -34,7 +34,7 @@ class HeldModel:
 
     Args:
         version: The version of the model, as in ``ModelDelivery``.
-        digest: The digest that identifies the version.
+        digest: The digest of the model's parameters.
         params: The model's parameters.
     """
 
@@ -63,7 +63,7 @@ class Pending:
     Args:
         exchange: The id of the exchange.
         round: The round of the exchange.
-        state: The client's new state, which becomes valid when it answers for the second sum.
+        state: The client's new state, which becomes valid when the client answers for the second sum.
         reply: The reply without its change.
         change: The change to encode, to which the error of earlier changes has been added.
         behind: Number of samples that contribute to the reply.
@@ -124,7 +124,10 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
-    """Return a change plus the error of earlier changes, which is multiplied by a factor that depends on its age."""
+    """Return a change plus the error of earlier changes.
+
+    The error is multiplied by a factor that depends on its age.
+    """
     before = client.state.get(MEMORY)
     if not isinstance(before, Residual):
         return change
@@ -179,5 +182,5 @@ def _close(one: Params, other: Params) -> bool:
 
 
 def _models(context: ClientContext) -> OrderedDict[bytes, Params]:
-    """Return an empty mapping from digests to models, which all clients of the process will share."""
+    """Return an empty mapping from digests to models. All clients of the process share this mapping."""
     return OrderedDict()

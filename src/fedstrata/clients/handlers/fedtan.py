@@ -1,7 +1,7 @@
 """The handler of FedTAN.
 
 In the first step of a round, BatchNorm normalises with statistics that are averaged over the batches of all clients. In
-later steps it normalises with the running statistics that the first step left.
+later steps, BatchNorm normalises with the running statistics after the first step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FitTogether(TrainingRequest):
         return fit_changes(self.weights, {})
 
     def check(self, reply: FitReply) -> None:
-        """Refuse what ``TrainingRequest`` refuses, and any message of the objective."""
+        """Refuse replies that ``TrainingRequest`` refuses, and replies with a message of the objective."""
         super().check(reply)
         check_message(reply, {})
 

@@ -37,7 +37,8 @@ def augmented(context: ClientContext, x: Any, *, client: ClientId, round: int, s
 def augmented_batches(client: Client, batches: Iterator[Batch], round: int) -> Iterator[Batch]:
     """Yield the batches of a client's steps, augmented; each step draws its own random numbers.
 
-    With ``training.accumulate``, the mini-batches of a step are augmented at once, so that their number is irrelevant.
+    With ``training.accumulate``, the mini-batches of a step are augmented together. Their number therefore does not
+    change the result.
 
     Args:
         client: The client.

@@ -128,8 +128,8 @@ class LocalData:
 
         Args:
             order: Positions among the chosen samples, shape (n,).
-            once: Whether the round has only this epoch. Then only the reordered inputs are made; otherwise the inputs
-                are first gathered in their original order, and kept for the other epochs.
+            once: Whether the round has only this epoch. If so, only the reordered inputs are made. Otherwise, the
+                inputs are first gathered in their original order, and kept for the other epochs.
         """
         where = torch.from_numpy(order)
         there = where.to(self.device)
@@ -310,7 +310,7 @@ def computing(training: Training, device: str = "cpu") -> AbstractContextManager
 def manual_sgd_of(context: ClientContext) -> ManualSGD | None:
     """Return the model as a chain of layers with handwritten gradients of the cross-entropy.
 
-    Return None if the model is not such a chain, if it takes several inputs, or if the loss of the task is another one.
+    Return None if the model is not such a chain or takes several inputs, or if the task has another loss.
     """
     fits = context.config.task.plain and isinstance(context.data.x_train, Tensor)
     return ManualSGD.of(context.config.model.module) if fits else None

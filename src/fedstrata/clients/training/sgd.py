@@ -101,7 +101,10 @@ class ManualSGD:
 
     @classmethod
     def of(cls, module: nn.Module) -> ManualSGD | None:
-        """Return a module as a chain, or None if the module has other layers, or hooks, which the chain would skip."""
+        """Return a module as a chain.
+
+        Return None if the module has other layers, or hooks, which a chain would skip.
+        """
         if any(_has_hooks(part) for part in module.modules()) or any(True for _ in module.buffers()):
             return None
         parts = list(_parts(module, ""))

@@ -99,7 +99,7 @@ class TracedSGD:
 def _plain_strides(tensor: Tensor) -> Tensor:
     """Return a view of a contiguous tensor with the strides that a new tensor of its shape has.
 
-    A tensor that is not contiguous is returned as it is. The view matters for images of one channel, which are
+    A tensor that is not contiguous is returned as it is. The strides matter for images of one channel, which are
     contiguous in two memory formats at the same time. Convolutions choose the format from the strides, and take five
     times as long with the channels-last format.
     """

@@ -38,7 +38,7 @@ class Classes(Partition):
         return self.size is None
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
-        """See ``Partition.assign``."""
+        """Divide the samples among the clients; see ``Partition.assign``."""
         each = np.full(self.clients, self.per_client)
         return _held(self, "per_client", labels, each, self.size, rng)
 
@@ -106,7 +106,7 @@ class Groups(Partition):
         return self.size is None
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
-        """See ``Partition.assign``."""
+        """Divide the samples among the clients; see ``Partition.assign``."""
         each = np.repeat([g.classes for g in self.groups], [g.clients for g in self.groups])
         return _held(self, "groups", labels, each, self.size, rng)
 
@@ -132,7 +132,7 @@ class Domains(Partition):
         return self
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
-        """See ``Partition.assign``."""
+        """Divide the samples among the clients; see ``Partition.assign``."""
         if domains is None:
             problem = (
                 "requires domains. Use a data set with domains, such as digits3, or give domain_train with your arrays."

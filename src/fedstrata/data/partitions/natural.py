@@ -38,7 +38,7 @@ class Natural(Partition):
         )
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
-        """See ``Partition.split``.
+        """Divide the training samples among the clients; see ``Partition.split``.
 
         Raises:
             SpecError: The data have no client ids, or fewer clients than ``clients`` with ``min_size`` samples.
@@ -71,7 +71,8 @@ class Natural(Partition):
 class SingleClient(Partition):
     """One client with samples of another partition, to compare with federated training.
 
-    It has the samples of all clients of the other partition (centralised training), or of one of them (local training).
+    The client has the samples of all clients of another partition (centralised training), or of one of these clients
+    (local training).
 
     Args:
         clients: Always 1.
@@ -90,7 +91,7 @@ class SingleClient(Partition):
         raise SpecError("partition.name", problem, self.name)
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
-        """See ``Partition.split``.
+        """Divide the training samples among the clients; see ``Partition.split``.
 
         Raises:
             SpecError: A client does not exist, or the other partition does not fit the data.

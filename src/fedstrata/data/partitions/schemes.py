@@ -28,7 +28,7 @@ class IID(Partition):
     """Equally many (±1) random samples for every client (McMahan et al. 2017, section 3, "IID")."""
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
-        """See ``Partition.assign``."""
+        """Divide the samples among the clients; see ``Partition.assign``."""
         owner = np.empty(len(labels), dtype=np.int64)
         owner[rng.permutation(len(labels))] = np.arange(len(labels)) % self.clients
         return owner
@@ -62,7 +62,7 @@ class Dirichlet(Partition):
         return self
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
-        """See ``Partition.assign``."""
+        """Divide the samples among the clients; see ``Partition.assign``."""
         _, codes, amounts = np.unique(labels, return_inverse=True, return_counts=True)
         if self.balance == "class":
             owner = cut_by_dirichlet(codes, self.clients, self.alpha, rng)
@@ -77,9 +77,9 @@ class Dirichlet(Partition):
 class Shards(Partition):
     """Samples sorted by label and cut into equal shards (±1), with a fixed number of shards per client.
 
-    This is the "pathological non-IID" division of McMahan et al. 2017, section 3. A shard at the border of two classes
-    has samples of both, so that a client may hold a few samples of another class. Sizes differ by at most
-    ``per_client``.
+    This is the "pathological non-IID" division of McMahan et al. 2017, section 3. A shard at the border between two
+    classes has samples of both classes. A client may therefore hold a few samples of one more class. Sizes differ by at
+    most ``per_client``.
 
     Args:
         per_client: Number of shards of each client.
@@ -90,7 +90,7 @@ class Shards(Partition):
     per_client: PositiveInt = 2
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
-        """See ``Partition.assign``."""
+        """Divide the samples among the clients; see ``Partition.assign``."""
         shards = self.clients * self.per_client
         most = len(labels) if self.min_size else max(len(labels), MOST_SHARDS)
         if shards > most:
@@ -117,7 +117,7 @@ class PowerLaw(Partition):
     exponent: Annotated[NonNegativeFloat, Field(le=100)] = 1.0
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
-        """See ``Partition.assign``."""
+        """Divide the samples among the clients; see ``Partition.assign``."""
         sizes = largest_remainder(np.arange(1, self.clients + 1) ** -self.exponent, len(labels))
         missing = np.maximum(self.min_size - sizes, 0)
         sizes = sizes + missing - taken_from_largest(sizes, int(missing.sum()))
@@ -129,7 +129,7 @@ class PowerLaw(Partition):
 class Given(Partition):
     """Lists of the samples of each client, which another program computed.
 
-    Samples may be left out.
+    The lists need not contain all samples.
 
     Args:
         indices: One list per client with the indices of its samples in the training set. The number of lists is the
@@ -183,7 +183,7 @@ class Given(Partition):
         return False
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> list[Ints]:
-        """See ``Partition.assign``."""
+        """Divide the samples among the clients; see ``Partition.assign``."""
         return [np.array(part, dtype=np.int64) for part in self.indices]
 
     def packed(self) -> bytes:
