@@ -84,8 +84,8 @@ from .methods.fedavg_ft import FedAvgFT as FedAvgFT
 from .methods.fedbabu import FedBABU as FedBABU
 from .methods.feddyn import FedDyn as FedDyn
 from .methods.fedlc import FedLC as FedLC
-from .methods.fedper import FedPer as FedPer
 from .methods.fedntd import FedNTD as FedNTD
+from .methods.fedper import FedPer as FedPer
 from .methods.fedprox import FedProx as FedProx
 from .methods.fedrep import FedRep as FedRep
 from .methods.fedrs import FedRS as FedRS
