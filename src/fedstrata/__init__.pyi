@@ -79,6 +79,7 @@ from .methods.base import Parts as Parts
 from .methods.base import Recipe as Recipe
 from .methods.bsm import BSMFedAvg as BSMFedAvg
 from .methods.clustered import ClusteredSampling as ClusteredSampling
+from .methods.fedau import FedAU as FedAU
 from .methods.fedavg import FedAvg as FedAvg
 from .methods.fedavg_ft import FedAvgFT as FedAvgFT
 from .methods.fedbabu import FedBABU as FedBABU

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from torch import nn
 
 import fedstrata as fs
 from fedstrata.aggregation.base import Aggregator, Mean
-from fedstrata.base.records import decode, encode
+from fedstrata.aggregation.memory import Intervals
+from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.sampling.base import Selection
 
 
 class Absences(Mean):
@@ -52,11 +59,116 @@ def test_a_client_whose_reply_is_late_or_refused_is_absent(start, seven):
     assert started.state.aggregator["absences"].tolist() == [0, 0, 1]  # 2 × 4 × 0.2 s is more than 1 s
 
 
-def same(one: Any, two: Any) -> bool:
-    return encode(one) == encode(two)
+def answer(weights: Weights, update: Any) -> FitReply:
+    model = {name: w + torch.as_tensor(update) for name, w in weights.params.items()}
+    return FitReply(Weights(model, weights.buffers), 1, 1, 1, 0.0, {})
 
 
-def test_a_state_survives_encoding(start, seven):
-    started = start(spec(Absences()), seven, nn.Linear(2, 3))
-    started.step()
-    assert same(decode(encode(started.state)), started.state)
+class Server:
+    """An aggregator with its state, and the global model w of a few numbers."""
+
+    def __init__(self, aggregator: Aggregator, clients: int, numbers: int = 1) -> None:
+        self.aggregator, self.clients = aggregator, np.arange(clients)
+        model = type("Model", (), {"params": lambda _: {"w": torch.zeros(numbers)}})()
+        self.state = aggregator.init(type("Config", (), {"clients": clients, "model": model}))
+        self.weights = Weights({"w": torch.zeros(numbers)}, {})
+
+    def round(self, updates: dict[int, Any], invited: Any = None) -> list[float]:
+        """Run a round in which some clients answer with updates; return the change of w."""
+        chosen = Selection.plain(self.clients if invited is None else np.array(invited), len(self.clients))
+        before = self.weights
+        replies = {client: answer(before, update) for client, update in updates.items()}
+        self.weights, self.state = self.aggregator.combine(before, self.state, chosen, replies)
+        return (self.weights.params["w"] - before.params["w"]).tolist()
+
+
+def test_fedau_by_hand():
+    """Two clients, K = 3: the intervals of client 0 are 1, 2, 1, and those of client 1 are 3 (cut off), 2."""
+    server = Server(Intervals(cutoff=3), 2)
+    assert server.round({0: 4.0}) == [2.0]  # ω = 1 without an interval, divided by N = 2
+    assert server.round({}) == [0.0]  # the interval of client 0 has lasted one round
+    assert server.round({0: 4.0}) == [2.0]  # ω = 1; the interval of client 1 is cut off after this round
+    assert server.round({0: 4.0}) == [pytest.approx(3.0)]  # ω = (1 + 2) / 2
+    assert server.round({1: 4.0}) == [pytest.approx(6.0)]  # ω = 3
+    assert server.round({1: 4.0}) == [pytest.approx(5.0)]  # ω = (3 + 2) / 2
+    assert server.state["intervals"].tolist() == [3, 3]
+    assert server.state["rounds"].tolist() == [1 + 2 + 1, 3 + 2 + 1]
+    assert server.state["waited"].tolist() == [2, 0]
+
+
+def test_fedau_counts_a_client_that_is_not_invited_as_absent():
+    invited, absent = Server(Intervals(), 3), Server(Intervals(), 3)
+    for updates in ({0: 1.0}, {1: 2.0, 2: 1.0}, {0: 3.0}, {1: 1.0}):
+        assert invited.round(updates, sorted(updates)) == absent.round(updates)
+
+
+def test_fedau_estimates_the_inverse_of_each_probability():
+    """Clients reply with p = 0.9, 0.5 and 0.2: ω is near 1/p, and the mean step is near the mean update."""
+    generator, p, updates = np.random.default_rng(0), np.array([0.9, 0.5, 0.2]), np.array([1.0, -2.0, 7.0])
+    server, steps = Server(Intervals(), 3), []
+    for _ in range(3000):
+        there = np.flatnonzero(generator.random(3) < p)
+        steps.append(server.round({int(k): updates[k] for k in there})[0])
+    omega = server.state["rounds"] / server.state["intervals"]
+    np.testing.assert_allclose(omega, 1 / p, rtol=0.1)
+    assert np.mean(steps) == pytest.approx(updates.mean(), abs=4 * np.std(steps) / np.sqrt(len(steps)))
+
+
+ORACLE = json.loads((Path(__file__).parent / "ibm_fedau.json").read_text())
+"""Updates of four clients over eight rounds, and the models that main.py of IBM/fedau makes of them.
+
+The program ran unchanged, with clients that return these updates in the rounds in which they are there.
+"""
+ALIKE = {"fedau": Intervals(cutoff=ORACLE["cutoff"])}
+"""The aggregators that IBM/fedau has, too."""
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["", "with a round in which nobody answers"])
+@pytest.mark.parametrize("method", ALIKE)
+def test_each_equals_the_program_of_ibm(method, empty):
+    server, there = Server(ALIKE[method], 4, numbers=3), np.array(ORACLE["there"])
+    if empty:
+        there[ORACLE["empty_round"] - 1] = False
+    for updates, here, expected in zip(
+        ORACLE["deltas"], there, ORACLE[f"{method}, empty round" if empty else method], strict=True
+    ):
+        server.round({int(k): updates[k] for k in np.flatnonzero(here)})
+        np.testing.assert_allclose(server.weights.params["w"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregator", ALIKE)
+def test_with_everybody_present_each_is_the_plain_mean(aggregator, seven):
+    linear = nn.Linear(2, 3, bias=False)
+    own, mean = (
+        fs.run(spec(each, rounds=3), data=seven, model=copy.deepcopy(linear)).params["weight"]
+        for each in (aggregator, "mean")
+    )
+    torch.testing.assert_close(own, mean)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ALIKE)
+def test_a_resumed_run_has_the_same_bytes(method, tmp_path):
+    """With dropouts, BatchNorm, a server optimiser and a codec with a memory; the run is killed in round 3."""
+    table = {
+        "data": {"name": "digits", "limit": 200},
+        "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 6},
+        "model": "combinations:tiny_norm",
+        "method": {"name": method, "aggregator": {"name": method, "server": {"optimizer": "adam", "lr": 0.01}}},
+        "availability": {"name": "bernoulli", "p": 0.5},
+        "communication": {"up": {"name": "top-k", "fraction": 0.2}},
+        "training": {"rounds": 5, "clients_per_round": 4, "workers": 1},
+        "evaluation": {"every": 0, "checkpoint_every": 1},
+    }
+
+    class KilledError(Exception):
+        pass
+
+    def kill(record):
+        if record["round"] == 3:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        fs.run(table, out=tmp_path / "killed", callbacks=[kill])
+    resumed, whole = fs.run(table, out=tmp_path / "killed", resume=True), fs.run(table)
+    assert all(torch.equal(whole.params[name], resumed.params[name]) for name in whole.params)

@@ -43,6 +43,7 @@ METHODS: dict[str, Any] = {
     "feddyn": "feddyn",
     "rebafl": "rebafl",
     "power-of-choice": {"name": "power-of-choice", "candidates": 4},
+    "fedau": "fedau",
     "fedsts": {"name": "fedsts", "strata": 2, "refresh": "participants"},
 }
 """Methods with all kinds of state: of the server, of clients and of samplers, a schedule, and a relay."""

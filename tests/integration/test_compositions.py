@@ -31,6 +31,7 @@ pytestmark = pytest.mark.slow
         "rebafl",
         "fedavg-ft",
         "fedntd",
+        "fedau",
     ],
 )
 def test_every_method_takes_a_server_optimiser(method, optimizer):

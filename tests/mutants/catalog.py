@@ -45,6 +45,7 @@ calibrated = _of("objectives/calibrated.py", "objectives/test_calibrated.py")
 rebafl = _of("objectives/rebafl.py", "objectives/test_rebafl.py", "methods/test_rebafl.py")
 prototypes = _of("objectives/prototypes.py", "objectives/test_prototypes.py", "methods/test_rebafl.py")
 aggregation = _of("aggregation/base.py", "aggregation/test_base.py")
+memory = _of("aggregation/memory.py", "aggregation/test_memory.py")
 server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
 sgd = _of("clients/training/sgd.py", "clients/test_sgd.py", "clients/test_local.py")
 local = _of("clients/training/local.py", "clients/test_local.py")
@@ -186,6 +187,8 @@ MUTANTS = [
     aggregation("no importance", "per_stratum[stratum] * p)", "per_stratum[stratum])"),
     aggregation("weights of buffers", "others, a / total)", "others, a)"),
     aggregation("the counters' mean", ".amax(dim=0)", ".amin(dim=0)"),
+    memory("only clients that reply", "/ len(omega)", "/ len(replies)"),
+    memory("a cutoff a round late", "waited >= self.cutoff", "waited > self.cutoff"),
     server(
         "momentum before decay",
         "torch._foreach_add_(gradient, weights, alpha=self.settings.weight_decay)\n        if self.settings.momentum",

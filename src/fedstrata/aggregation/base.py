@@ -291,6 +291,7 @@ AGGREGATORS: Registry[Aggregator] = Registry(
         "multi-krum": "fedstrata.aggregation.robust:MultiKrum",
         "geometric-median": "fedstrata.aggregation.robust:GeometricMedian",
         "centred-clipping": "fedstrata.aggregation.robust:CentredClipping",
+        "fedau": "fedstrata.aggregation.memory:Intervals",
     },
 )
 

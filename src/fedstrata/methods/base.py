@@ -429,6 +429,7 @@ METHODS: Registry[Method] = Registry(
         "fedrep": "fedstrata.methods.fedrep:FedRep",
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
+        "fedau": "fedstrata.methods.fedau:FedAU",
     },
 )
 

@@ -1,0 +1,29 @@
+"""FedAU (Wang and Ji 2024)."""
+
+from __future__ import annotations
+
+from pydantic import PositiveInt
+from typing_extensions import override
+
+from fedstrata.aggregation.memory import Intervals
+from fedstrata.methods.base import Parts, Recipe
+
+
+class FedAU(Recipe):
+    """FedAvg that weights each update by the mean number of rounds between two replies of the client.
+
+    The new model is w ← w_t + (1/N) Σ_{k∈S} ω_k Δ_k, where S are the clients that replied, Δ_k is the update of client
+    k, and N is the number of all clients. ω_k estimates 1 / p_k from the rounds so far, where p_k is the unknown
+    probability that client k replies. Clients that are often absent then have the same influence as the others.
+
+    Args:
+        cutoff: The longest interval K between two replies that counts, in rounds. See the aggregator ``fedau``.
+    """
+
+    paper = "Wang and Ji 2024, Tackling Unknown Participation Statistics in Federated Averaging (arXiv:2306.03401)"
+
+    cutoff: PositiveInt = 50
+
+    @override
+    def parts(self) -> Parts:
+        return {"aggregator": Intervals(cutoff=self.cutoff)}
