@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES = """
 Aggregator Allowed Always Assignment Availability BSMFedAvg Batch Bernoulli Bound Callback Classes
 Classification Client ClientSampler ClusteredSampling Codec Communication Context Cyclic Data DataError
-DataSampler Dataset Dirichlet Diurnal Domains EarlyStopping Evaluation Experiment FedAU FedAvg FedAvgFT FedBABU
-FedDyn FedLC FedNTD FedPer FedProx FedRS FedRep FedSSAR FedSTS FedSTaS FedSampling FedTAN Federation Fit
+DataSampler Dataset Dirichlet Ditto Diurnal Domains EarlyStopping Evaluation Experiment FedAU FedAvg FedAvgFT
+FedBABU FedDyn FedLC FedNTD FedPer FedProx FedRS FedRep FedSSAR FedSTS FedSTaS FedSampling FedTAN Federation Fit
 FitReply Given Grouped Groups
 History IID KeepBest LabelCorrelated LabelCounts MLflow MOON Markov MeanBySize Method Metric Model ModelRequest
 MultiLabel Natural NextToken Objective Partition Parts PerSample Persistent Population PowerLaw PowerOfChoice

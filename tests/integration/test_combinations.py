@@ -71,7 +71,11 @@ def test_each_method_is_not_fedavg(method):
     own, other = (
         c.observe(c.plain(at, method=name, norm=norm)) for at, name in ((space, method), (c.RECIPES, "fedavg"))
     )
-    assert own.after != other.after
+    if method == "ditto":  # its clients train more, and the global model is FedAvg's
+        assert own.answers != other.answers
+        assert own.after == other.after
+    else:
+        assert own.after != other.after
 
 
 def test_a_few_of_the_combinations_act():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ TWO_CLASSES: dict[str, Any] = {
     "training": {"rounds": 6, "clients_per_round": 5, "local_epochs": 2, "lr": 0.1},
     "evaluation": {"client_test": 0.3, "fine_tune": 0},
 }
-PERSONAL: list[Any] = ["fedper", {"name": "fedrep", "head_epochs": 3}]
+PERSONAL: list[Any] = ["fedper", {"name": "fedrep", "head_epochs": 3}, "ditto"]
 
 
 def small() -> nn.Module:
@@ -164,6 +165,61 @@ def test_personal_layers_never_leave_their_client(aggregator, start, seven):
     after = started.state.weights.params
     assert [name for name in after if torch.equal(after[name], before[name])] == list(BODY)
     assert all(started.store.get(k)["layers"].keys() == {*BODY} for k in range(2))
+
+
+def pulled(v: dict[str, Tensor], w: dict[str, Tensor], data: fs.Dataset, client: int, strength: float) -> Any:
+    """Two steps of a personal model."""
+    where = list(CLIENTS[client])
+    for _ in range(2):
+        g = gradient(v, data.x_train[where].double(), data.y_train[where])
+        v = {n: tensor - LR * (g[n] + strength * (tensor - w[n])) for n, tensor in v.items()}
+    return v
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.7])
+def test_two_rounds_of_ditto_by_hand(strength, start, seven):
+    """Without the pull, each personal model is one that the client trains alone."""
+    started = start(small_spec({"name": "ditto", "strength": strength}), seven, small())
+    w = double(started.state.weights.params)
+    own = [w, w]
+    for _ in range(2):
+        assert started.step()["samples"] == 2 * 7 * 2
+        own = [pulled(own[k], w, seven, k, strength) for k in range(2)]
+        w = mean([descended(w, seven, k, 2) for k in range(2)])
+        close(started.state.weights.params, w)
+        for k in range(2):
+            close(started.store.get(k)["personal"], own[k])
+            if strength == 0:
+                close(own[k], descended(double(small_params()), seven, k, 2 * started.round))
+
+
+def small_params() -> dict[str, Tensor]:
+    return {name: w.detach() for name, w in small().named_parameters()}
+
+
+@pytest.mark.parametrize("training", [{"batch_size": 2}, {"batch_size": 2, "momentum": 0.9, "optimizer_state": "keep"}])
+def test_dittos_global_model_is_fedavgs(training, start, seven):
+    for module in (small(), nn.Linear(2, 3)):  # trained by autograd and with handwritten gradients
+        one, other = (start(small_spec(name, **training), seven, deepcopy(module)) for name in ("ditto", "fedavg"))
+        for _ in range(2):
+            records = one.step(), other.step()
+            assert [record["accuracy"] for record in records] == [records[0]["accuracy"]] * 2
+            for name, w in one.state.weights.params.items():
+                assert torch.equal(w, other.state.weights.params[name])
+
+
+def test_ditto_measures_the_personal_model_and_without_one_the_global_model(start, seven):
+    norm = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    started = start(small_spec("ditto", clients_per_round=1), seven, norm)
+    started.step()
+    (asked,) = started.store.clients
+    weights = started.state.weights
+    request = Evaluate(1, weights, "test", True, 0, 0, 0)
+    for k in range(2):
+        own = personal(Client(k, started.context, started.store.get(k)), request)
+        expected = started.store.get(k)["personal"] if k == asked else {**weights.params, **weights.buffers}
+        assert expected.keys() == {*own.params, *own.buffers}
+        assert all(torch.equal(w, expected[name]) for name, w in {**own.params, **own.buffers}.items())
 
 
 def test_fedper_refuses_layers_that_leave_nothing_to_do(seven):

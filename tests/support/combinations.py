@@ -78,6 +78,7 @@ OBJECTIVES = (
     "fedper",
     "fedntd",
     "fedrep",
+    "ditto",
 )
 AGGREGATORS: dict[str, Any] = {
     **{name: name for name in ("size", "mean", "stratum", "horvitz-thompson", "median", "trimmed-mean")},

@@ -26,6 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedbabu": {},
     "fedper": {},
     "fedrep": {"head_epochs": 2},
+    "ditto": {},
     "fedssar": {},
     "fedstas": {"strata": 2, "fraction": 0.5},
     "sfl": {},

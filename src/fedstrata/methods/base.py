@@ -427,6 +427,7 @@ METHODS: Registry[Method] = Registry(
         "fedper": "fedstrata.methods.fedper:FedPer",
         "fedntd": "fedstrata.methods.fedntd:FedNTD",
         "fedrep": "fedstrata.methods.fedrep:FedRep",
+        "ditto": "fedstrata.methods.ditto:Ditto",
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
         "fedau": "fedstrata.methods.fedau:FedAU",

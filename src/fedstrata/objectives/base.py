@@ -201,11 +201,19 @@ class Objective(Setting):
         """Return the stage in which clients train before this objective, which starts at its result; None for none."""
         return None
 
+    def personal_stage(self) -> Stage | None:
+        """Return the stage in which clients train a personal model, which they keep; None without such a model.
+
+        The stage follows the training of the global model. It starts at the client's last personal model, and its
+        message from the server contains the parameters of the global model as ``global``.
+        """
+        return None
+
     def sample_gradients(self, training: Training, samples: float, keep: float = 1.0) -> float:
         """Return how many gradients of one sample a client computes in a round; see ``Training.sample_gradients``."""
-        stages = filter(None, [self.first_stage()])
-        before = sum(training.lasting(stage.epochs).sample_gradients(samples, keep) for stage in stages)
-        return before + training.sample_gradients(samples, keep)
+        stages = filter(None, [self.first_stage(), self.personal_stage()])
+        more = sum(training.lasting(stage.epochs).sample_gradients(samples, keep) for stage in stages)
+        return more + training.sample_gradients(samples, keep)
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """Add entries to the server's message that are computed from the client's data before training.
@@ -286,6 +294,7 @@ OBJECTIVES: Registry[Objective] = Registry(
         "fedper": "fedstrata.objectives.personal:PersonalLayers",
         "fedntd": "fedstrata.objectives.fedntd:NotTrue",
         "fedrep": "fedstrata.objectives.personal:HeadThenBody",
+        "ditto": "fedstrata.objectives.personal:PersonalModel",
     },
 )
 

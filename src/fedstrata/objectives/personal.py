@@ -1,13 +1,14 @@
-"""Objectives of personal models: FedPer (Arivazhagan et al. 2019) and FedRep (Collins et al. 2021)."""
+"""Objectives of personal models: those of FedPer, FedRep and Ditto."""
 
 from __future__ import annotations
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 
 from fedstrata.base.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.messages import Params
 from fedstrata.models.model import Model
-from fedstrata.objectives.base import CrossEntropy, Stage
+from fedstrata.objectives.base import Context, CrossEntropy, Objective, Stage
 from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 
 
@@ -63,6 +64,39 @@ class HeadThenBody(BodyOnly):
     def first_stage(self) -> Stage | None:
         """Return the training of the head."""
         return Stage(HeadOnly(), self.head_epochs)
+
+
+class TowardsGlobal(Objective):
+    """The task's loss F_k(v) plus (λ/2) ‖v − w_t‖², with the global model w_t, to train a personal model v.
+
+    Args:
+        strength: Strength λ of the second term.
+    """
+
+    strength: NonNegativeFloat
+
+    def correction(self, params: Params, context: Context) -> Params | None:
+        """Return λ (v − w_t), the gradient of the second term."""
+        received = context.received["global"]
+        return {name: self.strength * (v.detach() - received[name]) for name, v in params.items()}
+
+
+class PersonalModel(CrossEntropy):
+    """Cross-entropy; in the same round, each client also trains a personal model, which stays near the global model.
+
+    The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖² in as many epochs or steps as ``training`` says. It does
+    not influence the global model.
+
+    Args:
+        strength: Strength λ with which personal models are pulled towards the global model. With 0, each client trains
+            its personal model alone.
+    """
+
+    strength: NonNegativeFloat = 0.1
+
+    def personal_stage(self) -> Stage | None:
+        """Return the training of the personal model."""
+        return Stage(TowardsGlobal(strength=self.strength))
 
 
 def _inside(name: str, layer: str) -> bool:

@@ -10,7 +10,7 @@ from fedstrata.clients.handlers.fit import BUFFERS, starting_point, statistics
 from fedstrata.clients.handling import handles
 from fedstrata.clients.training.devices import on_device
 from fedstrata.clients.training.local import LocalData, train
-from fedstrata.clients.training.personal import apart
+from fedstrata.clients.training.personal import apart, personal_model
 from fedstrata.evaluation.messages import Evaluate, Evaluated, EvaluateTask, TaskEvaluated
 from fedstrata.evaluation.metrics import values_of
 from fedstrata.evaluation.predictions import Predictions, Rows, collect, predict
@@ -76,10 +76,10 @@ def _values(client: Client, predictions: Predictions | Rows) -> dict[str, float]
 def personal(client: Client, request: Evaluate) -> Weights:
     """Return the client's own model: the global model with the parts that the client keeps, after fine-tuning.
 
-    A client may keep BatchNorm statistics and layers. Fine-tuning takes ``request.epochs`` epochs on the client's
-    training samples.
+    A client may keep BatchNorm statistics, layers, or a whole model. Fine-tuning takes ``request.epochs`` epochs on the
+    client's training samples.
     """
-    weights = starting_point(client, request)
+    weights = personal_model(client, starting_point(client, request))
     if not request.epochs or not len(client):
         return weights
     tuner = apart(client, "fine-tune", request.epochs)

@@ -11,7 +11,7 @@ from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
 from fedstrata.clients.training.devices import on_device
 from fedstrata.clients.training.local import OBJECTIVE, LocalData, Outcome, train
-from fedstrata.clients.training.personal import first_trained, keep_layers, with_kept_layers
+from fedstrata.clients.training.personal import first_trained, keep_layers, train_personal, with_kept_layers
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, WeightedFitReply, Weights
 from fedstrata.sampling.messages import Compress, LossReport
@@ -30,6 +30,7 @@ def fit(client: Client, request: Fit) -> FitReply:
     data = LocalData(client, chosen, client.context.cached(on_device).device)
     weights, seen = first_trained(client, weights, data, request.round)
     outcome = train(client, weights, data, round=request.round, message=request.message)
+    seen += train_personal(client, weights, data, request.round)
     reply = fit_reply(client, request, len(chosen), replace(outcome, seen=outcome.seen + seen))
     return weighted(reply, data) if client.context.config.task.weighted and request.counts else reply
 

@@ -1,4 +1,4 @@
-"""Training beside the objective of the run: layers that a client keeps, a first stage, and fine-tuning."""
+"""Training beside the objective of the run: kept layers, a first stage, a personal model, and fine-tuning."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from fedstrata.objectives.base import is_plain
 
 LAYERS = "layers"
 """The key under which a client's state contains the layers that it keeps (``Objective.stays``)."""
+
+PERSONAL = "personal"
+"""The key under which a client's state contains its personal model: parameters and buffers by name."""
 
 
 def with_kept_layers(client: Client, weights: Weights) -> Weights:
@@ -61,6 +64,41 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
     outcome = train(alone, weights, data, round=round, message={}, objective=stage.objective)
     trained = {n: w for n, w in outcome.weights.params.items() if stage.objective.trains(n, client.model)}
     return Weights(weights.params | trained, weights.buffers), outcome.seen
+
+
+def train_personal(client: Client, weights: Weights, data: LocalData, round: int) -> int:
+    """Train the client's personal model (``Objective.personal_stage``), if it has one, and store it.
+
+    The message of the stage contains the parameters of the global model as ``global``. The first personal model starts
+    at the global model.
+
+    Args:
+        client: The client.
+        weights: The global model.
+        data: The samples to train on.
+        round: The round, counted from 1.
+
+    Returns:
+        The total number of samples in the batches of all steps.
+    """
+    stage = client.context.objective.personal_stage()
+    if stage is None:
+        return 0
+    alone, own = apart(client, "personal-stage", stage.epochs), personal_model(client, weights)
+    message = {"global": weights.params}
+    outcome = train(alone, own, data, round=round, message=message, objective=stage.objective)
+    if outcome.steps:
+        client.state[PERSONAL] = {**outcome.weights.params, **outcome.weights.buffers}
+    return outcome.seen
+
+
+def personal_model(client: Client, weights: Weights) -> Weights:
+    """Return the client's personal model; the model ``weights`` if the client has none yet."""
+    kept = client.state.get(PERSONAL)
+    if not isinstance(kept, dict):
+        return weights
+    values = client.model.laid_out(kept)
+    return Weights({name: values[name] for name in weights.params}, {name: values[name] for name in weights.buffers})
 
 
 def apart(client: Client, purpose: str, epochs: int | None) -> Client:

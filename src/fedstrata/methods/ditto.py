@@ -1,0 +1,24 @@
+"""Ditto (Li et al. 2021)."""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeFloat
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
+from fedstrata.objectives.personal import PersonalModel
+
+
+class Ditto(Recipe):
+    """FedAvg, in which each client also trains a personal model that is pulled towards the global model.
+
+    Set ``evaluation.fine_tune = 0`` to measure the personal models. The global model is FedAvg's.
+    """
+
+    paper = "Li, Hu, Beirami and Smith 2021, Ditto: Fair and Robust Federated Learning Through Personalization (ICML)"
+
+    strength: NonNegativeFloat = 0.1
+
+    @override
+    def parts(self) -> Parts:
+        return {"objective": PersonalModel(strength=self.strength)}
