@@ -79,8 +79,8 @@ from .methods.base import Parts as Parts
 from .methods.base import Recipe as Recipe
 from .methods.bsm import BSMFedAvg as BSMFedAvg
 from .methods.clustered import ClusteredSampling as ClusteredSampling
-from .methods.fedau import FedAU as FedAU
 from .methods.ditto import Ditto as Ditto
+from .methods.fedau import FedAU as FedAU
 from .methods.fedavg import FedAvg as FedAvg
 from .methods.fedavg_ft import FedAvgFT as FedAvgFT
 from .methods.fedbabu import FedBABU as FedBABU

@@ -216,7 +216,13 @@ def test_the_command(run, few, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "audit = 'nowhere': is not a run folder, because it has no spec.toml. Give the folder of a run."),
+        (
+            ["nowhere"],
+            (
+                "audit = 'nowhere': is not a run folder, because it does not contain spec.toml. Give the folder of "
+                "a run."
+            ),
+        ),
         (["RUN", "--steps", "0"], "steps = 0: must be a whole number of at least 1."),
         (["RUN", "--clients", "0"], "clients = 0: must be a whole number of at least 1."),
     ],

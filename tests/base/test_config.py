@@ -65,7 +65,7 @@ def test_a_class_of_ones_own_is_called_by_its_path():
     [
         ("circel", r"name = 'circel': is not a known shape; did you mean 'circle'\? Use one of: circle, lost"),
         ({"size": 2}, r"name: is required, but not set. Use one of: circle, lost"),
-        (3, r"3: is not a shape. Use a name, or a table"),
+        (3, r"3: must be a name, or a table"),
         ({"name": "circle", "size": 0}, r"size = 0: must be greater than 0"),
         (
             {"name": "circle", "siez": 2},
@@ -121,7 +121,7 @@ def test_a_field_takes_a_name_a_table_and_an_object():
     [
         ({"shape": "circel"}, r"^shape\.name = 'circel': is not a known shape; did you mean 'circle'"),
         ({"shape": {"size": 2}}, r"^shape\.name: is required, but not set"),
-        ({"shape": 3}, r"^shape = 3: is not a shape. Use a name, or a table"),
+        ({"shape": 3}, r"^shape = 3: must be a name, or a table"),
         ({"frame": {"siz": 2}}, r"^frame\.siz = 2: is not a known key; did you mean 'size'\? Use one of: .*\.$"),
         (
             {"frame": {"points": 2}},

@@ -99,7 +99,10 @@ def test_a_bad_spec_is_one_line_and_code_2_and_nothing_is_written(capsys, case):
         (["run", "--set", "training.round=3"], "training.round = 3: is not a known key"),
         (["run", "--set", "seed=1", "--set", "seed.x=1"], "--set = 'seed.x=1': seed is a value, not a section"),
         (["run", "--engine", "locl"], "engine = 'locl': is not an engine; did you mean 'local'? Use one of: local"),
-        (["run", "--resume", "nowhere"], "--resume = 'nowhere': is not a run folder, because it has no spec.toml"),
+        (
+            ["run", "--resume", "nowhere"],
+            "--resume = 'nowhere': is not a run folder, because it does not contain spec.toml",
+        ),
         (["run", "--resume", "x", "--out", "y"], "--resume = 'x': uses the spec and folder of the run"),
         (["partition", "--set", "partition.alpha=0"], "partition.alpha = 0: must be greater than"),
         (["compare", "--methods", "fedavgg"], "--methods = 'fedavgg': is not a known method or label"),
@@ -288,7 +291,7 @@ def test_data_in_the_home_of_an_unknown_user(capsys, monkeypatch):
     monkeypatch.setenv("FEDSTRATA_DATA", "~nobodyx/x")
     assert main(["datasets"]) == 2
     assert capsys.readouterr().err == (
-        "fedstrata: error: FEDSTRATA_DATA = '~nobodyx/x': is in the home of an unknown user. Set it to a folder.\n"
+        "fedstrata: error: FEDSTRATA_DATA = '~nobodyx/x': begins with the home of an unknown user. Set FEDSTRATA_DATA to the path of a folder.\n"
     )
 
 

@@ -54,7 +54,7 @@ def test_whole_numbers_of_two_types_are_places_in_the_names_too():
     [
         ([1e300, 2e300, 0, 1], r"y_train: 2e\+300 is too large, because floats are exact only up to 2\*\*53\. Use int"),
         ([-(2.0**60), 0, 0, 1], r"y_train: 1.15292e\+18 is too large"),
-        (np.array([2.0**15, 0, 0, np.inf], np.float16), "holds fractions, NaN or infinity"),
+        (np.array([2.0**15, 0, 0, np.inf], np.float16), "contains fractions, NaN or infinity"),
         (
             np.array([b"\xff", b"a", b"a", b"a"]),
             r"y_train: contains the bytes b'\\xff', which are not UTF-8\. Store text as strings\.",
@@ -81,7 +81,7 @@ def test_labels_that_only_the_test_set_has_are_named():
 
 
 def test_a_test_set_of_which_nothing_can_be_learnt_is_refused():
-    message = r"y_test: none of its labels \('A', 'B'\) occurs in y_train, which has 'a', 'b'\. Use"
+    message = r"y_test: none of its labels \('A', 'B'\) occurs in y_train, whose labels are 'a', 'b'\. Use"
     with pytest.raises(DataError, match=message):
         labelled(["a", "b", "a", "b"], ["A", "B"])
     with pytest.raises(DataError, match=r"none of its labels \('0', '1', '2', '3', '4', '5', '6', '7', '8', '9', …\)"):
@@ -93,7 +93,7 @@ def test_domains_that_only_the_test_set_has_are_what_domains_are_for():
 
 
 def test_names_that_repeat_cannot_tell_labels_apart():
-    with pytest.raises(DataError, match=r"y: the names are not all different\. Make them different: a, b, a"):
+    with pytest.raises(DataError, match=r"y: some names occur twice\. Make all names different: a, b, a"):
         labelled(["a", "b", "a", "b"], ["a"], class_names=["a", "b", "a"])
 
 

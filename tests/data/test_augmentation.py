@@ -172,9 +172,9 @@ def test_the_identity_of_a_run_includes_the_module(name):
         ("nothing", "returned NoneType for a batch of float32 (2, 1, 8, 8). Return a batch of the same shape and type"),
         ("listed", "returned list for a batch of float32 (2, 1, 8, 8). Return a batch of the same shape and type."),
         ("failing", "fails on a batch of float32 (2, 1, 8, 8): ZeroDivisionError: no such batch"),
-        ("unseeded", "returned different batches for equal generators. Draw random numbers only from the generator."),
-        ("unseeded_numpy", "returned different batches for equal generators. Draw random numbers only from the gener"),
-        ("masked", "is a dict. Name a function."),
+        ("unseeded", "returned different batches for equal generators. Draw all random numbers from the generator."),
+        ("unseeded_numpy", "returned different batches for equal generators. Draw all random numbers from the gener"),
+        ("masked", "names an object of type dict. Give the name of a function."),
         ("missing", "the module 'augmentations' does not define 'missing'. Check the name."),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_spec_is_read_again_as_it_was_written(augment):
         ),
         ({"name": "crop-flip", "padding": -1}, "data.augment.padding = -1: must be greater than or equal to 0."),
         ({"padding": 2}, "data.augment.name: is required, but not set. Use one of: crop-flip"),
-        (4, "data.augment = 4: is not a data augmentation. Use a name, or a table with a name."),
+        (4, "data.augment = 4: must be a name, or a table with a name."),
     ],
     ids=str,
 )

@@ -165,10 +165,10 @@ N = [0, 1, 0]
             ([[1], [1, 2]], N[:2], X, N),
             r"x_train: cannot be converted to an array: setting an array element with a sequence\.",
         ),
-        ((X, [0, np.nan, 1], X, N), "y_train: holds fractions, NaN or infinity"),
-        ((X, [0, np.inf, 1], X, N), "y_train: holds fractions, NaN or infinity"),
+        ((X, [0, np.nan, 1], X, N), "y_train: contains fractions, NaN or infinity"),
+        ((X, [0, np.inf, 1], X, N), "y_train: contains fractions, NaN or infinity"),
         ((X, np.eye(3), X, N), r"y_train: has shape \(3, 3\).*one-hot"),
-        ((X, ["a", "b", "a"], X, N), r"y_train has the type <U1, but y_test has int64\. Use the same type\."),
+        ((X, ["a", "b", "a"], X, N), r"y_train has the type <U1, but y_test has the type int64\. Use the same type\."),
     ],
 )
 def test_bad_arrays_are_named(arguments, message):

@@ -123,7 +123,7 @@ def test_statistics_travel():
     [
         ({"mean": torch.zeros(3, dtype=torch.float64)}, "shape .3., expected .4."),
         ({"count": torch.zeros(4, dtype=torch.int64)}, "statistics have shape"),
-        ({"mean": torch.full((4,), math.nan, dtype=torch.float64)}, "not finite"),
+        ({"mean": torch.full((4,), math.nan, dtype=torch.float64)}, "contain NaN or infinity"),
         ({"count": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),
         ({"samples": -1}, "below 0"),
         ({"samples": 2**62}, f"statistics are of {2**62} samples, but the limit"),

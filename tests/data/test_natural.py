@@ -98,14 +98,14 @@ def test_ids_of_test_samples_may_be_of_clients_that_never_train():
     ("ids", "message"),
     [
         ({"clients": ["a"] * 8}, "client_train: has 8 values for 9 samples in x_train. Give one per sample"),
-        ({"clients": np.linspace(0, 1, 9)}, "client_train: holds fractions"),
+        ({"clients": np.linspace(0, 1, 9)}, "client_train: contains fractions"),
         (
             {"clients": None, "clients_test": ["a", "b"]},
-            r"client_test: is given without client_train\. Give both, or only client_train\.",
+            r"client_test: is set, but client_train is not\. Give both, or only client_train\.",
         ),
         (
             {"clients": OWNERS, "clients_test": [1, 2]},
-            r"client_train has the type <U3, but client_test has int64\. Use the same",
+            r"client_train has the type <U3, but client_test has the type int64\. Use the same",
         ),
         ({"clients": OWNERS, "clients_test": ["a"]}, "client_test: has 1 values for 2 samples in x_test"),
     ],
@@ -176,7 +176,13 @@ def test_one_client_holds_what_all_hold_or_one_of_them():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"of": "natural", "only": 4}, r"partition.only = 4: is not a client of the other partition\. Use 0 to 3\."),
+        (
+            {"of": "natural", "only": 4},
+            (
+                r"partition.only = 4: is not a client of the partition .of.\. Use a number from 0 to "
+                r"3\."
+            ),
+        ),
         (
             {"of": {"name": "iid", "clients": 10}},
             "partition.of.clients = 10: arrays has only 9 training samples. Use at most 9",

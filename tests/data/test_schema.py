@@ -103,11 +103,11 @@ def test_a_cell_that_cannot_be(columns, meaning, message):
         ({"test": "part"}, "data.schema.test = 'part': t.csv has no such column"),
         ({"ignore": ["nothing"]}, "data.schema.ignore = 'nothing': t.csv has no such column"),
         ({"columns": {"Age": "number"}}, "data.schema.columns.Age = 'Age': t.csv has no such column"),
-        ({"columns": {"sick": "category"}}, "columns.sick: is the column of the label, which must not be a feature."),
+        ({"columns": {"sick": "category"}}, "columns.sick: is the column of the label, and cannot be a feature."),
         ({"columns": {"site": "category"}, "client": "site"}, "data.schema.columns.site: is the column of the"),
         ({"features": []}, "data.schema.features = ['age', 'sex', 'smoker', 'site', 'sick']: no column is left"),
         ({"features": ["Age"]}, "data.schema.features = 'Age': t.csv has no such column"),
-        ({"features": ["sick"]}, "data.schema.features: is the column of the label, which must not be a feature."),
+        ({"features": ["sick"]}, "data.schema.features: is the column of the label, and cannot be a feature."),
         ({"ignore": ["age", "sex", "smoker", "site"]}, "data.schema.features = ['age'"),
     ],
 )  # fmt: skip
@@ -126,8 +126,8 @@ def test_a_schema_that_does_not_fit_the_table(settings, message):
         ({"columns": {"a": {"type": "boolean", "range": [0, 1]}}}, "columns.a.range = [0.0, 1.0]: must be two"),
         ({"columns": {"a": {"type": "number", "categories": ["x"]}}}, "columns.a.categories = ['x']: must be"),
         ({"columns": {"a": {"type": "category", "impute": "mean"}}}, "columns.a.impute = 'mean': cannot be computed"),
-        ({"columns": {"a": {"impute": "constant"}}}, "columns.a.value = None: and impute = 'constant' require each"),
-        ({"columns": {"a": {"value": 3}}}, "columns.a.value = 3.0: and impute = 'constant' require each other. Set"),
+        ({"columns": {"a": {"impute": "constant"}}}, "columns.a.value = None: and impute = 'constant' must be"),
+        ({"columns": {"a": {"value": 3}}}, "columns.a.value = 3.0: and impute = 'constant' must be set together. Set"),
         (
             {"columns": {"a": {"type": "category", "categories": ["x"], "impute": "constant", "value": "y"}}},
             "columns.a.value = 'y': is not a category. Use one of 'x'",
@@ -261,11 +261,11 @@ def test_columns_are_chosen_by_features_or_ignore_and_described_by_columns():
         ({"features": ["a"], "ignore": ["c"]}, "ignore = ['c']: has no effect, because 'features' is set. Remove"),
         (
             {"features": ["a"], "columns": scaled},
-            "columns.b: describes a column that 'features' excludes. Change one of the two.",
+            "columns.b: describes a column that the key 'features' excludes. Change one of the two keys.",
         ),
         (
             {"ignore": ["b"], "columns": scaled},
-            "columns.b: describes a column that 'ignore' excludes. Change one of the two.",
+            "columns.b: describes a column that the key 'ignore' excludes. Change one of the two keys.",
         ),
     ):
         with pytest.raises(SpecError) as error:

@@ -132,7 +132,7 @@ def test_a_loaded_model_predicts_the_next_character_of_each_position(tmp_path: P
     assert (found.shape, found.dtype) == (data.x_test.shape, np.int64)
     counts = data.y_test.numpy() != -100
     assert (found == data.y_test.numpy())[counts].mean() == pytest.approx(history.summary["final_accuracy"], abs=1e-12)
-    with pytest.raises(SpecError, match=r"task = 'next-token': predicts no probabilities. Use predict"):
+    with pytest.raises(SpecError, match=r"task = 'next-token': does not predict probabilities. Call predict"):
         predictor.predict_proba(data.x_test.numpy())
     with pytest.raises(DataError, match=r"x: has the shape \(\d+, 5\), but this model takes \(B, 12\)"):
         predictor.predict(data.x_test.numpy()[:, :5])

@@ -110,7 +110,7 @@ def test_a_named_method_is_its_four_choices(small):
             "method.aggregator.server.optimizer",
             "adam",
         ),
-        ({"data_sampler": 3}, "method.data_sampler", "Use a name, or a table"),
+        ({"data_sampler": 3}, "method.data_sampler", "must be a name, or a table"),
     ],
 )
 def test_a_wrong_choice_names_its_key(method, key, words):

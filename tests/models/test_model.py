@@ -200,7 +200,7 @@ def test_a_head_that_forward_does_not_call_is_an_error():
             return F.linear(x, self.head.weight)
 
     model = Model(Bypass())
-    with pytest.raises(RuntimeError, match="never called the head 'head'"):
+    with pytest.raises(RuntimeError, match="did not call the head 'head'"):
         model.with_features(model.params(), torch.ones(1, 2))
 
 

@@ -135,7 +135,7 @@ def test_data_of_ones_own_stand_in_the_spec_and_are_checked(tmp_path: Path, caps
     assert 'name = "custom"' in text
     assert "60 training and 30 test samples of shape (4,), 3 classes" in text
     assert main(["run", "--resume", str(out), "--quiet"]) == 2
-    assert "arrays passed from Python. Pass them again" in capsys.readouterr().err
+    assert "arrays from a Python program. Pass the same arrays again" in capsys.readouterr().err
     longer = spec(training={"rounds": 3})
     with pytest.raises(SpecError, match="data"):
         fs.run(longer, data=(X + 1, *OWN[1:]), out=out, resume=True)
@@ -205,7 +205,9 @@ def test_code_of_a_model_in_a_list_is_part_of_the_identity(tmp_path: Path, monke
 
 def test_another_results_version_is_another_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "RESULTS", identity.RESULTS + 1)
-    with pytest.raises(SpecError, match="the run in this folder was made by a version of fedstrata with other"):
+    with pytest.raises(
+        SpecError, match=("the run in this folder was made by a version of fedstrata that computes other")
+    ):
         fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
 
 
@@ -223,7 +225,13 @@ def test_a_folder_that_does_not_say_what_it_was_is_left_alone(folder: Path, key:
     shutil.rmtree(folder / "checkpoint")
     whole = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({"identity": {**whole["identity"], key: None}} if key else {}))
-    with pytest.raises(SpecError, match=r"contains a run without a readable run\.json, which says what was run\. Give"):
+    with pytest.raises(
+        SpecError,
+        match=(
+            r"contains a run, but its run\.json, which describes the run, cannot be read\. "
+            r"Give"
+        ),
+    ):
         fs.run(spec(), out=folder, resume=True)
 
 

@@ -75,7 +75,7 @@ def test_without_a_folder_the_history_is_kept_in_memory(prepared, whole, tmp_pat
 
 def test_nothing_goes_on_in_memory(prepared):
     with (
-        pytest.raises(SpecError, match=r"resume: requires the folder of the run\. Set out\."),
+        pytest.raises(SpecError, match=r"resume: requires the folder of a run\. Set out to this folder\."),
         fs.RunFolder.open(None, prepared, resume=True),
     ):
         raise AssertionError
@@ -104,7 +104,7 @@ def test_nothing_changes_before_it_begins(prepared, whole):
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     with fs.RunFolder.open(whole, prepared, resume=True) as folder:
         assert folder.checkpoint.round == 4
-    with pytest.raises(SpecError, match="already holds a run"), fs.RunFolder.open(whole, prepared):
+    with pytest.raises(SpecError, match="already contains a run"), fs.RunFolder.open(whole, prepared):
         raise AssertionError
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
 

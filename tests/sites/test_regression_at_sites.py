@@ -258,7 +258,8 @@ def test_a_label_that_cannot_be_a_target(
             "task.step: is required at real sites, which count multiples of it in column 'days' for task.bins. Set it, "
             "or set task.edges instead of task.bins.",
         ),
-        (BINS, {"classes": ["1", "2"]}, "data.schema.classes = ['1', '2']: has no effect, because the task needs numb"),
+        (BINS, {"classes": ["1", "2"]}, ("data.schema.classes = ['1', '2']: has no effect, because the labels of this "
+            "t")),
         (None, {}, "data.schema.columns.days: describes the label as a number, but the task has classes. Set task ="),
         (None, {"columns": {"age": {}}}, "data.schema.classes: is required for real sites, because their rows cannot "),
         (BINS, {"columns": {"days": {}}, "features": ["days"]}, "data.schema.features = 'days': is the column of the"),
@@ -286,7 +287,7 @@ def test_arrays_of_sites_are_classes() -> None:
 @pytest.mark.parametrize(
     ("column", "problem"),
     [
-        ({"categories": ["1", "2"]}, "columns.days: is the column of the label, which must not be a feature. Remove i"),
+        ({"categories": ["1", "2"]}, "columns.days: is the column of the label, and cannot be a feature. Remove i"),
         ({"impute": "mean"}, "columns.days: is the column of the label"),
         ({"type": "number", "indicator": True}, "columns.days: is the column of the label"),
     ],

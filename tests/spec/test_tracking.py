@@ -150,7 +150,7 @@ def test_one_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path, 
 
 
 def test_tensorboard_needs_a_place():
-    with pytest.raises(SpecError, match=r"tracking\.tensorboard\.dir: is required for a run without a run folder"):
+    with pytest.raises(SpecError, match=r"tracking\.tensorboard\.dir: is required, because this run has no run folder"):
         fs.run(spec(tracking={"tensorboard": True}))
 
 
@@ -291,10 +291,10 @@ def test_a_tracker_that_fails_costs_a_run_nothing(tmp_path, monkeypatch, hook):
 
     monkeypatch.setattr(f"torch.utils.tensorboard.SummaryWriter.{hook}", full)
     with pytest.warns(
-        UserWarning, match=r"TensorBoard failed, and is not used for the rest of this run: OSError: .*No space"
+        UserWarning, match=r"TensorBoard failed, and the run continues without it: OSError: .*No space"
     ) as told:
         history = fs.run(spec(), callbacks=[fs.TensorBoard(dir=tmp_path)])
-    assert len([each for each in told if "is not used for the rest" in str(each.message)]) == 1
+    assert len([each for each in told if "the run continues without it" in str(each.message)]) == 1
     assert len(history) == 7
 
 

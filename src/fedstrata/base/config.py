@@ -207,7 +207,7 @@ class Registry(Generic[T]):
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
-            raise SpecError("", f"is not a {self.kind}. Use a name, or a table with a name.", value)
+            raise SpecError("", "must be a name, or a table with a name.", value)
         if "name" not in value:
             raise SpecError("name", f"is required, but not set. Use one of: {', '.join(self._paths)}")
         return self.make(str(value["name"]), {key: item for key, item in value.items() if key != "name"})

@@ -41,7 +41,7 @@ class Log:
 
     @property
     def is_known(self) -> bool:
-        """Whether the file's size is still ``size``: no other process wrote to it, and all writes were complete."""
+        """Whether the file's size is still ``size``, so that nothing else was written and no write failed."""
         return self.size == (self.path.stat().st_size if self.path.exists() else 0)
 
     def append(self, *records: Mapping[str, Any]) -> None:

@@ -88,7 +88,9 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
     lengths = {name: len(tensor) for name, tensor in tensors.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{length} of {name}" for name, length in lengths.items())
-        raise DataError(f"{key}: the inputs have different numbers of samples: {listed}. Give one for each sample.")
+        raise DataError(
+            f"{key}: the inputs have different numbers of samples: {listed}. Give each input one value per sample."
+        )
     return tensors
 
 
@@ -191,7 +193,7 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
         _require_length(array, key, samples)
         if array.dtype.kind == "f":
             if not (np.isfinite(array) & (array == np.floor(array))).all():
-                raise DataError(f"{key}: holds fractions, NaN or infinity. Use whole numbers or strings.")
+                raise DataError(f"{key}: contains fractions, NaN or infinity. Use whole numbers or strings.")
             if (largest := float(np.abs(array).max(initial=0))) > 2**53:
                 problem = (
                     f"{largest:g} is too large, because floats are exact only up to 2**53. Use integers or strings."
@@ -203,7 +205,8 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
         checked.append(decoded(array, key))
     if (checked[0].dtype.kind == "U") != (checked[1].dtype.kind == "U"):
         raise DataError(
-            f"{kind}_train has the type {checked[0].dtype}, but {kind}_test has {checked[1].dtype}. Use the same type."
+            f"{kind}_train has the type {checked[0].dtype}, but {kind}_test has the type {checked[1].dtype}. "
+            "Use the same type."
         )
     return checked[0], checked[1]
 
@@ -314,9 +317,7 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     elif both.dtype.kind == "U":
         known = {str(text): number for number, text in enumerate(names)}
         if len(known) < len(names):
-            raise DataError(
-                f"{kind}: the names are not all different. Make them different: {', '.join(map(str, names))}"
-            )
+            raise DataError(f"{kind}: some names occur twice. Make all names different: {', '.join(map(str, names))}")
         missing = sorted(set(both.tolist()) - set(known))
         if missing:
             raise DataError(f"{kind}: {missing[0]!r} is not one of the given names: {', '.join(known)}")
@@ -345,7 +346,7 @@ def encode_clients(
     """
     if first is None:
         if second is not None:
-            raise DataError("client_test: is given without client_train. Give both, or only client_train.")
+            raise DataError("client_test: is set, but client_train is not. Give both, or only client_train.")
         return (None, None), ()
     # If the clients of test samples are not known, encode an empty list that has the type of ``client_train``.
     ids, n_test = (second, sizes[1]) if second is not None else (_numpy(first, "client_train")[:0], 0)
@@ -367,7 +368,7 @@ def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
     if count == len(test):
         known = ", ".join(repr(names[code]) for code in np.unique(train.numpy())[:10])
         raise DataError(
-            f"y_test: none of its labels ({named}) occurs in y_train, which has {known}. Use the same labels in both."
+            f"y_test: none of its labels ({named}) occurs in y_train, whose labels are {known}. Use the same labels."
         )
     problem = (
         f"y_train lacks the labels {named}, which {count} of {len(test)} test samples have. These samples count as "

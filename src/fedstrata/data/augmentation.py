@@ -84,7 +84,7 @@ class CropFlip(Augmentation):
             problem = f"must be smaller than the sides of the images, {shape[1]}x{shape[2]}. Use a smaller padding."
             raise SpecError(f"{KEY}.padding", problem, self.padding)
         if data.y_train.shape[1:] == shape[1:]:
-            problem = "moves pixels, but each pixel has a target of its own. Use a function that moves no pixels."
+            problem = "moves pixels, but each pixel has a target of its own. Use a function that does not move pixels."
             raise SpecError(KEY, problem, self.name)
 
 
@@ -140,7 +140,7 @@ class OwnAugmentation(Augmentation):
             problem = f"fails on a batch of {_form(data.inputs(slice(0, 2)))}: {type(error).__name__}: {error}"
             raise SpecError(KEY, problem, self.path) from error
         if not all(_equal(trial, trials[0]) for trial in trials):
-            problem = "returned different batches for equal generators. Draw random numbers only from the generator."
+            problem = "returned different batches for equal generators. Draw all random numbers from the generator."
             raise SpecError(KEY, problem, self.path)
 
 
@@ -171,7 +171,9 @@ class _Augmentations(Registry[Augmentation]):
             return super().make(name, table)
         function = load_object(name, self.kind)
         if not callable(function):
-            raise SpecError("name", f"is a {type(function).__name__}. Name a function.", name)
+            raise SpecError(
+                "name", f"names an object of type {type(function).__name__}. Give the name of a function.", name
+            )
         return build(OwnAugmentation, {"path": name, "arguments": dict(table)})
 
 

@@ -33,7 +33,11 @@ def folders() -> list[Path]:
     try:
         named = [Path(variable).expanduser()] if variable else []
     except RuntimeError:
-        raise SpecError("FEDSTRATA_DATA", "is in the home of an unknown user. Set it to a folder.", variable) from None
+        raise SpecError(
+            "FEDSTRATA_DATA",
+            "begins with the home of an unknown user. Set FEDSTRATA_DATA to the path of a folder.",
+            variable,
+        ) from None
     return [*named, Path.home() / ".cache" / "fedstrata"]
 
 

@@ -317,7 +317,7 @@ def _checked_pair(x_train: Any, x_test: Any, normalize: Normalize) -> tuple[Inpu
     """
     if isinstance(x_train, Mapping) != isinstance(x_test, Mapping):
         one, other = ("x_train", "x_test") if isinstance(x_train, Mapping) else ("x_test", "x_train")
-        raise DataError(f"{one} is a mapping of several inputs, but {other} is not. Give both in the same form.")
+        raise DataError(f"{one} is a mapping of several inputs, but {other} is not. Give both arrays in the same form.")
     if isinstance(x_train, Mapping):
         train, test = arrays.checked_named(x_train, "x_train"), arrays.checked_named(x_test, "x_test")
         if train.keys() != test.keys():

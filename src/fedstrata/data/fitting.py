@@ -103,7 +103,7 @@ class Statistics(Message):
         if column.impute == "constant":
             return column.number(column.value)
         if not self.count[index]:
-            problem = f"no training row has a value that may be used, so that the {column.impute} is unknown. "
+            problem = f"no training row has a value that may be used, so the {column.impute} cannot be computed. "
             problem += "Use impute = 'constant', or a smaller privacy.min_samples."
             raise DataError(f"column {name!r}: {problem}").publicly(f"column {name!r}: {problem}")
         if column.impute == "mean":
@@ -128,7 +128,7 @@ class Statistics(Message):
         if other.counts.keys() != self.counts.keys() or not pairs:
             raise DataError(f"the counts are of the columns {sorted(other.counts)}, expected {sorted(self.counts)}")
         if not all(each.isfinite().all() for each in (other.count, other.mean, other.squares, *tables)):
-            raise DataError("the statistics are not finite")
+            raise DataError("the statistics contain NaN or infinity")
         sums = [other.squares, other.count, *(table[:, 1] for table in tables)]
         if other.samples < 0 or any((each < 0).any() for each in sums):
             raise DataError("a count or a sum of squares is below 0")

@@ -94,11 +94,17 @@ class Column(Setting):
     def _agree(self) -> Column:
         if self.range is not None and (self.type != "number" or self.range[0] > self.range[1]):
             raise SpecError(
-                "range", "must be two numbers, the smaller one first, for a column of type 'number'.", list(self.range)
+                "range",
+                "must be two numbers, the smaller one first, and the column must be of type 'number'.",
+                list(self.range),
             )
         names = self.categories
         if names is not None and (self.type != "category" or len(set(names)) < len(names)):
-            raise SpecError("categories", "must be different names, for a column of type 'category'.", list(names))
+            raise SpecError(
+                "categories",
+                "must be a list of different names, and the column must be of type 'category'.",
+                list(names),
+            )
         if self.type == "category" and self.impute in ("mean", "median"):
             accepted = "'most-frequent', 'separate-category' or 'constant'"
             raise SpecError("impute", f"cannot be computed for a category. Use one of: {accepted}.", self.impute)
@@ -111,7 +117,7 @@ class Column(Setting):
                 self.step,
             )
         if (self.impute == "constant") != (self.value is not None):
-            raise SpecError("value", "and impute = 'constant' require each other. Set both or neither.", self.value)
+            raise SpecError("value", "and impute = 'constant' must be set together. Set both or neither.", self.value)
         if self.value is not None and self.type is not None and (self.type != "category" or self.categories):
             try:
                 self.number(self.value)
@@ -239,12 +245,14 @@ class Schema(Setting):
             )
         label = self.target
         if any(getattr(label, key) for key in ("categories", "impute", "indicator")) or label.type != "number":
-            problem = "is the column of the label, which must not be a feature. Remove it, or describe a label that is "
+            problem = "is the column of the label, and cannot be a feature. Remove it, or describe a label that is "
             raise SpecError(f"columns.{self.label}", problem + "a number with unit, range and missing only.")
         for name in self.inputs:
             if name in self.ignore or (self.features is not None and name not in self.features):
                 key = "ignore" if self.ignore else "features"
-                raise SpecError(f"columns.{name}", f"describes a column that '{key}' excludes. Change one of the two.")
+                raise SpecError(
+                    f"columns.{name}", f"describes a column that the key '{key}' excludes. Change one of the two keys."
+                )
         return self
 
     @property
@@ -297,7 +305,8 @@ class Schema(Setting):
         if name in self.roles:
             raise SpecError(
                 key,
-                f"is the column of the {self.roles[name]}, which must not be a feature. Remove it from the features.",
+                f"is the column of the {self.roles[name]}, and cannot be a feature. Remove the column from the "
+                "features.",
             )
         if column.type is not None and (column.type != "category" or column.categories is not None):
             return column
@@ -324,7 +333,7 @@ class Schema(Setting):
         if classes:
             self.refuse_target()
         elif self.classes is not None:
-            problem = "has no effect, because the task needs numbers as labels. Remove it."
+            problem = "has no effect, because the labels of this task are numbers. Remove data.schema.classes."
             raise SpecError("data.schema.classes", problem, list(self.classes))
         for key in ("classes", "columns") if classes else ("columns",):
             if getattr(self, key) is None:
@@ -336,7 +345,7 @@ class Schema(Setting):
         columns: dict[str, Column] = {}
         for name in self.features or self.inputs:
             if name == self.label:
-                problem = "is the column of the label, which must not be a feature. Remove it."
+                problem = "is the column of the label, and cannot be a feature. Remove the column."
                 raise SpecError("data.schema.features", problem, name)
             key = f"data.schema.columns.{name}"
             if (given := (self.columns or {}).get(name)) is None:

@@ -98,7 +98,7 @@ with warnings.catch_warnings():
         def _agree(self) -> Data:
             for key, other in (("shape", "classes"), ("classes", "shape"), ("shift", "scale"), ("scale", "shift")):
                 if getattr(self, key) is not None and getattr(self, other) is None:
-                    raise SpecError(other, f"and {key} require each other. Set both or neither.")
+                    raise SpecError(other, f"and {key} must be set together. Set both keys or neither.")
             for key in ("shape", "range"):
                 if getattr(self, key) is not None and (self.schema is not None or self.shape is None):
                     problem = (
@@ -168,7 +168,7 @@ with warnings.catch_warnings():
             if self.shift is None or self.scale is None:
                 return None
             if isinstance(shape, Mapping):
-                problem = "is for samples of one tensor, and these have several inputs. Remove it."
+                problem = "works only for samples that are one tensor, but these have several inputs. Remove the key."
                 raise SpecError("data.shift", problem, list(self.shift))
             if len(self.shift) != shape[0]:
                 problem = (
@@ -190,7 +190,8 @@ with warnings.catch_warnings():
                 return data
             if not isinstance(data.x_train, Tensor) or not isinstance(data.x_test, Tensor):
                 problem = (
-                    "is for samples of one tensor, and these have several inputs. Remove data.shape and data.classes."
+                    "works only for samples that are one tensor, but these have several inputs. Remove "
+                    "data.shape and data.classes."
                 )
                 raise SpecError("data.shape", problem, list(self.shape))
             for part in ("train", "test"):
@@ -366,7 +367,8 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
 def _read(name: str) -> Arrays:
     if name == "custom":
         raise DataError(
-            "the data were arrays passed from Python. Pass them again: fedstrata.run(spec, data=…, resume=True)."
+            "the data of this run were arrays from a Python program. Pass the same arrays again: "
+            "fedstrata.run(spec, data=…, resume=True)."
         )
     if name.endswith(".npz"):
         return read_npz(Path(name))
@@ -381,7 +383,7 @@ def _read(name: str) -> Arrays:
                 return read_npz(path)
     looked = " and ".join(str(folder) for folder in folders())
     if name in KNOWN:
-        problem = f"there is no {name}.npz in {looked}. Put it there, with the arrays {', '.join(NEEDED)}"
+        problem = f"there is no {name}.npz in {looked}. Put the file there, with the arrays {', '.join(NEEDED)}"
         raise DataError(f"{problem}, or use a data set of Hugging Face: data.name = 'hub:owner/name'.")
     available = ", ".join(["digits", *names_there()])
     accepted = f"Use one of: {available} (found in {looked}), a path that ends in .npz, .csv or .parquet, or "

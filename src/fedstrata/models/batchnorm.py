@@ -237,9 +237,13 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
     """
     layers = [part for part in module.modules() if isinstance(part, _FederatedBatchNorm)]
     if len(layers) < sum(isinstance(part, _BatchNorm) for part in module.modules()):
-        raise SpecError("model", "has BatchNorm of a single client. Call federate_batchnorm(module) first.")
+        raise SpecError(
+            "model", "has a BatchNorm layer that works for a single client only. Call federate_batchnorm(module) first."
+        )
     if any(layer._group is not None for layer in layers):
-        raise RuntimeError("this module has a group already. Use a copy of the module for another client.")
+        raise RuntimeError(
+            "this module already belongs to a client of a group. Use a copy of the module for another client."
+        )
     for layer in layers:
         layer._group = group
     try:

@@ -176,7 +176,7 @@ class Model:
             handle.remove()
         if not features:
             raise RuntimeError(
-                f"forward never called the head {self.head_name!r}. Name another one with Model(module, head=…)."
+                f"forward did not call the head {self.head_name!r}. Name another submodule with Model(module, head=…)."
             )
         return features[-1], logits
 

@@ -87,10 +87,12 @@ class Untrained:
         """Raise ``SpecError`` if one of the changed tensors is frozen."""
         for name in sorted(self.frozen.keys() & changed):
             if name in self.constant:
-                problem = "is not sent, because a trial before the run left it as it was, but a later pass changed it"
+                problem = (
+                    "is not sent, because a trial before the run did not change it. However, a later pass changed it"
+                )
                 advice = "Change it in every training pass, or register it with persistent=False."
             else:
-                problem, advice = "is frozen and not sent, but a pass changed it", "Register it as a buffer."
+                problem, advice = "is frozen and therefore not sent, but a pass changed it", "Register it as a buffer."
             raise SpecError("model", f"{name} {problem}. {advice}")
 
 

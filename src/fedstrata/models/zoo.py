@@ -118,7 +118,10 @@ class CustomModel(ModelSpec):
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """Create the module; see ``ModelSpec.build`` for the arguments."""
-        problem = "the model was a module passed from Python. Pass it again: fedstrata.run(spec, model=…, resume=True)."
+        problem = (
+            "the model of this run was a module from a Python program. Pass the module again: "
+            "fedstrata.run(spec, model=…, resume=True)."
+        )
         raise SpecError("model.name", problem, "custom")
 
 

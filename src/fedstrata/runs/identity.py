@@ -196,7 +196,8 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
     if before["results_version"] != now["results_version"]:
         raise SpecError(
             "out",
-            f"the run in this folder was made by a version of fedstrata with other results. Use it, {elsewhere}",
+            "the run in this folder was made by a version of fedstrata that computes other results. Use that "
+            f"version, {elsewhere}",
             where,
         )
     return changes

@@ -267,7 +267,9 @@ class Predictor:
         """
         parts = [self.task.predictions(outputs) for outputs in self._logits(x)]
         if not all("probabilities" in part for part in parts):
-            raise SpecError("task", "predicts no probabilities. Use predict.", self.task.name)
+            raise SpecError(
+                "task", "does not predict probabilities. Call predict instead of predict_proba.", self.task.name
+            )
         return np.concatenate([part["probabilities"].cpu().numpy() for part in parts])
 
     def inputs(self, x: Any) -> Inputs:
@@ -330,8 +332,10 @@ class Predictor:
         """Return a data set of samples that have several inputs."""
         needed = f"this model takes the inputs {described(shape)}"
         if not isinstance(x, Mapping) or x.keys() != shape.keys():
-            given = f"has the inputs {', '.join(map(str, x))}" if isinstance(x, Mapping) else "is not a mapping"
-            raise DataError(f"x: {given}, but {needed}. Give exactly these.")
+            given = (
+                f"has the inputs {', '.join(map(str, x))}" if isinstance(x, Mapping) else "is not a mapping of inputs"
+            )
+            raise DataError(f"x: {given}, but {needed}. Give exactly these inputs, by name.")
         stored = checked_named(x, "x")
         for name, tensor in stored.items():
             if tuple(tensor.shape[1:]) != shape[name]:
@@ -414,7 +418,10 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SpecError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}. Restore the file.") from None
     if later:
-        problem = f"was written by fedstrata {about.get('fedstrata')}, which is later than {version('fedstrata')}"
+        problem = (
+            f"was written by fedstrata {about.get('fedstrata')}, which is newer than the installed version "
+            f"{version('fedstrata')}"
+        )
         raise DataError(f"{path} {problem}. Install that version.")
     return about
 

@@ -323,15 +323,15 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
     """
     if path is None:
         if resume:
-            raise SpecError("resume", "requires the folder of the run. Set out.")
+            raise SpecError("resume", "requires the folder of a run. Set out to this folder.")
         return []
     if not any((path / name).exists() for name in (SPEC, METRICS, CHECKPOINT)):
         return []
     if not resume:
-        raise SpecError("out", "already holds a run. Give another folder, or resume this run.", str(path))
+        raise SpecError("out", "already contains a run. Give another folder, or resume this run.", str(path))
     before = identity_in(path)
     if before is None:
-        problem = f"contains a run without a readable {RUN}, which says what was run. Give another folder."
+        problem = f"contains a run, but its {RUN}, which describes the run, cannot be read. Give another folder."
         raise SpecError("out", problem, str(path))
     return require_same(before, prepared.identity, str(path))
 
@@ -379,7 +379,11 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
         SpecError: The folder is not a run folder.
     """
     if not (folder / SPEC).is_file():
-        raise SpecError(key, "is not a run folder, because it has no spec.toml. Give the folder of a run.", str(folder))
+        raise SpecError(
+            key,
+            "is not a run folder, because it does not contain spec.toml. Give the folder of a run.",
+            str(folder),
+        )
     return Experiment.from_toml(folder / SPEC, overrides)
 
 

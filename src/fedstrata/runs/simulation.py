@@ -481,8 +481,10 @@ def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
         SpecError: The engine would not find the states.
     """
     if was and not will:
-        problem = "the states of this run's clients are at its sites, not in its checkpoint. Resume it with 'nvflare'"
+        problem = (
+            "the clients' states of this run are at its sites, not in its checkpoint. Resume the run with 'nvflare'"
+        )
         raise SpecError("engine", f"{problem}, or with 'fedstrata submit' where it was deployed.", engine)
     if will and not was:
-        problem = "the states of this run's clients are in its checkpoint, not at sites"
+        problem = "the clients' states of this run are in its checkpoint, not at sites"
         raise SpecError("engine", f"{problem}. Resume it with 'local' or 'ray'.", engine)

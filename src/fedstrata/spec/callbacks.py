@@ -127,7 +127,7 @@ class EarlyStopping(_Best):
         """Raise ``SpecError`` if the metric is not measured, or if there are no validation samples."""
         super().check(evaluation)
         if evaluation.validation is None:
-            problem = "early-stopping requires validation samples, because it never uses the test set."
+            problem = "early-stopping never uses the test set, and so requires validation samples."
             raise SpecError("callbacks", f"{problem} Set evaluation.validation, for example to 0.1.")
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:

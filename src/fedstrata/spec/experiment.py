@@ -393,7 +393,7 @@ def variants(
         raise SpecError(COMPARE, "is not a table. Write a table [compare.LABEL] for each experiment.", overlays)
     chosen = list(labels) if labels else list(overlays)
     if not chosen:
-        problem = "is required, because the spec has no tables [compare.LABEL]"
+        problem = "is required, because the spec does not contain tables [compare.LABEL]"
         raise SpecError("--methods", f"{problem}. Use some of: {', '.join(METHODS)}")
     merged = {label: _merged(tables, overlays, label) for label in chosen}
     for override in (override for override in overrides if override not in of_labels):

@@ -74,9 +74,7 @@ class Tracker(Callback):
         except Exception as error:
             self.failed = True
             problem = f"{type(error).__name__}: {error}"
-            warnings.warn(
-                f"{type(self).__name__} failed, and is not used for the rest of this run: {problem}", stacklevel=2
-            )
+            warnings.warn(f"{type(self).__name__} failed, and the run continues without it: {problem}", stacklevel=2)
 
     @abstractmethod
     def begin(self, simulation: Simulation) -> None:
@@ -117,7 +115,7 @@ class TensorBoard(Tracker):
         elif simulation.folder is not None:
             folder = simulation.folder / "tensorboard"
         else:
-            problem = "is required for a run without a run folder. Set it."
+            problem = "is required, because this run has no run folder. Set tracking.tensorboard.dir."
             raise SpecError("tracking.tensorboard.dir", problem)
         is_new = simulation.round == 0
         # Steps are rounds. In earlier event files, TensorBoard ignores the step ``purge`` and all later steps.

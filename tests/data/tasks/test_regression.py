@@ -136,7 +136,7 @@ def test_statistics_are_those_of_the_samples_that_clients_train_on(held):
         ([1.5, 2.5, 3.5], "y_train"),
         (["a", "b", "c", "d"], "y_train: is of type <U1. The task needs numbers as targets."),
         (np.zeros((4, 2, 2)), "y_train: has shape (4, 2, 2)."),
-        (np.zeros((4, 2)), "y_test: has 1 values for each sample, and y_train 2."),
+        (np.zeros((4, 2)), "y_test: has 1 values for each sample, but y_train has 2."),
     ],
 )
 def test_refuses_other_targets(targets, words):

@@ -87,7 +87,7 @@ class SingleClient(Partition):
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
         """Raise ``SpecError``, because this scheme divides the data in ``split`` instead."""
-        problem = "follows another partition, which may need more than labels. Use that partition."
+        problem = "divides the data of another partition, for which labels may not be enough. Use this other partition."
         raise SpecError("partition.name", problem, self.name)
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
@@ -105,7 +105,9 @@ class SingleClient(Partition):
             return Assignment.from_lists([np.sort(whole.indices)])
         if self.only >= len(whole):
             raise SpecError(
-                "partition.only", f"is not a client of the other partition. Use 0 to {len(whole) - 1}.", self.only
+                "partition.only",
+                f"is not a client of the partition 'of'. Use a number from 0 to {len(whole) - 1}.",
+                self.only,
             )
         alone = Assignment.from_lists([whole[self.only]])
         return alone if whole.codes is None else replace(alone, codes=whole.codes[[self.only]])

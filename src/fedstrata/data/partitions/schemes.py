@@ -157,11 +157,11 @@ class Given(Partition):
             return table
         if (file := table.get("file")) is not None:
             if "indices" in table:
-                raise SpecError("file", "is set together with indices. Remove one of the two.", str(file))
+                raise SpecError("file", "has no effect together with indices. Remove one of the two keys.", str(file))
             # The spec keeps the indices and not the name of the file, so that equal partitions have equal specs.
             table = {**table, "indices": _indices_in(file), "file": None}
         elif "indices" not in table:
-            raise SpecError("indices", "is required, but not set. Set it, or give a file with the indices.")
+            raise SpecError("indices", "is required, but not set. Set either indices or file.")
         if isinstance(table.get("indices"), np.ndarray):
             table = {**table, "indices": table["indices"].tolist()}
         if "clients" not in table and isinstance(table.get("indices"), (list, tuple)):
@@ -197,7 +197,7 @@ class Given(Partition):
 def _indices_in(file: object) -> list[list[int]]:
     """Read the indices of each client's samples from a file; see ``Given``."""
     if not isinstance(file, (str, Path)):
-        raise SpecError("file", "is not the path of a .npz file. Give one.", file)
+        raise SpecError("file", "is not the path of a .npz file. Give a path that ends in .npz.", file)
     try:
         arrays = read_arrays(Path(file), ("indices", "offsets"))
     except DataError as error:

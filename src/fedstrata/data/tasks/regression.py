@@ -56,7 +56,7 @@ class Regression(Task):
     @classmethod
     def _ascending(cls, edges: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if edges is not None and any(a >= b for a, b in pairwise(edges)):
-            raise ValueError("must ascend. Sort the edges, and leave out repeated ones.")
+            raise ValueError("must ascend. Sort the edges, and remove duplicates.")
         return edges
 
     @override
@@ -68,7 +68,7 @@ class Regression(Task):
         widths = [values.shape[1] for values in both]
         if widths[0] != widths[1]:
             raise DataError(
-                f"y_test: has {widths[1]} values for each sample, and y_train {widths[0]}. Give both the same."
+                f"y_test: has {widths[1]} values for each sample, but y_train has {widths[0]}. Give equally many."
             )
         if names is not None and len(names) != widths[0]:
             raise DataError(f"class_names: has {len(names)} names for {widths[0]} targets. Give one for each target.")

@@ -51,7 +51,7 @@ class PerPlace(Task):
                 raise DataError(f"y_{part}: every target is {self.ignore}, which does not count (task.ignore).")
             wrong = counting[(counting < 0) | (counting >= outputs)]
             if len(wrong):
-                accepted = f"Use 0…{outputs - 1}, or task.ignore = {self.ignore} for places that do not count."
+                accepted = f"Use 0…{outputs - 1}, or task.ignore = {self.ignore} for positions that do not count."
                 raise DataError(f"y_{part}: holds {int(wrong[0])}. {accepted}")
         return Targets(both[0], both[1], tuple(names or ()), outputs)
 
