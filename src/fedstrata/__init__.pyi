@@ -49,6 +49,7 @@ from .experiments.search import search as search
 from .experiments.sweep import sweep as sweep
 from .federation.allowed import Allowed as Allowed
 from .federation.allowed import Bound as Bound
+from .federation.attacks import Attack as Attack
 from .federation.availability import Always as Always
 from .federation.availability import Availability as Availability
 from .federation.availability import Bernoulli as Bernoulli
