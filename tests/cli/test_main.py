@@ -33,7 +33,7 @@ BAD = {
     "more clients than samples": ("[partition]\nclients = 5000", "partition.clients = 5000: digits has only 1437 training samples. Use at most 1437 with min_size = 1. (s.toml, line 2)"),
     "more invited than there are": ("[training]\nclients_per_round = 200", "training.clients_per_round = 200: the partition has 100 clients. Use at most 100. (s.toml, line 2)"),
     "nobody invited": ("[training]\nclients_per_round = 0", "training.clients_per_round = 0: must be greater than 0"),
-    "epochs and steps": ("[training]\nlocal_epochs = 2\nlocal_steps = 3", "local_epochs and local_steps exclude each other. Set only one of them. (s.toml, line 1)"),
+    "epochs and steps": ("[training]\nlocal_epochs = 2\nlocal_steps = 3", "local_epochs and local_steps cannot be set together. Set only one of them. (s.toml, line 1)"),
     "unknown method": ('[method]\nname = "fedavgg"', "method.name = 'fedavgg': is not a known method; did you mean 'fedavg'? (s.toml, line 2) Use one of: fedavg, "),
     "its spelling": ('method = "scafold"', "did you mean 'scaffold'? (s.toml, line 1) Use one of: fedavg, "),
     "unknown data": ('data = "digts"', "data.name = 'digts': is not a known data set; did you mean 'digits'? (s.toml, line 1) Use one of: digits"),

@@ -86,7 +86,7 @@ def test_data_sets_have_tables_of_their_own(compared, capsys):
             ["--baseline", "plan"],
             "--baseline = 'plan': is not a label of a finished run; did you mean 'plain'? Use one of: plain, best",
         ),
-        (["--at", "bytes=much"], "--at = 'bytes=much': is not of the form WHAT=AMOUNT with a number"),
+        (["--at", "bytes=much"], "--at = 'bytes=much': is not of the form COST=NUMBER"),
         (["--at", "byte"], "--at = 'byte': is not a budget. Use one of: bytes, samples, seconds, simulated_seconds,"),
         (
             ["--metric", "los"],
@@ -107,7 +107,7 @@ def test_a_folder_without_runs(capsys):
 def test_a_sweep_is_refused_before_anything_is_written(capsys):
     for arguments, message in [
         (["training.lr=0.1,0.2"], "evaluation.validation: is required for a sweep, which never uses the test set"),
-        (["training.lr=0.1"], "--set: no setting has several values to try"),
+        (["training.lr=0.1"], "--set: a sweep needs a setting with several values"),
         (["training.lr=0.1,-1"], "training.lr = -1: must be greater than 0"),
         (["training.lr.x=0.1,1"], "training.lr"),
         (["training.lr=0.1,0.1"], "--set = 'lr=0.1': two values to try are equal. Remove one of them."),

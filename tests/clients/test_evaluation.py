@@ -143,7 +143,7 @@ def test_a_reply_that_cannot_be_is_not_counted():
             ),
             "negative": replace(good.sums, confusion=good.sums.confusion - 1),
             "the confusion matrix has": replace(good.sums, samples=good.sums.samples + 1),
-            "the scores are of other samples": replace(good.sums, scores=good.sums.scores * 0),
+            "the number of scores differs": replace(good.sums, scores=good.sums.scores * 0),
         }
 
         def require(reply: Evaluated) -> None:

@@ -70,7 +70,7 @@ def test_everything_in_one_place_has_the_same_work():
             {},
             "--references = 'centralized': is not a reference; did you mean 'centralised'? Use one of: local",
         ),
-        ("local", {"rounds": 3}, "requires experiments with the same rounds, clients, local work and batches"),
+        ("local", {"rounds": 3}, "requires that all experiments have the same rounds, clients, local work and batches"),
     ],
 )
 def test_what_no_reference_can_be_of(name, changes, message):

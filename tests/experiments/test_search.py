@@ -213,7 +213,7 @@ def test_a_search_that_is_killed_at_random_ends_alike(whole, tmp_path):
 @pytest.mark.slow
 def test_another_search_in_the_same_folder_is_refused(whole):
     out, _ = whole
-    with pytest.raises(SpecError, match=r"--search = .*the search in this folder used .*log:0\.0001"):
+    with pytest.raises(SpecError, match=r"--search = .*the search in this folder was started with .*log:0\.0001"):
         fs.search(TABLES, {**SPACE, "training.lr": "log:0.01..0.5"}, out=out, trials=10)
     with pytest.raises(SpecError, match="SPEC = "):
         fs.search({**TABLES, "seed": 1}, SPACE, out=out, trials=10, seeds=[0])
@@ -318,7 +318,7 @@ def test_the_command_line_says_what_it_takes(capsys, tmp_path, monkeypatch):
             ["--search", "training.lr=log:0.1..1", "--trials", "0"],
             "--trials = 0: must be a whole number of at least 1.",
         ),
-        (["--search", "training.lr=log:0.1..1", "--set", "seed=0,1"], "several values of a key form a grid, which"),
+        (["--search", "training.lr=log:0.1..1", "--set", "seed=0,1"], "a key with several values forms a grid, which"),
     ]:
         assert main([*base, *arguments]) == 2
         assert message in capsys.readouterr().err

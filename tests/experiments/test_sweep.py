@@ -163,7 +163,7 @@ def test_nothing_is_judged_by_the_test_set() -> None:
 
 def test_a_sweep_needs_values_to_try() -> None:
     for grid in ({}, {"training.lr": []}):
-        with pytest.raises(SpecError, match="no setting has several values to try"):
+        with pytest.raises(SpecError, match="a sweep needs a setting with several values"):
             cells(TABLES, grid)
 
 

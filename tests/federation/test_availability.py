@@ -191,16 +191,14 @@ def test_the_first_table_has_the_common_settings():
     assert (model.deadline, model.announced, model.simulates_time) == (3.0, True, True)
     work = np.full(400, 100.0)
     assert (model.seconds(EVERYBODY, work, 2) == fs.Bernoulli(speed_spread=0.5).seconds(EVERYBODY, work, 2)).all()
-    with pytest.raises(
-        SpecError, match=r"availability\.1\.announced = True: has no effect, because it is not in the first"
-    ):
+    with pytest.raises(SpecError, match=r"availability\.1\.announced = True: has no effect outside the first"):
         combined("markov", slow)
 
 
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ([], r"availability = \[\]: is an empty list. Use at least one table."),
+        ([], r"availability = \[\]: is an empty list. Give at least one table."),
         (["markov", "markof"], r"availability.1.name = 'markof': is not a known availability; did you mean 'markov'"),
         (["markov", {"p": 0.5}], r"availability.1.name: is required, but not set. Use one of: always"),
         ([{"name": "markov", "online_rounds": 0.5}], r"availability.0.online_rounds = 0.5: must be greater than or eq"),

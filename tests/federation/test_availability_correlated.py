@@ -102,7 +102,7 @@ def test_what_real_sites_do_not_tell():
     unknown = Population(3)
     with pytest.raises(SpecError, match="name = 'label-correlated': needs the labels of all clients' samples"):
         fs.LabelCorrelated().check(unknown)
-    with pytest.raises(SpecError, match="name = 'size-correlated': needs the number of samples of all clients"):
+    with pytest.raises(SpecError, match="name = 'size-correlated': needs every client's number of samples"):
         fs.SizeCorrelated().check(unknown)
 
 

@@ -363,7 +363,7 @@ def test_a_client_that_has_another_model_than_was_thought_is_sent_the_whole_one(
     world.store.put(1, forgotten)  # as after a site's disk was lost
     world.params = {name: tensor + 0.1 for name, tensor in world.params.items()}
     assert set(world.ask()) == {0, 2, 3}
-    assert "apply to version 0 of the model; this client has no model" in world.federation.events[0]["reason"]
+    assert "apply to version 0 of the model, but this client has no model" in world.federation.events[0]["reason"]
     assert set(world.ask()) == {0, 1, 2, 3}
 
 
@@ -375,7 +375,7 @@ def test_changes_of_another_line_of_models_are_refused() -> None:
         each.params = {name: tensor + 0.1 for name, tensor in each.params.items()}
     world.store.put(0, other.store.get(0))  # the right number, and another model
     assert set(world.ask()) == {1, 2, 3}
-    assert "lead to another model than version 1" in world.federation.events[0]["reason"]
+    assert "do not give the model of version 1" in world.federation.events[0]["reason"]
 
 
 BASE: dict[str, Any] = {
@@ -461,7 +461,7 @@ def test_prototypes_have_no_place_in_a_memory() -> None:
         ({"method": {"name": "stratify", "mode": "single"}}, "communication = 'stratify'"),
         (
             {"communication": {"down": {"name": "top-k", "damping": 0.5}}},
-            r"communication.down.damping = 0.5: has no effect for models that the server sends\. Remove it\.",
+            r"communication.down.damping = 0.5: has no effect on models that the server sends\. Remove this key\.",
         ),
         ({"communication": {"up": "zip"}}, "communication.up.name = 'zip': is not a known codec"),
         ({"communication": {"sideways": "qsgd"}}, "communication.sideways"),

@@ -169,7 +169,7 @@ def test_sizes_that_clients_keep_private_are_not_told_by_prototypes():
     private = {"name": "fedstas", "epsilon": 3.0, "objective": "rebafl", "strata": 2}
     with pytest.raises(
         SpecError,
-        match=r"^method\.objective = 'rebafl': discloses the clients' sizes, which data_sampler keeps private\. Use",
+        match=r"^method\.objective = 'rebafl': discloses the clients' numbers of samples, but method.data_sampler",
     ):
         run(private, training={"rounds": 1})
     silent = run({**private, "objective": {"name": "rebafl", "mu": 0}}, training={"rounds": 1})
@@ -185,7 +185,7 @@ def test_a_model_whose_features_have_no_length_is_refused_before_anything_is_wri
         def forward(self, x):
             return self.head(self.body(x))
 
-    with pytest.raises(SpecError, match=r"^model\.head: the head 'head' has no nn\.Linear"):
+    with pytest.raises(SpecError, match=r"^model\.head: the head 'head' does not have an nn\.Linear"):
         fs.run(given(((0,), (1,))), data=seven, model=FedSamplingData(), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

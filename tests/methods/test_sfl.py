@@ -99,7 +99,7 @@ def test_a_relay_has_no_models_to_learn_from(sampler, clients):
     spec = fs.Experiment(method={"name": "sfl", "client_sampler": sampler}, partition=fs.IID(clients=clients))
     with pytest.raises(
         SpecError,
-        match=r"^method\.client_sampler = '.*': requires a model from every client, but SFL returns only one\. Use",
+        match=r"^method\.client_sampler = '.*': learns from the model of every client, but SFL returns only one model",
     ):
         fs.prepare(spec)
 

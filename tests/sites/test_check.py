@@ -356,7 +356,7 @@ def test_who_is_struck_off_the_list_may_not_connect(
     assert json.loads(capsys.readouterr().out) == {"members": ["b"]}
     assert [refused(), refused()] == [["a", "c"]] * 2
     assert caplog.text.count("a is not on the list of sites that may connect") == 1
-    with pytest.raises(SpecError, match=r"is not on the list\. The list contains: b"):
+    with pytest.raises(SpecError, match=r"is not on the list of sites that may connect\. The list contains: b"):
         revoke(fed / "server", "a")
     assert revoke(fed / "server", "a", undo=True) == ["a", "b"]
     assert refused() == ["c"]

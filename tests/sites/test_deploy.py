@@ -644,7 +644,7 @@ def test_a_simulation_that_goes_on_keeps_its_number_of_sites(tmp_path: Path, giv
     (tmp_path / "sites.json").write_text('{"sites": 3}')
     assert _sites_before([tmp_path], given) == 3
     assert _sites_before([tmp_path / "none"], given) == given
-    with pytest.raises(SpecError, match=r"sites = 5: the run in .* has the states of its clients at 3"):
+    with pytest.raises(SpecError, match=r"sites = 5: the run in .* stored its clients' states at 3"):
         _sites_before([tmp_path], 5)
 
 

@@ -230,7 +230,10 @@ def test_approving_what_is_no_job_or_no_kit(tmp_path: Path, capsys: pytest.Captu
     assert main(["approve", "job.toml", "--kit", str(tmp_path)]) == 2
     assert "is neither a spec nor a hash. Give the spec file, or the 16 digits that" in capsys.readouterr().err
     assert main(["approve", "0" * 16, "--kit", str(tmp_path / "none")]) == 2
-    assert "is not the folder of a site, because it has no folder local. Give one from" in capsys.readouterr().err
+    assert (
+        "is not the folder of a site, because it does not contain local/. Give a site's folder"
+        in capsys.readouterr().err
+    )
 
 
 # --- every method ----------------------------------------------------------------------------------------------------

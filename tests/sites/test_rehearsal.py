@@ -147,4 +147,4 @@ def test_a_rehearsal_does_not_go_on_with_other_data(place: Path, changed: bool) 
 def test_a_rehearsal_runs_here(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments: list[Any] = ["run", "examples/hospitals/hospitals.toml", "--sites", "examples/hospitals/sites.toml"]
     assert main([*arguments, "--engine", "ray", "--out", "x"]) == 2
-    assert "with --sites, the run is simulated on this machine" in capsys.readouterr().err
+    assert "has no effect together with --sites" in capsys.readouterr().err

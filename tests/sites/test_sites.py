@@ -363,7 +363,7 @@ def test_a_site_brings_only_its_own_clients_parts_to_a_sum() -> None:
 
     sums = Sums(1.0)
     sums.open("g", {"a": {0}, "b": {1}})
-    with pytest.raises(SiteRefusedError, match="not its own"):
+    with pytest.raises(SiteRefusedError, match="which belong to another site"):
         read(sums.add_up("b", records.encode(Part("g", [0], [torch.ones(1)]))), Total)
     with pytest.raises(SiteRefusedError, match="over"):
         read(sums.add_up("a", records.encode(Part("h", [0], [torch.ones(1)]))), Total)
@@ -747,7 +747,7 @@ def test_statistics_that_are_none_are_refused(own: Own, tmp_path: Path) -> None:
     made.hook = lie
     history = made.run(tmp_path / "out")
     assert [record["clients_returned"] for record in history] == [2, 2]
-    assert "not finite" in _events(tmp_path / "out", "absent")[0]
+    assert "contain NaN or infinity" in _events(tmp_path / "out", "absent")[0]
 
 
 # --- tables that sites bring -------------------------------------------------------------------------------------
@@ -946,7 +946,7 @@ def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables
             {"schema": {**SCHEMA, "columns": {"age": {"impute": "median"}}}},
             "data.schema.columns.age.step: is required for impute = 'median' at real sites",
         ),
-        ({"schema": SCHEMA, "limit": 9}, "data.limit = 9: has no effect on the sites' own data. Remove it."),
+        ({"schema": SCHEMA, "limit": 9}, "data.limit = 9: has no effect, because sites use their own data. Remove it."),
         ({"name": "digits"}, "data: the sites' own data must be described. Set [data.schema] for tables, or"),
     ],
 )  # fmt: skip

@@ -550,7 +550,10 @@ def test_the_learning_rate_follows_the_size_of_a_batch(start, balanced, rule, fa
     ("settings", "message"),
     [
         ({"lr_rule": "linear"}, "lr_rule = 'linear': has no effect, because method.batch_size is not set"),
-        ({"mode": "single", "local_steps": 2}, "local_steps = 2: has no effect without batches"),
+        (
+            {"mode": "single", "local_steps": 2},
+            "local_steps = 2: has no effect, because this mode does not use batches",
+        ),
     ],
 )
 def test_settings_of_batches_are_refused_where_there_are_none(balanced, settings, message):

@@ -247,7 +247,7 @@ def test_a_part_that_is_refused_ends_its_clients_epoch(start, balanced):
 
 @pytest.mark.parametrize("mode", ["single", "hybrid"])
 def test_models_that_travel_sample_by_sample_are_refused_before_the_first_round(start, balanced, mode):
-    with pytest.raises(SpecError, match=r"privacy.min_samples = 3: method.mode = '\w+' passes a model on") as error:
+    with pytest.raises(SpecError, match=r"privacy.min_samples = 3: method.mode = '\w+' sends the model on") as error:
         start(private("iid", mode=mode), balanced)
     assert error.value.key == "privacy.min_samples"
 
@@ -257,7 +257,7 @@ def test_models_that_travel_sample_by_sample_are_refused_before_the_first_round(
     [
         ({"batches": -1}, "a batch that is over"),
         ({"batches": 400}, "a batch that is over, or that there is not"),
-        ({"held": 1}, "held back and also served"),
+        ({"held": 1}, "both as held back and as used"),
         ({"batches": None}, "GatheredReply.batches: input should be an instance of tensor"),
     ],
     ids=str,

@@ -83,7 +83,7 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     if not sent:
         first = before.round + 1 if before else 1
         problem = (
-            "other clients sent prototypes than in the run. Use the same data and version of fedstrata as the run."
+            "not the same clients sent prototypes as in the run. Use the data and the version of fedstrata of the run."
         )
         raise CheckpointError(f"rounds {first} to {last.round} of {folder} cannot be repeated: {problem}")
     return sent
@@ -102,7 +102,9 @@ def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
             f"{folder} has no checkpoint, which the audit requires. Use a run with evaluation.checkpoint_every > 0."
         )
     if last.remote:
-        raise CheckpointError(f"{folder} is a run over real sites, which keep their messages. Use a local run.")
+        raise CheckpointError(
+            f"{folder} is a run over real sites, whose messages are not stored here. Use a simulated run."
+        )
     return checkpoint.load(folder / "checkpoint", last=last.round - 1), last
 
 

@@ -194,7 +194,7 @@ def _strata(options: argparse.Namespace) -> None:
     if options.spec is not None and Path(options.spec).is_dir():
         if options.overrides:
             raise SpecError(
-                "--set", "the settings of a run cannot be changed. Give a spec instead of the folder of a run."
+                "--set", "cannot change the settings of a finished run. Give a spec instead of the folder of a run."
             )
         view = strata_of_folder(Path(options.spec))
     else:

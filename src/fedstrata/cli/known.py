@@ -109,7 +109,9 @@ def owners(key: str, besides: str = "") -> list[str]:
 def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
     """Describe a function by its docstring and signature, without its first ``given`` arguments."""
     if not callable(function):
-        raise SpecError("name", f"is a {type(function).__name__}. Name a class or a function.", name)
+        raise SpecError(
+            "name", (f"names an object of type {type(function).__name__}. Give the name of a class or function."), name
+        )
     try:
         arguments = list(inspect.signature(function).parameters.values())[given:]
     except ValueError:  # some functions that are written in C do not have a signature

@@ -112,7 +112,11 @@ def _draw_forest(tables: Mapping[str, Contrasts], path: Path) -> None:
 
     with_baseline = {data: table for data, table in tables.items() if table.baseline is not None}
     if not with_baseline:
-        raise SpecError("--figure", "shows differences, and there is only one method. Name more folders.", str(path))
+        raise SpecError(
+            "--figure",
+            ("shows differences between methods, but there is only one method. Name more folders."),
+            str(path),
+        )
     draw_forest(with_baseline, path)
     print(f"fedstrata: note: drew {path}", file=sys.stderr)
 
@@ -143,9 +147,7 @@ def _budget(text: str) -> tuple[str, float | None]:
     try:
         return kind.strip(), float(amount) if equals else None
     except ValueError:
-        raise SpecError(
-            "--at", "is not of the form WHAT=AMOUNT with a number. Use, for example, --at bytes=5e7.", text
-        ) from None
+        raise SpecError("--at", "is not of the form COST=NUMBER. Use, for example, --at bytes=5e7.", text) from None
 
 
 def add_sweep(commands: Commands) -> None:
@@ -188,7 +190,8 @@ def _sweep(options: argparse.Namespace) -> int:
         key = next(iter(grid))
         raise SpecError(
             "--set",
-            f"several values of a key form a grid, which excludes --search. Use --search {key}=choice:….",
+            "a key with several values forms a grid, which cannot be combined with --search. Use --search "
+            f"{key}=choice:….",
             key,
         )
     table = read_table(options.spec, fixed)

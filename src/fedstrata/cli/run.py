@@ -81,7 +81,8 @@ def _run(options: argparse.Namespace) -> int:
                 if options.engine != "local":
                     raise SpecError(
                         "--engine",
-                        "with --sites, the run is simulated on this machine. Use --engine local, or remove --engine.",
+                        "has no effect together with --sites, which simulates the sites on this machine. Use "
+                        "--engine local, or remove --engine.",
                         options.engine,
                     )
                 work = partial(outer.load("sites.rehearsal:rehearse_file"), spec, options.sites, folder)

@@ -339,7 +339,7 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
             if waited > patience:
                 waiting = group.progress[1]
                 stuck = [client for member, client in enumerate(threads) if client in alive and member not in waiting]
-                problem = "did not finish or reach their next exchange. Look for an endless loop in your code."
+                problem = "neither finished nor reached their next exchange. Look for an endless loop in your code."
                 raise FedstrataError(f"for {patience:g} s clients {', '.join(map(str, stuck))} {problem}")
     except BaseException:
         group.abort("it was interrupted")

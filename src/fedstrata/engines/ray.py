@@ -437,7 +437,12 @@ def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], No
             ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError) as error:
             raise SpecError(
-                ADDRESS, f"cannot be joined: {_last_line(error)}. Check the address, or unset {ADDRESS}.", address
+                ADDRESS,
+                (
+                    f"is not the address of a reachable Ray cluster: {_last_line(error)}. Check the address, "
+                    f"or unset {ADDRESS}."
+                ),
+                address,
             ) from error
     else:
         ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)

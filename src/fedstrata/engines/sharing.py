@@ -133,7 +133,8 @@ class SharedMemory:
                 self._gaps[place : place + 1] = [(begin + size, end)] if end - begin > size else []
                 return begin
         raise MemoryError(
-            f"the shared memory (/dev/shm) has no room for {size} bytes. Use fewer training.workers, or enlarge it."
+            f"the shared memory (/dev/shm) has no room for {size} bytes. Use fewer training.workers, or "
+            "enlarge /dev/shm."
         )
 
 

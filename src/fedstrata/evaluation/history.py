@@ -383,7 +383,7 @@ def _read_evaluations(history: History, folder: Path) -> None:
                 ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{folder}: its {EVALUATIONS} or {CLIENTS} cannot be read: {error}. Restore the file."
+            f"{folder}: the file {EVALUATIONS} or {CLIENTS} cannot be read: {error}. Restore the file."
         ) from error
 
 
@@ -500,7 +500,9 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 accuracies = [float(target) for target, rounds in reached if not isinstance(rounds, dict)]
                 about |= _targets({"accuracy": accuracies, **others})
     except (ValueError, AttributeError, TypeError) as error:
-        raise DataError(f"{folder}: its spec or summary cannot be read: {error}. Restore the file.") from error
+        raise DataError(
+            f"{folder}: the spec or the summary of the run cannot be read: {error}. Restore the file."
+        ) from error
     return about, summary
 
 

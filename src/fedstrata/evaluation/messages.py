@@ -82,7 +82,7 @@ class Evaluate(Request):
             )
         members = sums.scores[:, 1].sum(dim=1)
         if self.score_bins and not torch.equal(members, sums.confusion.sum(dim=1)):
-            raise ReplyRefusedError("the scores are of other samples than the confusion matrix")
+            raise ReplyRefusedError("the number of scores differs from the number of samples in the confusion matrix")
 
 
 @record("TaskEvaluated")

@@ -159,7 +159,9 @@ class Metric(Setting):
             SpecError: The metric fails, or returns neither a number nor None.
         """
         if self.table not in ("classes", "counts", "loss", "rows"):
-            problem = "is not a metric of classes. Use it with task = 'regression', or use accuracy."
+            problem = (
+                "measures predicted numbers, not classes. Use task = 'regression', or another metric such as accuracy."
+            )
             raise SpecError("evaluation.metrics", problem, self.label)
         labels = np.arange(4 * classes) % classes
         logits = np.random.default_rng(0).normal(size=(len(labels), classes))

@@ -80,7 +80,8 @@ def reference_runs(
         if any(setting(spec) != setting(first) for spec in experiments.values()):
             raise SpecError(
                 "--references",
-                f"requires experiments with the same {description}. Make it equal, or remove the reference.",
+                f"requires that all experiments have the same {description}. Change the experiments, or remove "
+                "the reference.",
                 name,
             )
     sizes = prepare(first, data=data).assignment.sizes

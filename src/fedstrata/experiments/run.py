@@ -87,7 +87,10 @@ def carry_out(
             raise SpecError("engine", problem, engine)
         watchers = [callback for callback in callbacks if not isinstance(callback, Callback)]
         if len(watchers) < len(callbacks):
-            problem = "this engine runs the rounds in another process. Name the callbacks in the spec, not here."
+            problem = (
+                "this engine runs the rounds in another process, which cannot call objects of this process. "
+                "Name the callbacks in the spec."
+            )
             raise SpecError("callbacks", problem, engine)
         simulate = outer.load("sites.simulator:simulate")
         history: History = simulate([(spec, folder)], resume=resume, callbacks=watchers)[0]

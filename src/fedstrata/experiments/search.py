@@ -297,7 +297,12 @@ def opened(
             for key, value in (identity or {}).items():
                 if (stored := study.user_attrs.get(key)) != value:
                     raise SpecError(
-                        key, f"the search in this folder used {stored}. Use that value, or give another --out.", value
+                        key,
+                        (
+                            f"the search in this folder was started with {stored}. Use this value, or give "
+                            "another --out."
+                        ),
+                        value,
                     )
             yield study
     finally:

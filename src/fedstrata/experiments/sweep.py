@@ -146,7 +146,7 @@ def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[s
     """
     if not grid or not all(grid.values()):
         raise SpecError(
-            "--set", "no setting has several values to try. Give one, for example --set training.lr=0.01,0.1."
+            "--set", "a sweep needs a setting with several values. Use, for example, --set training.lr=0.01,0.1."
         )
     # Labels show only the last part of a key, such as lr for training.lr. If two keys have the same last part, labels
     # show the whole keys.

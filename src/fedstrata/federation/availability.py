@@ -244,7 +244,7 @@ class Combined(Availability):
         for place, model in enumerate(self.models):
             for key, value in common.items():
                 if (other := getattr(model, key)) not in (value, Availability.model_fields[key].default):
-                    problem = "has no effect, because it is not in the first table. Set it there, or remove it."
+                    problem = "has no effect outside the first table. Set the key in the first table, or remove it."
                     raise SpecError(f"{place}.{key}", problem, other)
         self.__dict__.update(common)
         return self
@@ -287,7 +287,7 @@ class Availabilities(Registry[Availability]):
             return parse(value)
         models = tuple(under(str(place), partial(parse, each)) for place, each in enumerate(value))
         if not models:
-            raise SpecError("", "is an empty list. Use at least one table.", value)
+            raise SpecError("", "is an empty list. Give at least one table.", value)
         return models[0] if len(models) == 1 else Combined(models=models)
 
 

@@ -80,7 +80,7 @@ class LabelCorrelated(Correlated):
         """Return C · Σ_c q_c w_c of each client, (N,)."""
         counts = population.labels
         if counts is None:
-            problem = "needs the labels of all clients' samples, which are not known. Use another model."
+            problem = "needs the labels of all clients' samples, which real sites do not reveal. Use another model."
             raise SpecError("name", problem, self.name)
         classes = counts.shape[1]
         weights = rng(population.seed, "label weights").dirichlet(np.full(classes, self.concentration))
@@ -104,7 +104,7 @@ class SizeCorrelated(Correlated):
     def relative(self, population: Population) -> Floats:
         """Return the power of each client's number of samples relative to the mean over clients, (N,)."""
         if population.sizes is None:
-            problem = "needs the number of samples of all clients, which is not known. Use another model."
+            problem = "needs every client's number of samples, which real sites do not reveal. Use another model."
             raise SpecError("name", problem, self.name)
         powers = np.maximum(population.sizes, 1).astype(np.float64) ** self.exponent
         relative: Floats = powers / powers.mean()

@@ -70,7 +70,10 @@ class Diurnal(Availability):
     @model_validator(mode="after")
     def _is_ordered(self) -> Diurnal:
         if self.highest < self.lowest:
-            problem = f"is less than availability.lowest, which is {self.lowest:g}. Exchange the two values."
+            problem = (
+                f"is less than availability.lowest, which is {self.lowest:g}. Use a larger value, or a smaller "
+                "availability.lowest."
+            )
             raise SpecError("highest", problem, self.highest)
         return self
 

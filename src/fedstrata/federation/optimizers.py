@@ -140,7 +140,9 @@ class _Optimizers(Registry[LocalOptimizer]):
         for key in ELSEWHERE:
             if key in table:
                 raise SpecError(
-                    key, f"cannot be set for one optimiser alone. Set training.{key}, which applies to all.", table[key]
+                    key,
+                    (f"cannot be set in this table. Set training.{key}, which applies to every optimiser."),
+                    table[key],
                 )
         return build(OwnOptimizer, {"path": name, "arguments": dict(table)})
 

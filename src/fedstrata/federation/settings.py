@@ -76,8 +76,7 @@ class Privacy(Setting):
             has enough samples is refused.
         below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: it uses them
             together with its samples in the next batch; at the end of an epoch, together with those in the batch
-            before.
-            ``refuse``: it does not answer for the rest of the epoch.
+            before. ``refuse``: it does not answer for the rest of the epoch.
         dp: Clipping and noise in local training, for differential privacy of each sample; only in simulations.
             Default: none.
     """
@@ -167,13 +166,13 @@ class Training(Setting):
     @model_validator(mode="after")
     def _epochs_or_steps(self) -> Training:
         if self.local_steps is not None and self.local_epochs is not None:
-            raise ValueError("local_epochs and local_steps exclude each other. Set only one of them.")
+            raise ValueError("local_epochs and local_steps cannot be set together. Set only one of them.")
         return self
 
     @model_validator(mode="after")
     def _state_to_keep(self) -> Training:
         if self.optimizer_state == "keep" and self.optimizer.is_sgd and not self.momentum:
-            problem = "sgd without momentum has no state. Use 'reset', or set training.momentum."
+            problem = "the optimiser sgd without momentum does not have a state. Use 'reset', or set training.momentum."
             raise SpecError("optimizer_state", problem, self.optimizer_state)
         return self
 

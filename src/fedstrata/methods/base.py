@@ -220,7 +220,7 @@ class Recipe(Method):
             usual = self.model_copy(update={key: defaults[key]})._checked_parts()
             affected = {choice for choice in parts.keys() | usual.keys() if parts.get(choice) != usual.get(choice)}
             if affected and affected <= replaced:
-                problem = f"has no effect, because method.{min(affected)} is replaced. Set it there."
+                problem = f"has no effect, because method.{min(affected)} is replaced. Set the key there."
                 raise SpecError(key, problem, getattr(self, key))
         for choice in parts.keys() - replaced:
             object.__setattr__(self, choice, parts[choice])
@@ -293,10 +293,14 @@ class Recipe(Method):
             accepted = "'mean', 'stratum', 'horvitz-thompson' or a robust aggregator"
             raise SpecError(
                 "method.aggregator",
-                f"weights models by the clients' sizes, which data_sampler keeps private. Use {accepted}.",
+                "weights models by the clients' numbers of samples, but method.data_sampler keeps them "
+                f"private. Use {accepted}.",
             )
         if objective.tells_counts(config):
-            problem = "discloses the clients' sizes, which data_sampler keeps private. Use another objective."
+            problem = (
+                "discloses the clients' numbers of samples, but method.data_sampler keeps them private. Use "
+                "another objective."
+            )
             by_steps = replace(config, training=config.training.model_copy(update={"local_steps": 1}))
             if not objective.tells_counts(by_steps):
                 problem = problem.removesuffix(".") + ", or set training.local_steps."

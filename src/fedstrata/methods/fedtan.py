@@ -38,7 +38,8 @@ class FedTAN(Recipe):
         super().check(config)
         if not has_batchnorm(config.model.module):
             problem = (
-                "FedTAN requires a model with BatchNorm, and this model has none. Use fedavg, which is then equivalent."
+                "FedTAN requires a model with BatchNorm layers. Use fedavg, which is equivalent for models "
+                "without them."
             )
             raise SpecError("method.name", problem, "fedtan")
         if config.training.batch_norm == "local":

@@ -45,7 +45,9 @@ class SFL(Method):
             raise SpecError("training.batch_norm", problem, "local")
         sampler = self.client_sampler
         if sampler.learns(config):
-            problem = "requires a model from every client, but SFL returns only one. Use another sampler."
+            problem = (
+                "learns from the model of every client, but SFL returns only one model per round. Use another sampler."
+            )
             raise SpecError("method.client_sampler", problem, sampler.name)
         sampler.check(config)
 

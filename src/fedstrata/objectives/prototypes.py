@@ -31,7 +31,9 @@ def feature_size(model: Model) -> int:
     for layer in model.module.get_submodule(model.head_name).modules():
         if isinstance(layer, nn.Linear):
             return layer.in_features
-    problem = f"the head {model.head_name!r} has no nn.Linear, so that the length of its features is unknown. Use a "
+    problem = (
+        f"the head {model.head_name!r} does not have an nn.Linear, so the number of its features is unknown. Use a "
+    )
     problem += "head that begins with nn.Linear."
     raise SpecError("model.head", problem)
 

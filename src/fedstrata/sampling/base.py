@@ -134,7 +134,8 @@ class ClientSampler(Setting):
         if self.tells_sizes:
             raise SpecError(
                 "method.client_sampler",
-                "asks for the clients' sizes, which data_sampler keeps private. Use another sampler.",
+                "needs the clients' numbers of samples, but method.data_sampler keeps them private. Use "
+                "another client sampler.",
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:

@@ -38,7 +38,9 @@ class PowerOfChoice(ClientSampler):
                 key, f"the partition has {config.clients} clients. Use at most {config.clients}.", self.candidates
             )
         if self.candidates is not None and self.candidates < m:
-            raise SpecError(key, f"a round invites {m} of the candidates. Use at least {m}.", self.candidates)
+            raise SpecError(
+                key, (f"is less than the number of clients per round, {m}. Use at least {m}."), self.candidates
+            )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return two requests: for the clients' sizes, once, and for the loss of candidates, in every round."""

@@ -155,7 +155,7 @@ class Stratified(ClientSampler):
             raise SpecError("training.optimizer", problem, config.training.optimizer.label)
         if self.strata > config.clients:
             raise SpecError(
-                "method.strata", f"is larger than the number of clients. Use at most {config.clients}.", self.strata
+                "method.strata", f"is more than the number of clients. Use at most {config.clients}.", self.strata
             )
         d = sketch_length(config.model.params(), self.coordinates)
         if self.centres > d:

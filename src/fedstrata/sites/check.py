@@ -150,7 +150,7 @@ def _server(kit: Path) -> list[Finding]:
     except ssl.SSLError as error:
         return [Finding("problem", f"{where}: the certificates cannot be used: {error.reason or error}. Renew them.")]
     except OSError as error:
-        problem = f"{where} cannot be reached: {error.strerror or error}. Start it, and open its port."
+        problem = f"{where} cannot be reached: {error.strerror or error}. Start the server, and open its port."
         return [Finding("problem", problem)]
     try:
         with closing(context.wrap_socket(connection, server_hostname=host)) as secured:

@@ -177,7 +177,7 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
         )
     if len(clients) != 1:
         raise SpecError(
-            "data", "with its own data, a site is exactly one client. Correct the list of clients.", clients
+            "data", "a site that has its own data must be exactly one client. Correct the list of clients.", clients
         )
     _empty(spec.data, task_of(spec))
     return path
@@ -337,7 +337,9 @@ def _empty(data: Data, task: Task) -> Dataset:
     """
     for key in ("limit", "client"):
         if getattr(data, key) is not None:
-            raise SpecError(f"data.{key}", "has no effect on the sites' own data. Remove it.", getattr(data, key))
+            raise SpecError(
+                f"data.{key}", ("has no effect, because sites use their own data. Remove it."), getattr(data, key)
+            )
     if data.schema is not None:
         schema = data.schema.closed(classes=task.has_classes)
         task.check_at_sites(schema.label, len(schema.classes or ()))

@@ -17,7 +17,7 @@ from fedstrata.federation.settings import Privacy
 from fedstrata.spec.experiment import Experiment
 
 UNDECLARED = (
-    "does not declare its requests, so that no site answers them. Declare them in Method.allowed, or simulate it"
+    "does not declare its requests, so sites do not answer them. Declare them in Method.allowed, or simulate the run"
 )
 
 _HEADINGS: dict[Phase, str] = {

@@ -182,7 +182,7 @@ class NVFlareEngine(Engine):
                 reason = f"site {site} has its clients' states of round {answer.round}, not {round}"
                 self._note("state lost", site, reason)
             elif lost := [client for client in answer.lost if client in clients]:
-                reason = f"site {site} has no states of clients that were elsewhere up to round {round}"
+                reason = f"site {site} does not have the states of clients that were at other sites up to round {round}"
                 self._note("state lost", site, reason, lost)
 
     def save(self, round: int) -> None:

@@ -106,7 +106,10 @@ class Sites(Setting):
                 )
         host = self.server.host
         if ":" in host:
-            problem = "is an IPv6 address or has a port. Use a name or an IPv4 address, and set 'port' for the port."
+            problem = (
+                "is an IPv6 address or has a port. Give a host name or an IPv4 address, and set the port with "
+                "the key 'port'."
+            )
             raise SpecError("server.host", problem, host)
         if len(host) > LONGEST_NAME:
             raise SpecError("server.host", f"has {len(host)} characters. Use at most {LONGEST_NAME}.", host)
@@ -117,7 +120,8 @@ class Sites(Setting):
         files = [file for file in (self.server.data, *(entry.data for entry in self.site.values())) if file]
         if not self.own_data and files:
             raise ValueError(
-                f"{files[0]} is a data file of a site, which requires own_data = true. Set it, or remove the file."
+                f"{files[0]} is a data file of a site, which requires own_data = true. Set own_data, or remove "
+                "the file."
             )
         return self
 

@@ -370,7 +370,7 @@ class Guard:
                 most = self.policy.exchanges
                 raise RuleError(
                     "policy.exchanges",
-                    f"the job sent {self.quota.exchanges} messages, which is this site's limit ({most})",
+                    f"the job sent {self.quota.exchanges} messages, and this site allows {most}",
                 )
             self.quota.exchanges += 1
 
@@ -411,9 +411,11 @@ class Guard:
             RuleError: The hop would show the model to the server, or the relay is over.
         """
         if relay_id == self._relay_over:
-            raise RuleError("relay", f"relay {relay_id} is over, because the server has its model")
+            raise RuleError("relay", f"relay {relay_id} is over, because the server has already fetched its model")
         if self.policy is not None and self.policy.relay == "direct" and (back or brought):
-            problem = "the travelling model goes through the server, but this site accepts it only from site to site"
+            problem = (
+                "the server sees the model of the relay, but this site allows only models that go from site to site"
+            )
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:
@@ -481,7 +483,7 @@ class Guard:
         first = match.allowed.rule.after
         numbers = [n for n, allowed in enumerate(self.declaration.allowed or ()) if allowed.request is first]
         if first is not None and numbers and not any(_name(match.client, n) in self.times_in_run for n in numbers):
-            problem = f"{match.allowed.label} came before {first.__name__}, so that labels would not be masked"
+            problem = f"{match.allowed.label} came before {first.__name__}, so labels would not be masked"
             raise RuleError("order", problem)
 
     def _refuse_often(self, match: Match) -> None:

@@ -217,7 +217,8 @@ def approve(kit: Path, job: str) -> bool:
     """
     if not (kit / FILE.parent).is_dir():
         problem = (
-            f"is not the folder of a site, because it has no folder {FILE.parent}. Give one from 'fedstrata deploy'."
+            f"is not the folder of a site, because it does not contain {FILE.parent}/. Give a site's folder "
+            "from 'fedstrata deploy'."
         )
         raise SpecError("--kit", problem, str(kit))
     policy = Policy.read(kit)

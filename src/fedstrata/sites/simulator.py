@@ -127,7 +127,7 @@ def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
         if (folder / SITES).exists():
             before = int(json.loads((folder / SITES).read_text(encoding="utf-8"))["sites"])
             if sites not in (None, before):
-                problem = f"the run in {folder} has the states of its clients at {before} sites. Use {before}."
+                problem = f"the run in {folder} stored its clients' states at {before} sites. Use {before}."
                 raise SpecError("sites", problem, sites)
             sites = before
     return sites

@@ -354,7 +354,7 @@ class Watch:
             self._away_since = self._away_since or time.monotonic()
             if time.monotonic() - self._away_since > self.lost:
                 raise FedstrataError(
-                    f"the server cannot be reached: {self.away}. Start it, and open its port."
+                    f"the server cannot be reached: {self.away}. Start the server, and open its port."
                 ) from error
             self._tell("away", f"waiting for the server ({self.away})")
             time.sleep(POLL)

@@ -81,7 +81,7 @@ class Sums:
             if group is None:
                 raise GroupBrokenError("the group is over")
             if set(part.places) != places.get(site) or len(part.tensors) != len(part.places):
-                raise WireError(f"site {site} sent parts of places {part.places}, which are not its own")
+                raise WireError(f"site {site} sent parts of places {part.places}, which belong to another site")
             with self._lock:
                 cache = self._caches.setdefault((part.group, site), RequestCache())
             added = dict(zip(part.places, part.tensors, strict=True))

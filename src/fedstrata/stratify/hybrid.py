@@ -25,7 +25,7 @@ class HybridMode:
         self.singles.check(config, "hybrid")
         before, rounds = self.batch_rounds(config), config.training.rounds
         if before >= rounds:
-            problem = f"no round is left for the stream. Use at most {rounds - 1}, or raise training.rounds."
+            problem = f"leaves no rounds for single-sample mode. Use at most {rounds - 1}, or raise training.rounds."
             raise SpecError("method.pretraining", problem, before)
 
     def batch_rounds(self, agreed: Agreed) -> int:

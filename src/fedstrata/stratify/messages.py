@@ -195,7 +195,7 @@ class Reserve(Request):
             require_shape(reply.held, (len(self.labels),), torch.bool, "held")
             moved = reply.batches[~reply.missing]
             if bool((reply.held & ~reply.missing).any()):
-                raise ReplyRefusedError("a position is held back and also served")
+                raise ReplyRefusedError("a position is marked both as held back and as used")
             # A batch that was already trained cannot get more samples.
             if len(moved) and int(moved.min()) < int(self.batches.min()):
                 raise ReplyRefusedError(NO_SUCH_BATCH)

@@ -107,10 +107,13 @@ class Stratify(Method):
         """Raise ``SpecError`` if masking lacks its extra, or if a setting does not fit the model or the mode."""
         check_masking(self.masking, config.strata)
         if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
-            problem = "Stratify's statistics are those of the federation's batches. Use 'average'."
+            problem = "Stratify computes BatchNorm's statistics over batches of all clients. Use 'average'."
             raise SpecError("training.batch_norm", problem, "local")
         if self.mode == "single":
-            problem = "has no effect without batches. Remove it, or use method.mode = 'batch' or 'hybrid'."
+            problem = (
+                "has no effect, because this mode does not use batches. Remove it, or use method.mode = "
+                "'batch' or 'hybrid'."
+            )
             for name, default in (("lr_rule", "none"), ("local_steps", 1)):
                 if getattr(self, name) != default:
                     raise SpecError(f"method.{name}", problem, getattr(self, name))

@@ -44,7 +44,10 @@ class SingleMode:
     def check(self, config: FederationConfig, mode: str = "single") -> None:
         """Raise ``SpecError`` if a setting does not allow training on single samples."""
         if config.privacy.min_samples > 1:
-            problem = f"method.mode = {mode!r} passes a model on after single samples. Use 1, or method.mode = 'batch'."
+            problem = (
+                f"method.mode = {mode!r} sends the model on after steps on single samples. Use 1, or "
+                "method.mode = 'batch'."
+            )
             raise SpecError("privacy.min_samples", problem, config.privacy.min_samples)
         if self.chunk_size * config.clients > MOST_CELLS:
             most = MOST_CELLS // config.clients
@@ -53,7 +56,7 @@ class SingleMode:
         if has_batchnorm(config.model.module):
             raise SpecError("method.mode", "BatchNorm cannot normalise batches of one sample. Use 'batch'.", mode)
         if config.training.momentum > 0:
-            problem = "momentum would have to travel with the model when single samples are trained. Use 0."
+            problem = "in single-sample mode, clients pass on the model without momentum. Use 0."
             raise SpecError("training.momentum", problem, config.training.momentum)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[SingleMode, tuple[float, float]]:

@@ -157,12 +157,14 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
     else:
         if held is None or held.version != delivery.base:
             has = "no model" if held is None else f"version {held.version}"
-            raise FedstrataError(f"the changes apply to version {delivery.base} of the model; this client has {has}")
+            raise FedstrataError(
+                f"the changes apply to version {delivery.base} of the model, but this client has {has}"
+            )
         digest = held.digest
         for change in delivery.changes:
             digest = digest_of(digest, change)
         if digest != delivery.digest:
-            raise FedstrataError(f"the changes lead to another model than version {delivery.version}")
+            raise FedstrataError(f"the changes do not give the model of version {delivery.version}")
         if digest not in shared:
             shared[digest] = renewed(held.params, delivery.changes, client.context.communication.down)
             while len(shared) > _MODELS:

@@ -550,7 +550,7 @@ class Communication(Setting):
         if isinstance(self.down, WithMemory):
             for key, usual in (("damping", 1.0), ("forget_after", None)):
                 if getattr(self.down, key) != usual:
-                    problem = "has no effect for models that the server sends. Remove it."
+                    problem = "has no effect on models that the server sends. Remove this key."
                     raise SpecError(f"down.{key}", problem, getattr(self.down, key))
         return self
 

@@ -90,10 +90,10 @@ class Reader:
         if self.first:
             unpack(answer.payload, self.forms)
             if answer.reply is not None:
-                raise ReplyRefusedError("the answer came before the second sum")
+                raise ReplyRefusedError("the reply contains the answer, which must come with the second sum")
             return
         if answer.reply is None:
-            raise ReplyRefusedError("the encoded update came without an answer")
+            raise ReplyRefusedError("the reply contains an encoded update, but not the answer to the request")
         change = self._decode(unpack(answer.payload, self.forms))
         if not all(map(finite, change.values())):
             raise ReplyRefusedError("the decoded update contains NaN or infinity")

@@ -162,7 +162,7 @@ def enrol(
         held, counts = {**before.held, **roll.held}, {**before.counts, **roll.counts}
         roll = replace(roll, held=held, counts=counts, totals=totals)
     if not roll.held:
-        raise QuorumError(f"no client could enrol, of {len(clients)} that were asked")
+        raise QuorumError(f"no client could enrol ({len(clients)} were asked)")
     reason = f"{len(roll.totals)} placeholders, masking {masking}"
     federation.note("enrolled", reason=f"{len(roll.held)} of {federation.config.clients} clients, {reason}")
     return roll

@@ -278,7 +278,9 @@ class Totals(Reply):
         """
         totals = self.totals.numpy()
         if (totals < holders).any() or (totals[holders == 0] != 0).any():
-            raise ReplyRefusedError("a total is smaller than its number of holders, or has no holder")
+            raise ReplyRefusedError(
+                "a total is smaller than the number of clients that hold the label, or no client holds the label"
+            )
 
 
 @record("OpenTotals")
@@ -336,4 +338,4 @@ class ShareReport(Request):
         """Refuse shares of less than one sample or of more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
-            raise ReplyRefusedError("a share is not in (0, 1], or is less than one sample")
+            raise ReplyRefusedError("a share is not in (0, 1], or stands for less than one sample")
