@@ -243,7 +243,7 @@ def attack(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> GradientAudit:
-    """Run rounds, and attack the gradients that clients send in them for their parts of batches (their samples).
+    """Run rounds, and attack the gradients that clients send in these rounds for their parts of batches.
 
     Args:
         prepared: The experiment.

@@ -170,7 +170,7 @@ def _send_again(
 
 
 def _as_computed(state: Mapping[str, Tree], weights: Weights) -> Weights:
-    """Return the client's model: the weights that it sent and, if it keeps them, BatchNorm's statistics."""
+    """Return the client's model: the weights that the client sent and, if it keeps some, its BatchNorm statistics."""
     return Weights(weights.params, {**weights.buffers, **state[BUFFERS]}) if BUFFERS in state else weights
 
 

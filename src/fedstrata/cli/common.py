@@ -230,7 +230,9 @@ def stamp() -> str:
 
 @contextmanager
 def run_folder(given: Path | None, name: str) -> Iterator[Path]:
-    """Yield the given folder or, without one, a new folder under ``runs``, which is removed at the end if it is empty.
+    """Yield the given folder.
+
+    If none is given, yield a new folder under ``runs``, and remove it at the end if it is empty.
 
     The folder is new even if several processes start in the same second.
 

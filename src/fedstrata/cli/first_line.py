@@ -14,7 +14,7 @@ from fedstrata.base.printable import print_lines
 
 
 def announce(options: argparse.Namespace, text: str) -> None:
-    """Print the line if a person watches: to a terminal, on standard error, and not with ``--quiet``."""
+    """Print the line on standard error, if this is a terminal and ``--quiet`` is not set."""
     if text and sys.stderr.isatty() and not options.quiet:
         print_lines(text, file=sys.stderr)
 

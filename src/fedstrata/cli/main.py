@@ -129,7 +129,7 @@ def _parse(whole: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 def _imports(allowed: bool) -> Iterator[None]:
     """Allow or refuse, during the ``with`` block, that a spec makes fedstrata import code.
 
-    If it is allowed, the code may be in the working directory.
+    If imports are allowed, the code may also be in the working directory.
     """
     if allowed and "" not in sys.path:
         sys.path.insert(0, "")

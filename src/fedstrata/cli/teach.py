@@ -117,7 +117,7 @@ NOT_BY_HAND = ("communication.codec", "evaluation.metrics", "callbacks", "data.s
 
 
 def _example(entry: dict[str, Any]) -> str:
-    """Return an example of ``--set`` for a key; the text is empty if ``--set`` cannot change the key."""
+    """Return an example of how ``--set`` changes a key, or an empty text if ``--set`` cannot change the key."""
     if entry["section"] in NOT_BY_HAND or entry["default"] == "{}":
         return ""
     value = "VALUE" if entry["default"] in ("required", "not set", "") else entry["default"]

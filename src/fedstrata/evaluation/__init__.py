@@ -1,1 +1,1 @@
-"""The evaluation of models: metrics, the samples that are held out for them, and the results of each client."""
+"""The evaluation of models: metrics, held-out samples, and the results of each client."""

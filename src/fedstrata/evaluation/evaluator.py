@@ -1,4 +1,4 @@
-"""One evaluation of a run: compute the metrics on all sets of samples, and return the columns of the round's record."""
+"""Evaluate a model: compute the metrics on all sets of samples, and return the columns of the round's record."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Evaluator:
         return replace(score, more=more, table=table)
 
     def _of_test(self, weights: Weights, more: dict[str, Any]) -> tuple[Score, Predictions | Rows]:
-        """Evaluate on the server's test set; add columns to ``more``, and return the score and the predictions."""
+        """Evaluate on the server's test set; add columns to ``more``; return the score and the predictions."""
         predictions = self._predict(weights)
         if self.settings.chosen or isinstance(predictions, Rows):
             more["test"] = self._values(predictions)
@@ -246,7 +246,7 @@ class Evaluator:
         return total, values if by_all else None, sizes
 
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
-        """Return the summary of metrics over all clients, with a second one for the clients in ``unheard`` alone.
+        """Return the summary of metrics over all clients, with a second summary over only the clients in ``unheard``.
 
         The second summary has the key ``unheard``.
         """

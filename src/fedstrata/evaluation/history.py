@@ -208,7 +208,7 @@ class History(Sequence[Record]):
         return rounds, values
 
     def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return what ``column`` returns, or two empty arrays if no round has a number in the column."""
+        """Return the rounds in which a column has a number, and these numbers; two empty arrays if there are none."""
         pairs = [(record["round"], value) for record in self if (value := number_in(record, name)) is not None]
         rounds = np.array([round for round, _ in pairs], dtype=np.int64)
         return rounds, np.array([value for _, value in pairs], dtype=np.float64)
@@ -225,7 +225,7 @@ class History(Sequence[Record]):
         return of_round | self.kept or None
 
     def final(self, name: str) -> float | None:
-        """Return the value that a column has for the model that the run saved; None if there is no number.
+        """Return the value of a column for the model that the run saved; None if there is no number.
 
         If the saved model is that of the last round, this is the last number of the column.
         """
@@ -234,13 +234,13 @@ class History(Sequence[Record]):
         return next((value for record in reversed(self) if (value := number_in(record, name)) is not None), None)
 
     def best(self, name: str) -> float | None:
-        """Return the value that a column has in the best round; None if the column has no number there."""
+        """Return the value of a column in the best round; None if the column has no number in this round."""
         best = self.best_round
         return next((number_in(record, name) for record in self if record["round"] == best), None)
 
     @property
     def final_accuracy(self) -> float | None:
-        """Test accuracy of the saved model, by default that of the last evaluated round; None without evaluation."""
+        """Test accuracy of the saved model, or else of the last evaluated round; None without evaluation."""
         return self.final("accuracy")
 
     @property
@@ -268,7 +268,7 @@ class History(Sequence[Record]):
         return int(rounds[best()]) if len(values) else None
 
     def rounds_to_target(self, target: float, metric: str = "accuracy") -> int | None:
-        """Return the first evaluated round that is at least as good as ``target`` on the test set; None if none is.
+        """Return the first evaluated round that reaches ``target`` on the test set; None if no round does.
 
         Args:
             target: A value of the metric.
@@ -459,7 +459,7 @@ def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def number_in(record: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of a record; None if it has none. ``"table.key"`` is the key of a nested table."""
+    """Return the number in a column of a record, or None. ``"table.key"`` names the key of a nested table."""
     value: Any = record.get(name)
     if value is None and "." in name:
         table, _, rest = name.partition(".")

@@ -1,4 +1,4 @@
-"""Samples that are held out of training: for validation, for a test at each client, and all samples of test clients.
+"""Samples that are held out of training: for validation, for tests at each client, and all samples of test clients.
 
 Within a client, the samples to hold out are spread over its labels. The choice depends only on the seed, the client
 and the sample, so that an additional client does not change which samples of the other clients are held out.
@@ -111,7 +111,7 @@ def hold_out(
     brought: Assignment | None = None,
     everybody: bool = True,
 ) -> tuple[Assignment, HeldOut]:
-    """Hold samples out of training, as the settings ask.
+    """Hold samples out of training, as the settings say.
 
     Args:
         settings: The settings of the evaluation.
@@ -156,8 +156,8 @@ def hold_out(
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
     """Return the data set's own test samples of each client.
 
-    The result is None if the clients do not come with the data, or if the data do not say to which client a test sample
-    belongs.
+    Return None if the clients are not those of the data set, or if the data set does not name the client of each test
+    sample.
     """
     if data.client_test is None or assignment.codes is None:
         return None
@@ -170,7 +170,7 @@ def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
 def split_each(
     assignment: Assignment, data: Dataset, share: float, seed: int, purpose: str, *, least: int
 ) -> tuple[Assignment, Assignment]:
-    """Take a share of each client's samples, spread over its labels.
+    """Take a share of each client's samples, so that each label keeps its share.
 
     Args:
         assignment: The samples of each client.

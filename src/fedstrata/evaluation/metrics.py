@@ -179,7 +179,7 @@ class Metric(Setting):
 
 
 class _ByClient(Metric):
-    """A base class of metrics that define ``by_client`` instead of ``of``: it computes all clients' values at once."""
+    """A base class of metrics that define ``by_client``, which computes the values of all clients at once."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -321,7 +321,7 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve, of the second of two classes, or the mean over more classes.
+    """Area under the ROC curve, of the second of two classes; with more classes, the mean over them.
 
     The curve of a class separates its samples from all others. The mean leaves out classes to which no sample or every
     sample belongs. Real sites send histograms of scores. The value is then approximate, and the record also has an
@@ -458,7 +458,7 @@ class ECE(_ByClient):
 
 
 class _OfRows(Metric):
-    """A base class of metrics that need all targets and predictions at once, and so do not add up."""
+    """A base class of metrics that need all targets and predictions at once, and cannot be computed from sums."""
 
     table = "rows"
 
@@ -481,7 +481,7 @@ class _OfRows(Metric):
 
 
 class MeanAveragePrecision(_OfRows):
-    """The mean of the labels' average precisions, for several labels per sample.
+    """Mean average precision over the labels, for tasks with several labels per sample.
 
     A label that no sample has is left out. Sites cannot compute it together, because it needs all predictions.
     """

@@ -114,12 +114,12 @@ class Evaluation(Setting):
 
     @property
     def labels(self) -> list[str]:
-        """The names of the metrics, as the records of the rounds use them."""
+        """The name of each metric, which is also the metric's key in the records of rounds."""
         return [metric.label for metric in self.metrics]
 
     @property
     def measured(self) -> list[str]:
-        """The names of everything that is measured: the accuracy, the loss and the metrics."""
+        """The names of all measured quantities: the accuracy, the loss and the metrics."""
         return list(dict.fromkeys(["accuracy", "loss", *self.labels]))
 
     @property

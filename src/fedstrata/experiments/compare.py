@@ -312,7 +312,7 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
 
 
 def run_to_end(spec: Experiment, folder: Path, callbacks: Sequence[Any] = (), **given: Any) -> None:
-    """Start or resume an experiment in its folder, and run it to its end; ``given`` is passed to ``carry_out``."""
+    """Start or resume an experiment in its folder, and run it to its end. ``given`` are arguments of ``carry_out``."""
     carry_out(spec, out=folder, resume=folder.exists(), callbacks=callbacks, **given)
 
 

@@ -99,7 +99,7 @@ def reference_runs(
 
 
 def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
-    """Return changes of ``training`` that let one client do as much work per round as all invited clients together.
+    """Return changes of ``training`` with which one client does as much work per round as all invited clients together.
 
     Args:
         spec: The federated experiment.

@@ -132,7 +132,10 @@ class Range:
         return min(max(float(f"{proposed:.4g}"), self.low), self.high)
 
     def propose(self, trial: optuna.trial.Trial, key: str) -> Any:
-        """Return the value that Optuna proposes for a key of a trial. Later calls for the trial return the same."""
+        """Return the value that Optuna proposes for a key of a trial.
+
+        Later calls for the trial return the same value.
+        """
         if self.kind == "choice":
             return self.value(trial.suggest_categorical(key, self.choices))
         if self.kind == "int":
@@ -152,7 +155,7 @@ def search(
     watch: Watcher | None = None,
     progress: bool = False,
 ) -> Sweep:
-    """Let Optuna propose settings, run them, and write one table and the best spec, also of each method.
+    """Let Optuna propose settings, run these, and write a table, the best spec, and the best spec of each method.
 
     A trial is one proposal, which runs with every seed. Its result is the mean over the seeds of the metric
     ``evaluation.primary`` on the validation samples, for the model that each run saves. A trial is pruned if its first
@@ -310,7 +313,7 @@ def opened(
 
 
 def trial_of(study: optuna.Study, number: int) -> optuna.trial.Trial:
-    """Return the trial with this number from a study that contains it."""
+    """Return the trial with this number from a study."""
     import optuna
 
     storage = study._storage
@@ -447,7 +450,10 @@ def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: C
 
 
 def runs_of(setup: Setup, number: int) -> list[History]:
-    """Return the histories of a trial's finished runs, one per seed; a pruned trial has only that of the first seed."""
+    """Return the histories of a trial's finished runs, one per seed.
+
+    A pruned trial has only the run of the first seed.
+    """
     folders = [setup.folder(number, seed) for seed in setup.seeds]
     return [History.load(folder) for folder in folders if (folder / SUMMARY).exists()]
 

@@ -1,4 +1,4 @@
-"""A sweep runs every combination (cell) of values of some settings, and finds the best on validation samples."""
+"""Run every combination (cell) of values of some settings, and find the best cell on validation samples."""
 
 from __future__ import annotations
 

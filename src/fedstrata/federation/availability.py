@@ -1,8 +1,8 @@
 """Availability models: they simulate which clients drop out of a round, and how fast clients are.
 
 Whether a client is online in a round depends only on the settings, the seed, the round and the client. It does not
-depend on how many other clients there are (except in ``SizeCorrelated``), or on which clients are invited. A run that
-is resumed therefore needs no state of these models.
+depend on how many other clients there are (except in ``SizeCorrelated``), or on which clients are invited. To resume a
+run, no state of these models is therefore needed.
 """
 
 from __future__ import annotations
@@ -228,8 +228,8 @@ class Grouped(Availability):
 class Combined(Availability):
     """Several models: a client is online in a round if it is online in each of them.
 
-    The models draw independently, so that their probabilities multiply. The common settings, such as ``deadline``, are
-    those of the first model.
+    The models draw independently, so the probability of being online is the product of their probabilities. The first
+    model sets the common settings, such as ``deadline``.
 
     Args:
         models: The models.

@@ -47,7 +47,7 @@ class Cyclic(Availability):
     period: PositiveInt = 100
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return for each client whether the round is in the part of its period in which it is online."""
+        """Return for each client whether the round lies in the online part of the client's period."""
         return in_cycles(np.full(len(clients), self.p), self.period, clients, round, seed)
 
 
@@ -88,7 +88,7 @@ def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, se
     """Return the states of two-state Markov chains, which are stationary from round 1.
 
     A chain goes online with probability 1 / ``offline_rounds``. If a spell online would then be shorter than one round
-    on average, it goes online with a smaller probability, and offline after each round online (FedAU,
+    on average, the chain goes online with a smaller probability, and goes offline after each round online (FedAU,
     arXiv:2306.03401).
 
     A round's uniform number either decides the state whatever it was before, or keeps (or flips) the state. The

@@ -93,7 +93,7 @@ class RelaySession(Protocol):
         """
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the last hop and its client's new state. It is not called after a ``Failure``."""
+        """Accept or reject the last hop and its client's new state. Do not call this method after a ``Failure``."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """Return the model after all accepted hops, and the complete reply or the failure of each of these hops."""
@@ -148,12 +148,15 @@ class Engine(ABC):
     def restore(self, round: int) -> None:
         """Reset the clients to the states that they had after ``round`` (0 for a new run).
 
-        It is called before the first exchange.
+        The loop over rounds calls this method before the first exchange.
         """
         return
 
     def save(self, round: int) -> None:
-        """Let the clients write their states after ``round`` to disk. It is called before each server checkpoint."""
+        """Let the clients write their states after ``round`` to disk.
+
+        The server calls this method before each checkpoint.
+        """
         return
 
     def events(self) -> Iterable[EngineEvent]:
@@ -179,7 +182,7 @@ class HopByHop:
         self._replies: list[Reply | Failure] = []
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
-        """Send the model to a client, and receive the new one."""
+        """Send the model to a client, and receive the model that the client trained."""
         self._moved = None
         outcome = self._engine.hop(client, task, self._weights)
         if isinstance(outcome, Failure):

@@ -137,7 +137,7 @@ class Exchanges:
     def reach_hop(self, client: ClientId, task: Request, model: int, work: Callable[[Any, int], float]) -> bool:
         """Return True if a task reaches the next client of a relay, in which a model travels from client to client.
 
-        The result is logged. It is found faster for a client that was already reached in this round.
+        The result is logged. The method is faster for a client that was already reached in this round.
 
         Args:
             client: The client.
@@ -262,9 +262,9 @@ class Exchanges:
         kinds: set[type[Request]],
         failures: list[tuple[ClientId, Failure]],
     ) -> None:
-        """Raise ``ClientsFailedError`` if the program seems to be at fault.
+        """Raise ``ClientsFailedError`` if the failures seem to have their cause in the program.
 
-        It seems so if all clients that were asked raised an exception, and no client has ever answered a request of
+        This is assumed if all clients that were asked raised an exception, and no client has ever answered a request of
         these classes. If the federation has at least two clients, at least two must have been asked.
 
         Args:

@@ -107,7 +107,7 @@ class Reply(Message):
         return self
 
     def has_update(self) -> bool:
-        """Return True if the reply contains an update; it does not if the client had no samples to train on."""
+        """Return True if the reply contains an update. It contains none if the client had no samples to train on."""
         return True
 
 
@@ -350,7 +350,8 @@ class Fit(TrainingRequest):
         message: The message that the objective sends from the server to the client.
         keep: Probability with which each sample is used in this round (data-level sampling).
         counts: Whether the reply may contain the number of samples that were used. With local differential privacy of
-            the clients' sizes it must not, because this number and ``keep`` would reveal a client's size.
+            the clients' sizes, the reply must not contain this number: together with ``keep``, it would reveal the
+            client's size.
     """
 
     rule = RequestRule("the model as its own training changed it")

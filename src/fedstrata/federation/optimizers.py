@@ -31,7 +31,7 @@ class LocalOptimizer(Setting):
 
     @property
     def label(self) -> str:
-        """The name in a spec."""
+        """The name of the optimiser in a spec."""
         return self.name
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Checks of replies: the server refuses a reply that fails one of them, and records the reason."""
+"""Checks of replies. If a reply fails a check, the server refuses the reply and records the reason."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
 
 
 def finite(leaf: Any) -> bool:
-    """Return True if a tensor, an array or a number holds neither NaN nor infinity."""
+    """Return True if a tensor, an array or a number contains neither NaN nor infinity."""
     if isinstance(leaf, Tensor):
         if not leaf.is_floating_point():
             return not leaf.is_complex() or finite(torch.view_as_real(leaf))

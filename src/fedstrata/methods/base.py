@@ -129,7 +129,7 @@ class RecipeState:
 
 
 class Parts(TypedDict, total=False):
-    """The choices in which a recipe differs from FedAvg; choices that are the same are missing."""
+    """The choices in which a recipe differs from FedAvg. Choices that equal those of FedAvg are missing."""
 
     client_sampler: ClientSampler
     data_sampler: DataSampler
@@ -143,7 +143,7 @@ CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 
 class Recipe(Method):
-    """A method that consists of four choices. A spec may replace each choice: by a name or by a table of settings.
+    """A method that consists of four choices. A spec may replace each choice by a name or by a table of settings.
 
     A subclass overrides ``parts``, which builds the choices that differ from FedAvg's from the subclass's settings. If
     a spec replaces all choices that a setting affects, it must not contain the setting.

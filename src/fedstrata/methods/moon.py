@@ -10,7 +10,7 @@ from fedstrata.objectives.moon import Contrastive
 
 
 class MOON(Recipe):
-    """FedAvg whose loss pulls features towards the global model's and away from the client's last model's."""
+    """FedAvg whose loss keeps features close to those of the global model, and apart from those of the last model."""
 
     paper = "Li, He and Song 2021, Model-Contrastive Federated Learning (CVPR)"
 

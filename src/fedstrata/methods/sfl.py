@@ -25,7 +25,7 @@ class SFLState:
 
 
 class SFL(Method):
-    """One model visits the round's clients in random order; each trains it for E epochs.
+    """One model visits the round's clients in random order, and each client trains it for E epochs.
 
     Models are not averaged, so that the model drifts towards the clients that it visited last. The drift grows with the
     differences between clients.

@@ -112,7 +112,10 @@ class Stage:
 
 
 class Objective(Setting):
-    """Base class of the objectives, whose hooks subclasses override; as it is, it minimises the loss of the task."""
+    """Base class of the objectives.
+
+    Subclasses override its hooks. The base class itself minimises the loss of the task.
+    """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the objective's own requests at a client; see ``fedstrata.clients.handling``."""

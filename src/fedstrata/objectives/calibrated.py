@@ -129,7 +129,7 @@ class Balanced(Calibrated):
     """Balanced softmax: the logarithm of the prior is added to the logits (ReBaFL, Eq. 8).
 
     The prior of a class is its share of the client's samples. Classes with prior 0 are excluded. A client with only one
-    class learns nothing (``idle_clients``).
+    class learns nothing; the metric ``idle_clients`` counts such clients.
     """
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:

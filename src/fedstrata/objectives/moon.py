@@ -38,7 +38,7 @@ def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: floa
 
 
 class Contrastive(PerSample):
-    """Cross-entropy + μ · contrastive loss: features move towards the global model's, away from the last model's.
+    """Cross-entropy plus μ times a loss that moves features towards the global model's, away from the last model's.
 
     The features are the head's input. The last model is the one that the client trained when it last took part; the
     client stores it between rounds. In a client's first round, the global model takes the place of the last model, so

@@ -80,7 +80,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
 
 
 def merged(first: Table, second: Table) -> Table:
-    """Return the first table, in which classes without a prototype get that of the second table (Eq. 18)."""
+    """Return the first table. A class without a prototype gets the prototype of the second table (Eq. 18)."""
     known = first["samples"] > 0
     return {
         "means": torch.where(known[:, None], first["means"], second["means"]),

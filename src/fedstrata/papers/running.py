@@ -153,7 +153,7 @@ def figures(history: History) -> dict[str, Any]:
 
 
 def about_strata(history: History, folder: Path) -> dict[str, Any]:
-    """Return what is known of the strata of a run; empty if its sampler has none.
+    """Return the recorded figures about the strata of a run; empty if the sampler has no strata.
 
     Returns:
         ``strata``: their number in the first round. ``undrawn``: the percentage of strata from which no client was

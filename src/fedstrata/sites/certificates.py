@@ -47,7 +47,7 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
 def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]:
     """Yield each problem with the certificates of a party (the server, a site or the administrator).
 
-    Each problem is a pair: True if the party cannot take part because of it, and a description.
+    Each problem is a pair: whether it prevents the party from taking part, and a description.
 
     Args:
         kit: The party's folder.

@@ -40,7 +40,7 @@ class Finding(NamedTuple):
     """The result of a check.
 
     Args:
-        state: ``ok``, ``warning``, or ``problem``, because of which the server or site cannot start.
+        state: ``ok``; ``warning``; or ``problem``, if the server or site cannot start.
         text: The result in words.
     """
 
@@ -61,7 +61,7 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
             problem, because the site may start for another job.
 
     Raises:
-        FedstrataError: ``kit`` is not such a folder.
+        FedstrataError: ``kit`` is not the folder of a party.
     """
     key_pair(kit)
     site = (kit / "startup" / "fed_client.json").exists()
@@ -96,7 +96,10 @@ def _settings(kit: Path) -> str:
 
 
 def _policy(kit: Path) -> str:
-    """Check that the site's policy file can be read. Without this check, an error in it would stop the first job."""
+    """Check that the site's policy file can be read.
+
+    Without this check, an error in the file would stop the first job.
+    """
     if not (kit / POLICY).exists():
         return f"policy: there is no {POLICY}, so the defaults apply: no job is approved"
     Policy.read(kit)
@@ -104,7 +107,7 @@ def _policy(kit: Path) -> str:
 
 
 def _job(kit: Path) -> str:
-    """Check whether the site accepts the job that its folder was made for."""
+    """Check whether the site accepts the job for which ``fedstrata deploy`` made the site's folder."""
     from fedstrata.sites.guard import declared
 
     settings, text = SiteSettings.read(kit), (kit / SPEC).read_text(encoding="utf-8")

@@ -64,7 +64,10 @@ _NO_LABELS = torch.empty(0, dtype=torch.int64)
 
 
 class UnusableDataError(DataError):
-    """A site's data do not fit the spec. The text of this error reveals nothing more, so it may leave the site."""
+    """An error about a site's data that do not fit the spec.
+
+    Its text discloses only this fact, so it may leave the site.
+    """
 
 
 def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = False) -> ClientContext:
@@ -76,7 +79,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
     Args:
         begin: The server's first message, which describes the run.
         data: The site's own data file; None if it has none.
-        keys: The keys with which clients mask their labels.
+        keys: The keys that clients use to mask their labels.
         tells: Whether the site sends the values of its metrics, in addition to the sums from which the server computes
             the metrics of all sites.
 
@@ -201,13 +204,16 @@ def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Da
 
 
 def _unfit(path: Path, public: str, private: str = "") -> DataError:
-    """Return an error about a site's file. Only its public text may leave the site; the site sees the private text."""
+    """Return an error about a site's file.
+
+    Its public text may leave the site; its private text is only for the site.
+    """
     return DataError(f"{path}: {private or public}").publicly(public)
 
 
 @contextmanager
 def _public_errors() -> Iterator[None]:
-    """Log any error of the ``with`` block, and raise an error with only the text that may leave the site."""
+    """Log any error of the ``with`` block. Then raise an error that contains only the text that may leave the site."""
     try:
         yield
     except Exception as error:

@@ -64,7 +64,7 @@ class SiteDirectory:
         self.excluded[site] = self._warned[site] = reason
 
     def record(self, site: str, error: FedstrataError | None) -> None:
-        """Note whether a site answered a message.
+        """Record whether a site answered a message.
 
         Args:
             site: The site.
@@ -110,7 +110,9 @@ class SiteDirectory:
         self._refuse_fewer(count)
 
     def gather(self) -> None:
-        """Make sure before an exchange that enough sites can be reached. If not, ``fewer`` says what to do.
+        """Check before an exchange whether enough sites can be reached.
+
+        If not, wait, continue or end the run, as ``fewer`` says.
 
         Raises:
             FedstrataError: Too few sites can be reached, and ``fewer`` is ``abort``.
@@ -122,8 +124,8 @@ class SiteDirectory:
     def require_enough(self, outcomes: Iterable[object]) -> None:
         """End the run after an exchange if too few sites answered.
 
-        Without this check, a run would rush through its remaining rounds without clients. It can be resumed when the
-        sites are back.
+        Without this check, a run would finish its remaining rounds without clients. A run that was ended can be resumed
+        when the sites are back.
 
         Args:
             outcomes: The answers and errors of the exchange. The error quotes them if all sites are unreachable.
@@ -145,7 +147,7 @@ class SiteDirectory:
         """End the run if waiting cannot help, because too many sites refuse all requests until the job ends.
 
         Args:
-            excluded: Those excluded sites that cannot take part again.
+            excluded: The excluded sites that cannot take part again.
 
         Raises:
             FedstrataError: Fewer sites than required are left, and ``fewer`` is not ``go-on``.
@@ -179,5 +181,5 @@ class SiteDirectory:
 
 
 def _listed(reasons: Iterable[str]) -> str:
-    """Return reasons as one text; each loses its full stop."""
+    """Return reasons as one text, without the full stop of each."""
     return "; ".join(reason.rstrip(".") for reason in reasons)

@@ -46,7 +46,7 @@ class Declaration:
         conceals: The facts about clients that the method keeps private.
         extremes: Whether the statistics contain minimum and maximum values; each is the value of a single sample.
         privacy: The spec's privacy settings: the smallest number of samples from which an answer is computed.
-        targets: Whether the statistics contain those of the labels, which the task needs.
+        targets: Whether the statistics also describe the labels, because the task needs this.
     """
 
     job: str

@@ -153,7 +153,7 @@ class NVFlareEngine(Engine):
         return outcomes
 
     def _note(self, kind: str, site: str, reason: str, clients: list[ClientId] | None = None) -> None:
-        """Add an event about some clients of a site; by default, about all of them."""
+        """Add an event about some clients of a site, by default about all its clients."""
         self._pending_events.append((kind, self.directory.clients_of(site) if clients is None else clients, reason))
 
     def restore(self, round: int) -> None:
@@ -280,7 +280,7 @@ class NVFlareEngine(Engine):
         return SiteRelay(self.messenger, self._relays, weights)
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Let the next message to each site say which of its clients' answers the server used."""
+        """Tell each site, with the next message to it, which of its clients' answers the server used."""
         counted = set(accepted)
         for site, clients in self._asked.items():
             ack = Commit(self.messenger.exchange, [client for client in clients if client in counted])

@@ -26,7 +26,8 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """Lets NVFlare check names against the server's list: at registration, at each heartbeat and when a job arrives.
 
     NVFlare compares the name that a connecting site states with its certificate only in one place, just after it asks
-    whether the name is disabled. Our list answers that question. In other places, a site could state a false name.
+    whether the name is disabled. NVFlare therefore asks our list. At other places in NVFlare, a site could state a
+    false name.
 
     Args:
         records: The folder of NVFlare's records, which is in the server's folder.
@@ -40,7 +41,7 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         self._lock = threading.Lock()  # heartbeats arrive in many threads, and a client must be logged out only once
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
-        """Let NVFlare check names against our list, and log out the clients that are not on it any more."""
+        """Let NVFlare check names against our list, and log out the clients that are no longer on the list."""
         if event_type not in _LOOKED_AT:
             return
         with self._lock:

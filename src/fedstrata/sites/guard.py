@@ -170,7 +170,7 @@ class Quota:
             pass
 
     def save_now_and_then(self) -> None:
-        """Save at most once per second, so that a site that is killed loses only the counts of about one second."""
+        """Save at most once per second. A site that is killed then loses only the counts of about one second."""
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 
@@ -255,7 +255,7 @@ class Match:
         position: The position of the run once the request is answered.
         digests: The hashes of all variants with which the request may be repeated if clients that add up tensors
             together failed; empty if each client answers on its own.
-        again: Whether the client already got this request, and gets it again because another client failed.
+        again: Whether the client got this request before, and gets it again because another client failed.
     """
 
     client: ClientId

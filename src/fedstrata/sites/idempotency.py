@@ -19,11 +19,14 @@ AT_WORK = -1
 
 
 class LateError(WireError):
-    """A question arrived after a later question, so the server does not need its answer any more."""
+    """An error about a question that arrived after a later one, so that the server no longer needs its answer."""
 
 
 class RequestCache:
-    """Computes the answer to every question once; a question that is repeated gets the same bytes."""
+    """A cache that computes the answer to every question once.
+
+    If a question is repeated, the same bytes are sent again.
+    """
 
     def __init__(self) -> None:
         self._turn, self._lock = threading.Lock(), threading.Lock()

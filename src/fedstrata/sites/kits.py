@@ -1,4 +1,4 @@
-"""Change NVFlare's start-up kits: make them private and movable, and their logs short.
+"""Adapt NVFlare's start-up kits: only their owner may read them, they can be moved, and their logs are short.
 
 A kit is the folder of one party (the server, a site or the administrator) with its certificate, settings and scripts.
 """

@@ -75,7 +75,7 @@ class Entry:
         samples: The number of samples behind the answer.
         bytes: The size of the answer in bytes.
         epsilon: The privacy budget ε that the answer spent; None without local differential privacy.
-        refused: The name of the limit because of which the site did not answer; empty if it answered.
+        refused: The name of the limit that stopped the answer; empty if the site answered.
         failed: The class name of the error that was raised instead of an answer; empty if there was an answer.
         to: The site that received the answer; empty for the server.
     """
@@ -165,7 +165,7 @@ class Checked:
     Args:
         entries: The entries before the first one that was changed.
         problems: Descriptions of missing or changed entries.
-        notes: Descriptions of what crashes left behind, which is not a problem.
+        notes: Descriptions of traces of crashes, which are not a problem.
     """
 
     entries: list[dict[str, Any]]

@@ -36,7 +36,7 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
         report: Is called with a text that contains the address of the page.
 
     Raises:
-        SpecError: ``folder`` is not such a folder, or the port cannot be used.
+        SpecError: ``folder`` is not one of these folders, or the port cannot be used.
         DataError: A file of the run is damaged.
         FedstrataError: The server refuses a request.
     """

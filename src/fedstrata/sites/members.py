@@ -52,7 +52,7 @@ def _read(kit: Path) -> _Lists:
 class Members:
     """The list of a running server. The file is read each time, because it may be edited.
 
-    While the file cannot be read, the last valid list counts. Without one, no site may connect.
+    While the file cannot be read, the last valid list counts. If there never was a valid list, no site may connect.
 
     Args:
         kit: The server's folder.

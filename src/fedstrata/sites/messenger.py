@@ -92,7 +92,10 @@ class Messenger:
             self._acks[site].append(ack)
 
     def ask(self, site: str, body: Message, *kinds: type[Message]) -> Any:
-        """Return a site's answer, which must be of one of the ``kinds``, or a ``FedstrataError`` if there is none."""
+        """Return a site's answer, which must be of one of the ``kinds``.
+
+        If there is no answer, return a ``FedstrataError``.
+        """
         self.directory.gather()
         return self._send(site, body, kinds, next(self._numbers))
 
@@ -139,7 +142,7 @@ class Messenger:
             directory.wait_for_any(wanted)
 
     def _complete(self, site: str, outcome: Any) -> Any:
-        """Fetch the answers of a site that did not fit into its first message, and return all its answers together."""
+        """Fetch those answers of a site that did not fit into its first message, and return all answers of the site."""
         while isinstance(outcome, wire.Answers) and outcome.left:
             rest = self._send(site, wire.More(self.exchange), (wire.Answers,), next(self._numbers))
             if isinstance(rest, FedstrataError):

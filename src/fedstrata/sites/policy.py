@@ -24,7 +24,7 @@ FILE = Path("local") / "policy.toml"
 
 
 class RuleError(FedstrataError):
-    """A site refuses a job or a request because of one of its limits.
+    """An error of a site that refuses a job or a request because of one of its limits.
 
     Args:
         rule: The name of the limit, such as a key of ``Policy``.
@@ -52,7 +52,7 @@ class Policy(Setting):
             (``within-policy``).
         approved: Hashes of specs, as ``fedstrata asks`` prints them. ``fedstrata approve`` adds a hash.
         methods: Names of the methods that may run. Default: all methods that declare their questions.
-        min_samples: Fewest samples from which anything that leaves the site is computed: a gradient for a batch of
+        min_samples: Fewest samples from which a value that leaves the site is computed: a gradient for a batch of
             Stratify, an update, a prototype, a count. A spec may require more.
         below: The behaviour of a client that has fewer samples in a batch of Stratify: ``hold-back`` uses them in a
             later batch, ``refuse`` does not answer. Other questions about fewer samples are never answered.
@@ -136,7 +136,7 @@ class Policy(Setting):
         Args:
             job: The hash of the job.
             answer: The answer, or a key that identifies it.
-            before: The earlier answers to all jobs; each of them may be given again.
+            before: The earlier answers to all jobs. The site may repeat these answers.
             topic: A description of the answers, for the message.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Start and end processes with their descendants. A signal reaches all of them, and all end when our own process ends.
+"""Start and end processes with their descendants. Signals reach all of these, and all end when our own process ends.
 
 ``python -m fedstrata.sites.processes COMMAND`` runs a command, and kills it if standard input is closed before it ends.
 """
@@ -18,8 +18,8 @@ from typing import Any
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a command in a new session that ends with this process, even if this process is killed by SIGKILL.
 
-    The command is started by a second process, the guard. It reads a pipe from this process, which the operating system
-    closes when this process ends. Then the guard kills the session.
+    A second process, the guard, starts the command. The guard reads a pipe from this process. When this process ends,
+    the operating system closes the pipe, and the guard kills the session.
 
     Args:
         command: The program and its arguments.

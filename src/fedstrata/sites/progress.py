@@ -192,7 +192,7 @@ class SiteProgress:
     """The progress of one site's work in a run, which is written to the site's folder.
 
     Args:
-        path: The file to which it is written.
+        path: The file to which the progress is written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -274,7 +274,7 @@ def _site_lines(table: Mapping[str, Any], quiet: str) -> list[str]:
 
 
 def _disk_lines(table: Mapping[str, Any]) -> list[str]:
-    """Return a warning if the disk of the server or site is full, because the shown progress may then be old."""
+    """Return a warning if the disk of the server or site is full: the shown progress may then be old."""
     free = table.get("disk_free", math.inf)
     if free >= DISK_FULL:
         return []

@@ -52,7 +52,7 @@ _RIGHTS = {
 
 
 def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | None = None) -> None:
-    """Write ``out/server``, ``out/admin`` (with the job) and one folder per site, each with a README.
+    """Write the folders ``out/server``, ``out/admin`` (with the job) and one folder for each site, all with a README.
 
     Args:
         spec: The experiment.

@@ -1,6 +1,6 @@
 """Run an experiment over sites in one process, to try it out before it runs on real machines.
 
-The sites' files are read and all messages are encoded as on real machines, and the result is the same.
+The sites' files are read, and all messages are encoded, as on real machines. The result is the same.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class _Hop:
     Args:
         site: The site of the client.
         client: The id of the client.
-        outcome: The client's reply, or a ``Failure`` once the model that it trained is lost.
+        outcome: The client's reply, or a ``Failure`` if the model that the client trained was lost.
         ticket: A secret with which only the site of the next client can fetch the model.
     """
 
@@ -105,7 +105,7 @@ class SiteRelay:
         return self._messenger.ask(site, body, Hopped, Unmoved)
 
     def keep(self, accepted: bool) -> None:
-        """Go on with the model that the last client trained if its reply is accepted, otherwise with the one before."""
+        """Continue with the last client's model if its reply is accepted, otherwise with the model before it."""
         if not accepted or self._last is None:
             return
         site, number = self._last.site, len(self._hops)

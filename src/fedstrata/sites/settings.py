@@ -111,8 +111,8 @@ class SiteSettings(Setting):
         states: The folder of the clients' states. Default: a folder inside the site's own folder.
         allow: Top-level packages, installed on this machine, from which a spec may name ``module:Class``.
         catalog: Data sets and files of this machine that a spec may name, in addition to scikit-learn's data sets.
-        tells: Whether the server may see metrics on this site's own samples (``evaluation.client_test``). It sees sums
-            over all sites in any case.
+        tells: Whether the server may see metrics on this site's own samples (``evaluation.client_test``). The server
+            always sees sums over all sites.
         simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, missing keys
             are created, specs may name any code, and the server sees the full text of errors.
     """

@@ -1,4 +1,4 @@
-"""A site: holds the data and states of its clients, and answers the server's messages to them."""
+"""A site, which holds the data and states of its clients, and answers the messages that the server sends to them."""
 
 from __future__ import annotations
 

@@ -280,11 +280,11 @@ class BatchPlan:
             raise ReplyRefusedError(NO_SUCH_BATCH)
 
     def _give_up(self, client: int, theirs: Ints, missing: Bools, held: Bools) -> Bools:
-        """Decide which of the positions that a client held back are given up, so that nobody trains them.
+        """Decide which of the positions that a client held back are given up: no client trains them.
 
-        A client holds a sample back if it has too few samples for a batch. A position is given up if the only unused
-        samples of its label are those that clients hold back. (Other clients could only train samples a second time.)
-        Other clients are asked to train the remaining positions.
+        A client holds a sample back if it has too few samples for a batch. A position is given up if clients hold back
+        all unused samples of its label. (Otherwise, a client would train a sample a second time.) Other clients are
+        asked to train the remaining positions.
 
         Args:
             client: The client.

@@ -184,7 +184,7 @@ def stepper_of(context: ClientContext, model: Model) -> Stepper:
 
 
 class _Last:
-    """A cache of the last stepper that was made, and of its model."""
+    """A cache of one stepper (an object that takes SGD steps) and its model: the last stepper that was made."""
 
     def __init__(self, _: ClientContext) -> None:
         self.model: Model | None = None

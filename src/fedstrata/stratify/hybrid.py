@@ -21,7 +21,7 @@ class HybridMode:
     stream: float
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if single samples cannot be trained, or if no round would train single samples."""
+        """Raise ``SpecError`` if training on single samples is impossible, or if there would be no such rounds."""
         self.singles.check(config, "hybrid")
         before, rounds = self.batch_rounds(config), config.training.rounds
         if before >= rounds:

@@ -156,7 +156,7 @@ class Stratify(Method):
 
     @property
     def _mode(self) -> BatchMode | SingleMode | HybridMode:
-        """The object that trains a round in the chosen mode."""
+        """The object that implements the chosen ``mode``, and trains the rounds."""
         singles = SingleMode(self.chunk_size, self.retain)
         if self.mode == "hybrid":
             return HybridMode(self._batches, singles, self.pretraining, self.stream)

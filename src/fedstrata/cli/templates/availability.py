@@ -10,7 +10,7 @@ import fedstrata as fs
 
 
 class Nights(fs.Availability):
-    """Clients in different time zones, which are online at night, and with a small probability by day.
+    """Clients are online at night, in their own time zone, and with a small probability by day.
 
     Args:
         day: The number of rounds in a day.

@@ -13,7 +13,7 @@ from fedstrata.federation.messages import Params
 
 
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
-    """Return the tensors of a client's update that are encoded, and those that are sent without encoding.
+    """Return the tensors of a client's update that are encoded, and the tensors that are sent without encoding.
 
     With error feedback, the errors of several rounds are added up. Tensors that a training objective sends in addition
     to the model, and that must not be added up, such as prototypes, are therefore sent without encoding.

@@ -1,4 +1,4 @@
-"""Codecs, which encode the change of a model in fewer bytes, and decode it.
+"""Codecs, which encode changes of a model in fewer bytes, and decode them.
 
 A *change* is a mapping from names to floating-point tensors, such as a model update or a gradient. A *payload* is an
 encoded change: a mapping from names to parts, which are tensors too. The shapes and dtypes of the parts (*forms*)
@@ -132,7 +132,7 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _exponent(tensor: Tensor) -> int:
     """Return the smallest e, from −128 to 127, with which all absolute values are at most 127 · 2ᵉ.
 
-    For the result of ``rounded`` it is the same e as for its argument.
+    The result of ``rounded`` has the same e as the argument of ``rounded``.
     """
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     if not math.isfinite(largest):
@@ -169,7 +169,7 @@ def _numbers(piece: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Uncompressed(Codec):
-    """The codec that sends tensors as they are."""
+    """Sends tensors without compression."""
 
     linear = True
 
@@ -263,8 +263,8 @@ class WithMemory(Codec):
     """A codec with error feedback: the sender adds the encoding error of a change to its next change.
 
     At any time, the changes decoded so far and the remaining error add up to the sum of all changes (Seide et al. 2014;
-    Karimireddy et al. 2019). If a client takes part rarely, its error comes from an old model, and adding it pulls the
-    new model towards the old one. ``damping`` and ``forget_after`` limit this effect.
+    Karimireddy et al. 2019). If a client takes part rarely, its error comes from an old model, and pulls the new model
+    towards the old one. ``damping`` and ``forget_after`` limit this effect.
 
     Args:
         damping: Factor by which the stored error is multiplied in each round.
@@ -377,7 +377,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return a client's term of the second sum: Q_k = M_kᵀ P for each matrix, and all other tensors, rounded."""
+        """Return client k's term of the second sum: Q_k = M_kᵀ P of each matrix M_k, and all other tensors, rounded."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()

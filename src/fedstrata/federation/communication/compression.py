@@ -103,7 +103,7 @@ class Reader:
             self.method_check(reply)
 
     def read(self, answer: EncodedReply) -> Reply:
-        """Decode the change of the model in an answer, and return the reply with it."""
+        """Decode the change of the model in an answer, and return the reply with the decoded change."""
         assert answer.reply is not None
         return answer.reply.merge_update(self.request.weights, self._decode(unpack(answer.payload, self.forms)))
 
@@ -209,8 +209,8 @@ class Compression:
     def _basis(self, codec: Codec, like: Params) -> Payload:
         """Return the matrices Q with which PowerSGD begins an exchange (see its class); empty for other codecs.
 
-        They come from the last exchange. In the first exchange, and if shapes have changed since the last one, they are
-        random.
+        The matrices come from the last exchange. In the first exchange, and if shapes have changed since the last
+        exchange, the matrices are random.
         """
         if not isinstance(codec, PowerSGD):
             return {}

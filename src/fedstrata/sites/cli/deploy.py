@@ -259,7 +259,7 @@ def _asks(options: argparse.Namespace) -> int:
 def _by_kit(kit: Path | None, options: argparse.Namespace) -> AbstractContextManager[None]:
     """Return a context manager in which a spec may name code only from the packages that a site's settings allow.
 
-    The settings are in the site's folder ``kit``. If it is None, or with ``--trust``, nothing is restricted.
+    The settings are in the site's folder ``kit``. If ``kit`` is None, or with ``--trust``, a spec may name any code.
     """
     from fedstrata.base.loading import only_from
     from fedstrata.sites.settings import SiteSettings

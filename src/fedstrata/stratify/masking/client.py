@@ -65,7 +65,7 @@ def presented(client: Client) -> tuple[Ints, Ints]:
 
 @handles(LabelReport)
 def report_labels(client: Client, request: LabelReport) -> LabelReply:
-    """Report the labels and the number of samples of each, without encryption."""
+    """Report the client's labels and the number of samples of each label, without encryption."""
     labels, counts = presented(client)
     return LabelReply(torch.from_numpy(labels), torch.from_numpy(counts))
 

@@ -105,7 +105,10 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
 
 
 def _per_placeholder(values: Held, held: Held, size: int) -> Ints:
-    """Return the sum of the clients' values for each placeholder, shape (size,); ``held`` has their placeholders."""
+    """Return the sum of the clients' values for each placeholder, shape (size,).
+
+    ``held`` maps clients to placeholders.
+    """
     sums = np.zeros(size, dtype=np.int64)
     for client, counts in values.items():
         sums[held[client]] += counts
