@@ -70,5 +70,5 @@ def test_the_length_of_features_is_the_heads():
     x = torch.randn(4, 1, 5, 5)
     found = class_means(model, model.params(), lambda: [Batch(x, torch.zeros(4, dtype=torch.int64))], 3)
     torch.testing.assert_close(found["means"][0], headed[0](x).flatten(1).mean(0).detach())
-    with pytest.raises(SpecError, match=r"^model\.head: the head '0' has no nn\.Linear"):
+    with pytest.raises(SpecError, match=r"^model\.head: the head '0' does not have an nn\.Linear"):
         feature_size(Model(nn.Sequential(nn.Conv2d(1, 3, 1), nn.Flatten()), head="0"))

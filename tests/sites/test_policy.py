@@ -196,7 +196,7 @@ def test_a_policy_reads_back_from_its_own_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("min_sample = 3", "min_sample = 3: is not a known key; did you mean 'min_samples'.*Use one of: jobs.*line 2"),
+        ("min_sample = 3", "min_sample = 3: is not a known key; did you mean 'min_samples'.*line 2.*Use one of: jobs"),
         ("min_samples = 0", "min_samples = 0: must be greater than 0.*line 2"),
         ('jobs = "some"', "jobs = 'some': .*'approved' or 'within-policy'.*line 2"),
         ("relay = 3", "relay = 3: .*'direct' or 'server'"),

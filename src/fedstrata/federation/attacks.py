@@ -56,7 +56,7 @@ class Attack(Setting):
             SpecError: A client does not exist, or ``share`` of the clients is none.
 
         >>> SignFlip(share=0.3).attackers(10, seed=0), SignFlip(clients=[7, 2]).attackers(10, seed=0)
-        ((3, 7, 8), (2, 7))
+        ((1, 5, 9), (2, 7))
         """
         if self.clients is not None:
             if (largest := max(self.clients)) >= clients:
