@@ -135,6 +135,6 @@ def test_every_combination_is_refused_with_a_reason_or_allowed():
 def test_what_stands_in_no_array_is_refused():
     """Two rows that the arrays hold as refused pairs: with the key and what is accepted."""
     private = c.plain(c.RECIPES, method="fedavg", client_sampler="weighted", data_sampler="fedstas private")
-    assert "method.client_sampler: asks for the clients' sizes" in str(c.refusal(private))
+    assert "method.client_sampler: needs the clients' numbers of samples" in str(c.refusal(private))
     drawn_once = c.plain(c.RECIPES, method="fedavg", client_sampler="weighted once", aggregator="horvitz-thompson")
     assert "Set it to true" in str(c.refusal(drawn_once))
