@@ -16,6 +16,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
+from fedstrata.clients.client import Client
 from fedstrata.clients.training.private import CHUNK, NoisyGradient, poisson_draws
 from fedstrata.evaluation.summary import summary_lines
 from fedstrata.federation.settings import DPSGD, Training
@@ -23,6 +24,7 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, CrossEntropy
 from fedstrata.runs.accountant import Accountant
 from fedstrata.runs.dp_checks import check_privacy
+from fedstrata.runs.simulation import make_context
 
 TABLE: dict[str, Any] = {
     "data": {"name": "digits", "limit": 400},
@@ -88,8 +90,8 @@ def test_one_sample_changes_the_sum_by_at_most_the_largest_norm(x, clip):
 
 
 def test_each_sample_is_drawn_with_its_probability():
-    training = Training(local_steps=4000, batch_size=5)
-    draws = list(poisson_draws(training, 20, np.random.default_rng(0)))
+    client = Client(0, make_context(fs.prepare(spec())))
+    draws = list(poisson_draws(client, Training(local_steps=4000, batch_size=5), 1, 20))
     counts = np.bincount(np.concatenate(draws), minlength=20) / len(draws)
     assert np.abs(counts - 0.25).max() < 0.03
     assert len({len(draw) for draw in draws}) > 5

@@ -99,7 +99,8 @@ class Aggregator(Setting):
         if not replies:
             return weights, state
         answers = list(replies.values())
-        a = self.weigh(selection, returned_of(selection, replies), answers)
+        returned = np.searchsorted(selection.clients, np.fromiter(replies, dtype=np.int64))
+        a = self.weigh(selection, returned, answers)
         if not a.any():
             return weights, state
         update = weighted_update(weights.params, [reply.weights.params for reply in answers], a)
@@ -130,11 +131,6 @@ class Aggregator(Setting):
         params, state = self.server.apply(weights.params, update, state, selection.round, selection.rounds)
         buffers = weights.buffers and mean_buffers(weights.buffers, [reply.weights.buffers for reply in answers], a)
         return Weights(params, buffers), state
-
-
-def returned_of(selection: Selection, replies: Mapping[int, FitReply]) -> Ints:
-    """Return the clients that replied, as indices into ``selection.clients``, shape (r,)."""
-    return np.searchsorted(selection.clients, np.fromiter(replies, dtype=np.int64))
 
 
 def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Params:

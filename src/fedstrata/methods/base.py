@@ -337,14 +337,15 @@ class Recipe(Method):
 
         request = Fit(federation.round, weights, objective.message(state.objective), keep, counts=not data.private)
         replies = self.train_clients(federation, invited, request)
-        if reason := aggregator.shortage(len(replies)):
-            federation.note("too few replies", replies, reason)
-
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
+        if combined is weights and (reason := aggregator.shortage(len(replies))):
+            federation.note("too few replies", replies, reason)
         # Restore parameters that clients do not train or send: a server optimiser with weight decay would change them.
         model = config.model
         frozen = {
-            n: w for n, w in weights.params.items() if not objective.trains(n, model) or objective.stays(n, model)
+            n: w
+            for n, w in weights.params.items()
+            if not objective.trains(n, model) or (objective.has_stages and objective.stays(n, model))
         }
         combined = Weights(combined.params | frozen, combined.buffers) if frozen else combined
         answers = list(replies.values())
@@ -367,12 +368,13 @@ class Recipe(Method):
 
     def train_clients(self, federation: Federation, clients: Sequence[int], request: Fit) -> dict[int, FitReply]:
         """Ask the invited clients to train, and return their replies."""
-        expected, training = self.objective.expected(request.weights, federation.config), federation.config.training
-        work = partial(self.objective.sample_gradients, training)
+        objective, training = self.objective, federation.config.training
+        expected = objective.expected(request.weights, federation.config)
+        staged = partial(objective.sample_gradients, training)
         return federation.ask(
             clients,
             request,
-            work=partial(work, keep=request.keep),
+            work=partial(staged if objective.has_stages else training.sample_gradients, keep=request.keep),
             check=partial(check_message, expected=expected),
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
@@ -199,6 +200,11 @@ class Objective(Setting):
         return {}
 
     # Hooks that run on a client.
+
+    @cached_property
+    def has_stages(self) -> bool:
+        """Whether clients train in several stages, or keep layers of their own."""
+        return not is_plain(self, "first_stage", "personal_stage", "stays")
 
     def first_stage(self) -> Stage | None:
         """Return the stage in which clients train before this objective, which starts at its result; None for none."""

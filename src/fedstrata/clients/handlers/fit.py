@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -11,7 +9,7 @@ from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
 from fedstrata.clients.training.devices import on_device
 from fedstrata.clients.training.local import OBJECTIVE, LocalData, Outcome, train
-from fedstrata.clients.training.personal import first_trained, keep_layers, train_personal, with_kept_layers
+from fedstrata.clients.training.personal import LAYERS, train_in_stages, with_kept_layers
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, WeightedFitReply, Weights
 from fedstrata.sampling.messages import Compress, LossReport
@@ -28,10 +26,11 @@ def fit(client: Client, request: Fit) -> FitReply:
         chosen = chosen[client.rng("keep", request.round).random(len(chosen)) < request.keep]
     client.authorize_update(len(chosen))
     data = LocalData(client, chosen, client.context.cached(on_device).device)
-    weights, seen = first_trained(client, weights, data, request.round)
-    outcome = train(client, weights, data, round=request.round, message=request.message)
-    seen += train_personal(client, weights, data, request.round)
-    reply = fit_reply(client, request, len(chosen), replace(outcome, seen=outcome.seen + seen))
+    if client.context.objective.has_stages:
+        outcome = train_in_stages(client, weights, data, request)
+    else:
+        outcome = train(client, weights, data, round=request.round, message=request.message)
+    reply = fit_reply(client, request, len(chosen), outcome)
     return weighted(reply, data) if client.context.config.task.weighted and request.counts else reply
 
 
@@ -43,7 +42,7 @@ def weighted(reply: FitReply, data: LocalData) -> FitReply:
 def starting_point(client: Client, request: Fit | Compress | LossReport | Evaluate) -> Weights:
     """Return the model of a request, with the layers and the BatchNorm statistics that the client keeps."""
     local = client.context.config.training.batch_norm == "local"
-    sent = with_kept_layers(client, request.weights)
+    sent = with_kept_layers(client, request.weights) if LAYERS in client.state else request.weights
     kept = client.state.get(BUFFERS)
     return Weights(sent.params, {**sent.buffers, **kept}) if local and isinstance(kept, dict) else sent
 
@@ -59,7 +58,7 @@ def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> F
     """
     if outcome.kept is not None:
         client.state[OBJECTIVE] = outcome.kept
-    result = keep_layers(client, outcome.weights, request.weights)
+    result = outcome.weights
     if client.context.config.training.batch_norm == "local" and (names := client.context.cached(statistics)):
         # The client keeps its own statistics. The reply contains the request's statistics instead.
         client.state[BUFFERS] = {name: b for name, b in result.buffers.items() if name in names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -261,22 +262,15 @@ def train(
             params = {name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.params.items()}
         batches = data.shuffled(training, client.rng("batches", round), setup.pairs)
         if config.privacy.dp is not None:
-            batches = map(data.batch, poisson_draws(training, len(data), client.rng("batches", round)))
+            batches = map(data.batch, poisson_draws(client, training, round, len(data)))
         if config.augment is not None:
             batches = augmented_batches(client, batches, round)
         if config.privacy.dp is None:
-            losses, seen, optimizer_state = _descend(
-                setup, model, params, objective, context, training, batches, optimizer_state
-            )
+            descend = partial(_descend, setup, model, params, objective)
         else:
-            names = list(filter(setup.trained.__contains__, params))
-            expected = min(training.batch_size, len(data))
-            noise = torch.Generator().manual_seed(int(client.rng("noise", round).integers(2**63)))
-            gradient = NoisyGradient(model, objective, context, config.privacy.dp, expected, noise)
-            steps = steps_of(training, context.lr, [params[name] for name in names], optimizer_state)
-            losses = descend_privately(gradient, params, names, steps, batches)
-            # Neither the number of drawn samples nor their loss may leave the client.
-            seen, optimizer_state = len(losses) * expected, steps.state()
+            noisy = NoisyGradient.of(client, model, objective, context, round, len(data))
+            descend = partial(descend_privately, noisy, params, setup.trained)
+        losses, seen, optimizer_state = descend(context, training, batches, optimizer_state)
         after = Weights(params, weights.buffers)
         if setup.chain is None:
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())

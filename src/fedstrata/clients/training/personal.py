@@ -10,8 +10,8 @@ from typing import Any
 from fedstrata.base.rng import rng
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.training.devices import on_device
-from fedstrata.clients.training.local import LocalData, train
-from fedstrata.federation.messages import Weights
+from fedstrata.clients.training.local import LocalData, Outcome, train
+from fedstrata.federation.messages import Fit, Weights
 from fedstrata.objectives.base import is_plain
 
 LAYERS = "layers"
@@ -26,6 +26,26 @@ def with_kept_layers(client: Client, weights: Weights) -> Weights:
     kept = client.state.get(LAYERS)
     # Checkpoints do not store the memory format of tensors, which affects rounding in convolutions.
     return Weights(weights.params | client.model.laid_out(kept), weights.buffers) if isinstance(kept, dict) else weights
+
+
+def train_in_stages(client: Client, weights: Weights, data: LocalData, request: Fit) -> Outcome:
+    """Train all stages of a round, and store the layers that the client keeps; see ``train``.
+
+    Args:
+        client: The client.
+        weights: The model to start with.
+        data: The samples to train on.
+        request: The request.
+
+    Returns:
+        The outcome of the objective's own training, with the samples of all stages, and with the received values of the
+        layers that the client keeps.
+    """
+    start, before = first_trained(client, weights, data, request.round)
+    outcome = train(client, start, data, round=request.round, message=request.message)
+    after = train_personal(client, start, data, request.round)
+    result = keep_layers(client, outcome.weights, request.weights)
+    return replace(outcome, weights=result, seen=before + outcome.seen + after)
 
 
 def keep_layers(client: Client, trained: Weights, received: Weights) -> Weights:

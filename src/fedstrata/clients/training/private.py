@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from fedstrata.base.inputs import Inputs, each
-from fedstrata.clients.training.sgd import SGD, Tensors
-from fedstrata.clients.training.steps import TorchSteps
+from fedstrata.base.records import Tree
+from fedstrata.clients.client import Client
+from fedstrata.clients.training.sgd import Tensors
+from fedstrata.clients.training.steps import steps_of
 from fedstrata.federation.messages import Params
 from fedstrata.federation.settings import DPSGD, Training
 from fedstrata.models.model import Model
@@ -23,14 +25,16 @@ CHUNK = 32
 """The largest number of samples whose gradients are in memory at the same time."""
 
 
-def poisson_draws(training: Training, samples: int, generator: np.random.Generator) -> Iterator[NDArray[np.int64]]:
+def poisson_draws(client: Client, training: Training, round: int, samples: int) -> Iterator[NDArray[np.int64]]:
     """Yield the positions of the samples of each step of a round; a step may have no sample.
 
     Args:
+        client: The client, which draws by its own random numbers.
         training: The settings of local training, which give the probability of a sample and the number of steps.
+        round: The round, counted from 1.
         samples: The client's number of samples.
-        generator: The source of the draws.
     """
+    generator = client.rng("batches", round)
     rate, steps = training.poisson(samples)
     for _ in range(steps):
         yield np.flatnonzero(generator.random(samples) < rate)
@@ -58,6 +62,16 @@ class NoisyGradient:
     dp: DPSGD
     expected: float
     generator: torch.Generator
+
+    @classmethod
+    def of(
+        cls, client: Client, model: Model, objective: Objective, context: Context, round: int, samples: int
+    ) -> NoisyGradient:
+        """Return the gradient with which a client with this number of samples trains in a round."""
+        config = client.context.config
+        assert config.privacy.dp is not None
+        generator = torch.Generator().manual_seed(int(client.rng("noise", round).integers(2**63)))
+        return cls(model, objective, context, config.privacy.dp, min(config.training.batch_size, samples), generator)
 
     def __call__(self, params: Params, names: list[str], batch: Batch) -> tuple[Tensor, Tensors]:
         """Return the mean loss over a batch, which must not leave the client, and the noisy gradient.
@@ -103,20 +117,37 @@ class NoisyGradient:
 
 
 def descend_privately(
-    gradient: NoisyGradient, params: Params, names: list[str], steps: SGD | TorchSteps, batches: Iterable[Batch]
-) -> list[Tensor]:
+    gradient: NoisyGradient,
+    params: Params,
+    trained: Collection[str],
+    context: Context,
+    training: Training,
+    batches: Iterable[Batch],
+    optimizer_state: Tree,
+) -> tuple[list[Tensor], int, Tree]:
     """Take one step on each batch; the parameters change in place.
 
     The objective's correction and the optimiser's own terms, such as weight decay, are added after the noise.
 
+    Args:
+        gradient: The noisy gradient.
+        params: All parameters by name.
+        trained: The names of the parameters that are trained.
+        context: The arguments of the loss.
+        training: The settings of local training.
+        batches: The samples of each step.
+        optimizer_state: The state with which the optimiser starts.
+
     Returns:
-        The loss before each step.
+        The loss before each step, the total number of samples that were expected in all batches, and the new state of
+        the optimiser. The losses must not leave the client.
     """
-    losses = []
-    trained = [params[name] for name in names]
+    names = [name for name in params if name in trained]
+    values, losses = [params[name] for name in names], list[Tensor]()
+    steps = steps_of(training, context.lr, values, optimizer_state)
     for batch in batches:
         loss, noisy = gradient(params, names, batch)
-        correction = gradient.objective.correction(params, gradient.context)
-        steps.step(trained, noisy, None if correction is None else [correction[name] for name in names])
+        correction = gradient.objective.correction(params, context)
+        steps.step(values, noisy, None if correction is None else [correction[name] for name in names])
         losses.append(loss)
-    return losses
+    return losses, int(len(losses) * gradient.expected), steps.state()
