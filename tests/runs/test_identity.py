@@ -120,7 +120,7 @@ def test_more_rounds_are_refused_where_their_number_decides_every_round(
     tmp_path: Path, table: dict[str, Any], why: str
 ) -> None:
     fs.run(spec(**table), out=tmp_path / "run")
-    with pytest.raises(SpecError, match=f"{why}.* every round depends on their number"):
+    with pytest.raises(SpecError, match=f"{why}.* every round depends on the number of rounds"):
         fs.run(
             spec(**{**table, "training": {**table.get("training", {}), "rounds": 3}}), out=tmp_path / "run", resume=True
         )

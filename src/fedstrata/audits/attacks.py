@@ -1,7 +1,8 @@
 """Attacks of an honest but curious server that reconstruct an image from a feature vector (ReBaFL §5.6).
 
 The attacker knows the client's model, the feature (such as a prototype, which is the mean feature of a class), and the
-class. It also has similar images of its own, which no client holds ("held-out images"), but no image of a client.
+class. The attacker also has similar images of its own, which no client holds ("held-out images"), but no image of a
+client.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
     """Return a function that optimises an image until its feature f(x) is near the given feature h.
 
     With Adam over the logits of the pixels, it minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation
-    (Mahendran & Vedaldi 2015). It starts from the mean held-out image of the class. α is the one of ``PRIORS`` that
-    reconstructs held-out images best.
+    (Mahendran & Vedaldi 2015). It starts from the mean held-out image of the class. α is the value in ``PRIORS`` with
+    which held-out images are reconstructed best.
 
     Args:
         view: The attacker's knowledge.

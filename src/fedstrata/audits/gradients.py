@@ -291,8 +291,8 @@ def _require_parts(prepared: Prepared) -> None:
     if has_batchnorm(prepared.config.model.module):
         raise SpecError(
             "model",
-            "with BatchNorm, a client's gradient depends on the samples of other clients. Use a model without "
-            "BatchNorm.",
+            "has BatchNorm layers, so a client's gradient depends on other clients' samples. Use a run whose model "
+            "does not have them.",
         )
     if getattr(spec.method, "local_steps", 1) != 1:
         raise SpecError("method.local_steps", "the audit requires one gradient step per batch. Use 1.")
@@ -409,8 +409,8 @@ class Layers:
         if getattr(end, "bias", None) is None:
             raise SpecError(
                 "model",
-                "the audit reads labels from the bias of the last layer, which has no bias. Use a model whose last "
-                "layer has one.",
+                "the audit reads labels from the bias of the last layer, but this layer does not have a bias. Use a "
+                "run with another model.",
                 last,
             )
         linear = isinstance(begin, nn.Linear) and begin.in_features == features and begin.bias is not None

@@ -102,8 +102,8 @@ with warnings.catch_warnings():
             for key in ("shape", "range"):
                 if getattr(self, key) is not None and (self.schema is not None or self.shape is None):
                     problem = (
-                        "is for arrays, and requires shape and classes. For a table, set the range of each column in "
-                        "data.schema."
+                        "works only for arrays that data.shape and data.classes describe. For a table, set the range "
+                        "of each column in data.schema."
                     )
                     raise SpecError(key, problem, list(getattr(self, key)))
             if self.shift is not None and self.scale is not None and len(self.shift) != len(self.scale):

@@ -58,7 +58,8 @@ class Evaluator:
         data: The data set, on the same device; it has no test samples if only real sites hold some.
         held: The samples that were held out of training.
         clients: N, the number of clients.
-        batch_statistics: Whether BatchNorm normalises with the statistics of each batch, and not with running ones.
+        batch_statistics: Whether BatchNorm normalises with the statistics of each batch, and not with running
+            statistics.
         remote: Whether the clients' samples are at real sites.
     """
 

@@ -122,7 +122,7 @@ class History(Sequence[Record]):
         """Load the history of a run from its folder; if the run has not ended, the history has no ``params``.
 
         Raises:
-            DataError: It is not a run folder, or a file in it is damaged.
+            DataError: The folder is not a run folder, or a file in it is damaged.
         """
         folder = Path(folder)
         if not (folder / "metrics.jsonl").is_file():
@@ -225,9 +225,9 @@ class History(Sequence[Record]):
         return of_round | self.kept or None
 
     def final(self, name: str) -> float | None:
-        """Return the value of a column for the model that the run saved; None if there is no number.
+        """Return the value of a column for the saved model; None if the column has no number.
 
-        If the saved model is that of the last round, this is the last number of the column.
+        If the model of the last round was saved, this is the last number of the column.
         """
         if (saved := self.saved) is not None:
             return number_in(saved, name)
@@ -509,7 +509,7 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _targets(targets: Any) -> dict[str, Any]:
     """Return the arguments of ``History`` for a spec's targets.
 
-    These are a list of accuracies, or a mapping from each metric to its list.
+    Targets are a list of accuracies, or a mapping from each metric to a list of values.
     """
     if not isinstance(targets, dict):
         return {"targets": targets, "metric_targets": {}}

@@ -90,7 +90,7 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
 def without(data: Dataset, held: Ints) -> tuple[Dataset, Ints]:
     """Return the data set without the training samples ``held``, and the indices of the samples that are left.
 
-    It has no inputs if they are memory-mapped, because their copies may be larger than the memory.
+    If the inputs are memory-mapped, the result has no inputs, because a copy of them may be larger than the memory.
     """
     left = np.setdiff1d(np.arange(data.train_size), held)
     kept: dict[str, Any] = {}
@@ -120,8 +120,10 @@ def hold_out(
         seed: The experiment's seed.
         validation: The validation samples, if they were held out before the partition. If None, they are held out from
             each client.
-        brought: Test samples of each client that a real site or the data set provides; then no others are held out.
-        everybody: Whether ``assignment`` contains the samples of all clients; a real site knows only its own clients'.
+        brought: Test samples of each client that a real site or the data set provides. If set, no other test samples
+            are held out.
+        everybody: Whether ``assignment`` contains the samples of all clients. A real site knows only the samples of its
+            own clients.
 
     Returns:
         The samples of each client to train on, and the samples that are held out.
@@ -132,10 +134,7 @@ def hold_out(
     test_clients, numbers, own_test, own_validation = None, None, brought, None
     if settings.test_clients is not None:
         if not everybody:
-            problem = (
-                "has no effect, because every client is a real site. Remove it, and leave out sites that must "
-                "not train."
-            )
+            problem = "has no effect at real sites. Remove it, and do not invite the sites that must not train."
             raise SpecError("evaluation.test_clients", problem, settings.test_clients)
         training, testing = _deal_clients(len(assignment), settings.test_clients, seed)
         numbers = np.concatenate([training, testing])

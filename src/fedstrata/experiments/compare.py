@@ -41,7 +41,7 @@ Watcher = Callable[[str, int, int], None]
 class Comparison(dict[str, list[History]]):
     """The histories of a comparison: a mapping from labels to the runs of each label, in the order of the seeds.
 
-    A notebook shows it as a table.
+    Notebooks show a comparison as a table.
     """
 
     def to_frame(self) -> DataFrame:
@@ -93,8 +93,9 @@ def compare(
             are means over the clients), and ``"centralised"``, in which one client trains on all samples. See
             ``fedstrata.experiments.references``.
         jobs: The number of simultaneous runs, each in its own process. Default: the number of processors, or 1 if the
-            engine is not ``local``. Results do not depend on it. If you pass data, a model or classes that only this
-            program defines, the processes are forks of this process. If it cannot fork, one run follows another in it.
+            engine is not ``local``. Results do not depend on this number. If you pass data, a model or classes that
+            only this program defines, the processes are forks of this process. If this process cannot fork, it executes
+            one run after another.
         watch: A function that is called with the progress of each run; see ``Watcher``.
         progress: Show the progress: bars in a terminal and in a notebook, otherwise a line from time to time.
         report: Whether to write a report into ``out``: tables, figures and an HTML page about all runs.
@@ -298,8 +299,8 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
         in_memory: Whether the caller passes data or a model.
 
     Returns:
-        False to use new processes, and True to use forks of this process. None if forks are needed but not possible, so
-        that the runs must follow one another in this process.
+        False to use new processes, and True to use forks of this process. None if forks are needed but not possible;
+        the runs then follow one another in this process.
     """
     specs = list(specs)
     if not in_memory and not any(part in spec.to_toml() for spec in specs for part in ("__main__:", "<locals>")):

@@ -1,9 +1,9 @@
 """References for federated methods: local training of each client, and centralised training on all samples.
 
-A reference shows how much federated training improves on training without it, or loses. Its runs use the data, the
-model and the training settings of an experiment, but have only one client (the partition ``SingleClient``). This client
-has the samples of all clients (``centralised``, one run), or those of one client (``local``, one run per client).
-``fold`` combines the runs of a reference into one run folder.
+A reference shows how much better or worse federated training is than training without a federation. The runs of a
+reference use the data, the model and the training settings of an experiment, but have only one client (the partition
+``SingleClient``). This client has the samples of all clients (``centralised``, one run), or those of one client
+(``local``, one run per client). ``fold`` combines the runs of a reference into one run folder.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def reference_runs(
 ) -> dict[str, Experiment]:
     """Return the experiments of a reference, as a mapping from the name of each run to its experiment.
 
-    The name of a run is also that of its folder. ``centralised`` has one run, ``everything``. In a round, it computes
-    the gradients of as many samples as all invited clients of the federated experiment do on average. ``local`` has a
-    run ``client-K`` for every client, in which the client trains in every round. All other settings, such as the
-    learning rate, are those of the first experiment.
+    The name of a run is also the name of its folder. ``centralised`` has one run, ``everything``. In a round, it
+    computes the gradients of as many samples as all invited clients of the federated experiment do on average.
+    ``local`` has a run ``client-K`` for every client, in which the client trains in every round. All other settings,
+    such as the learning rate, are those of the first experiment.
 
     Args:
         name: A name in ``REFERENCES``.

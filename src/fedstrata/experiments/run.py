@@ -44,8 +44,8 @@ def run(
         progress: Show the progress: a bar in a terminal and in a notebook, otherwise a line from time to time.
 
     Returns:
-        The records of the rounds. ``params`` holds the final model's parameters and buffers. ``warning`` is a text if
-        the server could not use any reply of a client, in all rounds or from some round on; otherwise it is empty.
+        The records of the rounds. ``params`` holds the final model's parameters and buffers. ``warning`` is empty,
+        unless the server could not use any client's reply from some round to the end.
 
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.

@@ -242,7 +242,7 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Return the spec's experiment if the search space is valid.
 
-    This builds an experiment for each end of each range; its other settings have the first ends of their ranges.
+    For each end of each range, an experiment is built whose other settings have the first ends of their ranges.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -267,7 +267,7 @@ def opened(
 
     Args:
         path: The file. It is created if it does not exist and ``identity`` is given.
-        identity: The attributes that the study must have, so that another search does not continue it.
+        identity: The attributes that the study must have, so that another search does not continue the study.
         direction: ``"maximize"`` or ``"minimize"``; a study that exists keeps its own direction.
 
     Raises:
@@ -407,7 +407,7 @@ def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSa
 
 
 def run_trial(setup: Setup, number: int, text: str, watch: Watcher | None = None) -> None:
-    """Run a trial with every seed, but only with the first seed if that run is pruned.
+    """Run a trial with every seed; if the run of the first seed is pruned, omit the others.
 
     Args:
         setup: The settings of the search.

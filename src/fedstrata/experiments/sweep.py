@@ -235,7 +235,8 @@ def figures(result: Sweep) -> dict[str, Any]:
 def to_markdown(result: Sweep) -> str:
     """Return a Markdown table with a row per cell, and a sentence about the best cell and its test result.
 
-    If the cells have several methods, and a method has several cells, the best cell of each method follows.
+    If the cells differ in their method, and a method has several cells, the best cell of each method follows below the
+    table.
     """
     headings, lines = _lines(result)
     left = len(_keys(result))

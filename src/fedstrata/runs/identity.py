@@ -178,8 +178,8 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
         changes.append(f"{key} was {was!r} and is {will!r}")
     if any(change.startswith("training.rounds ") for change in changes) and (why := _rounds_decide(new)):
         problem = (
-            f"the run in this folder has {old['training.rounds']} rounds, and with {why} every round depends on their "
-            f"number{advice}"
+            f"the run in this folder has {old['training.rounds']} rounds, and with {why} every round depends on the "
+            f"number of rounds{advice}"
         )
         raise SpecError("training.rounds", problem, new["training.rounds"])
     for key, what in (("data", "data"), ("model", "model"), ("partition", "partition")):

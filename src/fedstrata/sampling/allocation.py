@@ -46,8 +46,8 @@ def spread(points: Floats32, strata: Ints, count: int) -> Floats:
 def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> Ints:
     """Divide ``budget`` draws among strata in proportion to ``weights``; return whole numbers.
 
-    Exact shares are rounded down; the strata with the largest remainders get the other draws. No stratum gets more
-    draws than it has clients. With ``least = 1`` every stratum that is not empty gets at least one draw, because a
+    Exact shares are rounded down. The strata with the largest remainders get the draws that are left. No stratum gets
+    more draws than it has clients. With ``least = 1`` every stratum that is not empty gets at least one draw, because a
     stratum without a draw biases the aggregate. If the budget is smaller than the number of strata, the strata with the
     largest weights get one draw each.
 

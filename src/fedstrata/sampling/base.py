@@ -21,7 +21,7 @@ from fedstrata.federation.messages import FitReply, Weights
 
 @dataclass(frozen=True)
 class Selection:
-    """The clients of a round, and how they were drawn. Aggregators compute the clients' weights from it.
+    """The clients of a round, and how they were drawn. Aggregators compute the clients' weights from a selection.
 
     A sampler may divide clients into groups, called *strata*, and draw from each stratum separately.
 
@@ -110,7 +110,7 @@ class Strata:
 class ClientSampler(Setting):
     """Base class of the samplers that draw a round's clients.
 
-    A sampler object does not change. Its state is a value that these methods take as an argument and return.
+    A sampler object does not change. The methods take the sampler's state as an argument, and return a new state.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
@@ -141,7 +141,7 @@ class ClientSampler(Setting):
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests that the sampler sends. Real sites accept no others.
 
-        None means that the sampler does not declare them, so that real sites refuse the method.
+        None means that the sampler does not declare its requests. Real sites then refuse the method.
         """
         return None
 
@@ -240,7 +240,7 @@ class DataSampler(Setting):
 
     @property
     def private(self) -> bool:
-        """True if clients keep their sizes private, so that replies must not disclose how many samples they used."""
+        """True if clients keep their sizes private. Replies must then not disclose how many samples a client used."""
         return False
 
     @abstractmethod

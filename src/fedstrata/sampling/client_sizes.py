@@ -69,7 +69,7 @@ def ask_sizes(
 def allowed_sizes(
     epsilon: float | None = None, bound: int = 0, *, phase: Phase = "round", per: Literal["phase", "run"] = "phase"
 ) -> Allowed:
-    """Declare the request that ``ask_sizes`` sends; a sampler lists it in ``allowed``, so that real sites accept it.
+    """Declare the request that ``ask_sizes`` sends. A sampler lists it in ``allowed``, and real sites then accept it.
 
     Args:
         epsilon: The privacy parameter ε; None if clients answer exactly.

@@ -106,7 +106,7 @@ class Clustered(ClientSampler):
         return self.algorithm == 2
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' sizes, which are asked for once."""
+        """Return the request for the clients' sizes, which the sampler sends once."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
@@ -174,9 +174,9 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     """Build m distributions from groups of clients (Algorithm 2, lines 5 to 12).
 
     Each client has a *mass* of m times its number of samples, and each distribution has room for Σn, the number of
-    samples of all clients. A client with a mass of Σn or more first fills as many whole distributions by itself as it
-    can. Its remaining mass is less than Σn. If r distributions are left, the r groups with the largest remaining masses
-    start one of them each, and the clients of the other groups fill them up.
+    samples of all clients. A client with a mass of Σn or more first fills as many whole distributions by itself as
+    possible. The remaining mass of the client is less than Σn. If r distributions are left, the r groups with the
+    largest remaining masses start one of them each, and the clients of the other groups fill them up.
 
     Args:
         groups: The group of each client, shape (N,). The remaining masses of its clients must add up to at most Σn.

@@ -1,4 +1,4 @@
-"""FedSampling (Qi et al. 2023), which draws samples from the data of all clients, instead of drawing clients."""
+"""FedSampling (Qi et al. 2023), which draws samples from all clients' data, instead of clients."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class FedSSARSampler(ClientSampler):
     """Clusters clients by their model parameters, and draws from each cluster in proportion to its size.
 
     In the first round every client trains once, so that the parameters of all clients are known. Clients that did not
-    answer are asked again in the next round. Afterwards, the parameters of a client change only in rounds in which it
-    takes part (FedSSAR, Algorithm 1).
+    answer are asked again in the next round. Afterwards, the stored parameters of a client change only in rounds in
+    which the client takes part (FedSSAR, Algorithm 1).
 
     Args:
         min_samples: Number of clients, itself included, that a client must have nearby to be a core point
@@ -72,7 +72,7 @@ class FedSSARSampler(ClientSampler):
         return True
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for a sketch, which clients without a sketch get."""
+        """Return the request for a sketch, which the sampler sends to clients without a sketch."""
         length = f"{self.coordinates} random combinations of " if self.coordinates else ""
         rule = replace(Sketch.rule, description=f"{length}{Sketch.rule.description}")
         return [Allowed(Sketch, where={"coordinates": self.coordinates}, limit=step_limit(agreed), rule=rule)]
@@ -142,8 +142,8 @@ def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Gener
     """Return how many clients to draw from each cluster, shape (H,): in proportion to its size, at most ``available``.
 
     The draws are allocated by largest remainder (see ``allocate``), with at least one for each cluster that has an
-    available client. If there are fewer draws than such clusters, the largest clusters would always get all draws. In
-    that case, clusters are drawn at random, so that every available client has the same probability.
+    available client. If there were fewer draws than such clusters, this rule would give all draws to the largest
+    clusters. Clusters are then drawn at random instead, so that every available client has the same probability.
 
     Args:
         budget: The number of draws, at most the sum of ``available``.

@@ -21,7 +21,7 @@ MOST_SAMPLES = 2**31
 def sketch_length(params: Params, coordinates: int) -> int:
     """Return the length of a sketch (random projection) of a model: ``coordinates``, or its number of parameters.
 
-    It is the smaller of the two; ``coordinates`` = 0 stands for the number of parameters.
+    The length is the smaller of these two numbers. If ``coordinates`` is 0, it is the number of parameters.
     """
     d = sum(map(torch.numel, params.values()))
     return min(d, coordinates or d)
@@ -29,7 +29,7 @@ def sketch_length(params: Params, coordinates: int) -> int:
 
 @record("SizeReply")
 class SizeReply(Reply):
-    """The client's number of samples, or a random answer that hides it.
+    """The client's number of samples, or a random answer that hides this number.
 
     Args:
         samples: The number, or the random answer.

@@ -56,7 +56,7 @@ def _prime(most: int) -> int:
 
 
 def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8]]:
-    """Quantize a vector: cluster its values by exact one-dimensional k-means, and replace each by its cluster's mean.
+    """Quantize a vector: replace each value by the mean of its cluster, found by exact one-dimensional k-means.
 
     Args:
         values: The vector, shape (d,).

@@ -52,7 +52,7 @@ class Sketches:
 
 
 def no_sketches() -> Sketches:
-    """Return the state before any client has sent a model."""
+    """Return sketches of no clients: the state before the first client sends a model."""
     return Sketches(np.empty(0, dtype=np.int64), RowStore.empty(), np.empty(0, dtype=np.float32))
 
 

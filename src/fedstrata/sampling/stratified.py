@@ -1,7 +1,7 @@
 """FedSTS, which divides clients by their compressed gradients into strata, and draws from each (FedSTaS, Alg. 1 and 2).
 
 Symbols, as in the paper: Z_k is the compressed gradient of client k. Of H strata (groups of clients), stratum h has N_h
-clients and gets m_h draws; S_h is the standard deviation of Z in it. Neyman's allocation is m_h ∝ N_h S_h.
+clients and gets m_h draws; S_h is the standard deviation of Z in stratum h. Neyman's allocation is m_h ∝ N_h S_h.
 """
 
 from __future__ import annotations
