@@ -74,7 +74,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
         Args:
             number: The number of the last question that the site began.
-            size: The size in bytes of the answer to that question; ``AT_WORK`` while the site works on it.
+            size: The size in bytes of the answer to this question; ``AT_WORK`` while the site works on the answer.
         """
         if self._transport is not None and not self._transport.struck(collab.caller):
             self._transport.hear(collab.caller, number, size)

@@ -412,7 +412,8 @@ class SiteRun:
     def save(self, save: wire.Save) -> wire.Done:
         """Write a checkpoint with the clients' states.
 
-        It also lists all clients at this site, so that a client without a state does not seem to be missing later.
+        The checkpoint also lists all clients at this site, so that a client without a state does not seem to be missing
+        later.
         """
         self.guard.save(save.round)
         state = {"lived": sorted(self.clients), "asked": self.guard.times_in_run}
@@ -459,7 +460,7 @@ class SiteRun:
     def _send_part(self, part: bytes) -> object:
         """Send the server the encoded tensors that this site adds to a sum over several sites, and return the total.
 
-        Their bytes count like those of an answer.
+        The bytes of these tensors count like the bytes of an answer.
         """
         try:
             self.guard.leave(len(part))
@@ -472,7 +473,7 @@ class SiteRun:
     def _allowed(
         self, requests: Mapping[ClientId, Request], *, together: bool
     ) -> tuple[dict[ClientId, Request], dict[ClientId, Any]]:
-        """Return the requests that may be answered, and a refusal of each other one.
+        """Return the requests that may be answered, and a refusal for each other request.
 
         With ``together``, the clients add up tensors together, so either all requests are answered or none.
         """
@@ -652,7 +653,7 @@ class RelayLeg:
         return reply, client.n_contributing
 
     def keep(self, ack: wire.HopCommit) -> None:
-        """Note that the last client's result counts, if it is the one that the server acknowledges."""
+        """Record that the last client's result counts, if the server acknowledges this result."""
         new = self._new
         if ack.relay_id == self.number and new is not None and new.hop == ack.hop:
             self._states[new.client] = new.state

@@ -68,7 +68,7 @@ def _running(path: Path) -> Any:
 def _began_after(process: Any, path: Path) -> bool:
     """Return True if a process began after its id was written to the file.
 
-    The id was then used again, and the process that the file means has ended.
+    If so, the process with this id that the file names has ended, and the system has given its id to a new process.
     """
     return bool(process.create_time() > path.stat().st_mtime + ROUNDED)
 

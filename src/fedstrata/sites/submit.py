@@ -144,7 +144,7 @@ class Watch:
             time.sleep(POLL)
 
     def _tell(self, matter: str, text: str) -> None:
-        """Report a text, unless the last report about the same matter had the same text."""
+        """Report a text, unless the last report on this subject had the same text."""
         if self._last_reports.get(matter) != text:
             self.report(text)
         self._last_reports[matter] = text
@@ -220,8 +220,8 @@ class Watch:
     def _report_progress(self) -> dict[str, str] | None:
         """Report new rounds and changed states of sites, and return a mapping from each site to its state.
 
-        The mapping is empty if the states are not known. The result is None if the run is over; its job may still run,
-        while NVFlare waits for a missing site.
+        The mapping is empty if the states are not known. The result is None if the run is over. The job of the run may
+        then still wait for a missing site.
         """
         table = self.progress()
         now = time.monotonic()
@@ -246,7 +246,7 @@ class Watch:
     def _submit(self, session: Any) -> tuple[str, str]:
         """Submit the job, unless it already runs; return its id and a report.
 
-        It may already run, if the connection was lost before the server confirmed an earlier submission.
+        The job may already run if the connection was lost before the server confirmed an earlier submission.
         """
         for job in session.list_jobs():
             number, status = str(job["job_id"]), str(job["status"])

@@ -24,8 +24,8 @@ SHARE = 0.4
 class Sums:
     """The server's side of the sums: waits until the terms of all sites of a group have arrived, and adds them up.
 
-    Terms are added in the order of the clients and not of arrival, so totals are the same as if all clients were in one
-    process (``LocalGroup``).
+    Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
+    clients were in one process (``LocalGroup``).
 
     The server waits for a shorter time than a site has for its whole answer. So one site that hangs does not make the
     answers of all other sites late.
@@ -58,7 +58,7 @@ class Sums:
             entry[0].abort(reason)
 
     def leave(self, group: str, site: str) -> None:
-        """Note that a site has sent its clients' answers, so that it will not send terms of further sums."""
+        """Record that a site has sent its clients' answers, and will not send terms of further sums."""
         with self._lock:
             members, places = self._groups.get(group, (None, {}))
         if members is not None:

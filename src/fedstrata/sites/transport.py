@@ -58,7 +58,7 @@ def begun(call: Call, data: bytes, patience: float) -> Future[object]:
 def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> object:
     """Ask a question until it is answered, and return the answer.
 
-    The question is repeated with growing pauses, because an answer may take long.
+    The question is repeated after growing pauses, because an answer may take a long time.
 
     Args:
         call: Asks the question.
@@ -149,7 +149,7 @@ class CollabTransport:
         Args:
             site: The name of the site.
             number: The number of the last question that the site began.
-            size: The size in bytes of the answer to it; ``AT_WORK`` while the site works on it.
+            size: The size in bytes of the answer to this question; ``AT_WORK`` while the site works on the answer.
         """
         sound = type(number) is int and type(size) is int and AT_WORK <= size <= DEFAULT_LIMIT
         if sound and (heart := self._hearts.get(site)):

@@ -14,11 +14,11 @@ from fedstrata.federation.messages import Weights
 
 
 class SiteLostError(FedstrataError):
-    """A site cannot be reached, or did not answer in time."""
+    """An error about a site that cannot be reached, or did not answer in time."""
 
 
 class SiteRefusedError(FedstrataError):
-    """A site refused a message.
+    """An error about a message that a site refused.
 
     Args:
         reason: A text that says why.

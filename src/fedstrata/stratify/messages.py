@@ -1,8 +1,8 @@
 """The requests of Stratify: report labels, reserve samples for batches, compute gradients, and take SGD steps.
 
-The server fixes the sequence in which an epoch trains labels (the schedule). A *position* is one entry of it, which
-trains one sample of a label. A *placeholder* is a number that stands for a label, so that the server need not know the
-label. The *pool* of a placeholder is the client's samples of that label that are not yet used.
+The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule, at which
+a client trains on one sample of the label. A *placeholder* is a number that stands for a label, so that the server need
+not know the label. The *pool* of a placeholder contains the client's unused samples of this label.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ NO_SUCH_BATCH = "a position in a batch that is over, or that there is not"
 class Epoch(Order):
     """The order of requests within an epoch, which the client enforces.
 
-    Samples must be reserved for a batch before it is trained. Each batch is trained at most once, in ascending order.
+    Clients must reserve samples for a batch before they train on the batch. Each batch is used at most once, in
+    ascending order.
     """
 
     def __init__(self) -> None:
@@ -73,14 +74,14 @@ class Epoch(Order):
         return ""
 
     def asked(self, request: Any) -> None:
-        """Note that the epoch has begun, or that the batch of a ``Gradient`` request is over."""
+        """Record that the epoch has begun, or that the batch of a ``Gradient`` request is over."""
         if isinstance(request, Gradient):
             self._last = request.batch
         else:
             self._begun = True
 
     def answered(self, request: Any, reply: Any) -> None:
-        """Note the batches for which the client reserved samples."""
+        """Record the batches for which the client reserved samples."""
         if isinstance(request, Reserve):
             batches = getattr(reply, "batches", request.batches)
             self._set_aside.update(torch.unique(batches[~reply.missing]).tolist())
@@ -92,7 +93,7 @@ def _numbers(tensor: Tensor) -> bool:
 
 @record("LabelReply")
 class LabelReply(Reply):
-    """The labels that a client holds, and its number of samples of each.
+    """The labels that a client holds, and the client's number of samples of each label.
 
     Args:
         labels: The labels, int64, in random order.
@@ -105,7 +106,7 @@ class LabelReply(Reply):
 
 @record("LabelReport")
 class LabelReport(Request):
-    """Report the labels that the client holds, and the number of samples of each."""
+    """Report the labels that the client holds, and the number of samples of each label."""
 
     reply_type: ClassVar[type[Reply]] = LabelReply
     rule = RequestRule(
@@ -297,7 +298,7 @@ class GradientSteps(Gradient):
 
 @record("StepsReply")
 class StepsReply(Reply):
-    """The labels that a client could not train.
+    """The labels for which a client had no sample to train on, and the loss of the others.
 
     Args:
         missing: One bool per label of the request: True if no sample was trained, because all are used.

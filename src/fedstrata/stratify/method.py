@@ -1,4 +1,4 @@
-"""Stratify: a random sequence of labels decides what trains next, in batches over all clients or sample by sample."""
+"""Stratify: training follows a random sequence of labels, in batches over all clients or sample by sample."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class StratifyState:
 class Stratify(Method):
     """Trains one epoch per round on a schedule of labels that gives each class its share of every batch.
 
-    The schedule is a random sequence of labels. Each of its positions trains one sample of a label, at a client that
-    holds the label. In mode ``batch``, a batch consists of samples of many clients. Each batch is one step on the mean
-    gradient over its samples: the same step as in a centralised run on these samples. In mode ``single``, the model
-    travels from client to client, and each client takes one SGD step per sample.
+    The schedule is a random sequence of labels. At each of its positions, a client that holds the label trains on one
+    sample of this label. In mode ``batch``, a batch consists of samples of many clients. Each batch is one step on the
+    mean gradient over its samples: the same step as in a centralised run on these samples. In mode ``single``, the
+    model travels from client to client, and each client takes one SGD step per sample.
 
     Mode ``hybrid`` begins with rounds of batches, and continues with rounds of single samples on new data. The samples
     of each client and label are put in a random order of arrival. The last part of them, ``stream``, arrives in equal
-    shares, one before each round of single samples, and that round trains the share. All other samples are there from
-    the start. (Shares are rounded down at each client, and a sample may train twice to fill the schedule.)
+    shares, one before each round of single samples, and that round trains the share. All other samples are available
+    from the start. (Shares are rounded down at each client, and a sample may be used twice to fill the schedule.)
 
     A round is an epoch over the schedule: ``training.clients_per_round`` and ``training.local_epochs`` have no effect,
     and ``training.batch_size`` is the size of a batch over all clients. Clients' optimisers other than SGD are refused.
@@ -72,8 +72,8 @@ class Stratify(Method):
         server: Only in batch mode: optimiser of the server. Its ``lr`` (default 1) is multiplied by ``training.lr``.
             Default: SGD with the momentum and the weight decay of ``training``.
         chunk_size: Only in single-sample mode: number of labels in a *chunk*, a part of the schedule. The server cuts
-            the schedule into chunks. In each chunk, it chooses the client that can train on most of the labels, so that
-            the model is transferred less often.
+            the schedule into chunks. In each chunk, the server chooses the client that can train on most of the labels,
+            so that the model is transferred less often.
         retain: Only in single-sample mode: share of the holders of a label that may train on this label in a chunk. The
             server draws them at random for each chunk. A larger share needs fewer transfers, but favours clients with
             many labels.

@@ -16,7 +16,7 @@ from fedstrata.stratify.schedule import Holders
 
 
 class Roster:
-    """The clients that can be asked in an epoch: which are present, and which have unused samples of each label.
+    """The clients that can be asked in an epoch, and which of them have unused samples of each label.
 
     - A *placeholder* is a number that stands for a label. Its *holders* are the clients with samples of that label.
     - A placeholder's *place* is its index in ``holders.placeholders``.
@@ -25,7 +25,7 @@ class Roster:
       *refill* makes all of them usable again.
 
     Args:
-        federation: The federation; it tells which clients are available, and records events.
+        federation: The federation, which lists the available clients and records events.
         holders: The clients that hold each placeholder.
         weighted: Whether clients are drawn in proportion to their number of samples, instead of uniformly.
         window: The share (from, to) of each label's samples at each client that may be used, in [0, 1], in their order

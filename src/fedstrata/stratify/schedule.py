@@ -1,6 +1,7 @@
-"""The order in which labels are trained in an epoch (the schedule), and the clients that hold each label.
+"""The order of the labels in an epoch (the schedule), and the clients that hold each label.
 
-The schedule is the random sequence of labels of Stratify §III: each position trains one sample of its label.
+The schedule is the random sequence of labels of Stratify §III. At each position, a client trains on one sample of the
+label.
 
 A *placeholder* is a number that stands for a label, so that the server need not know the label.
 """

@@ -1,8 +1,9 @@
 """Client selection: choose the client that trains each position of the schedule.
 
-The schedule is the sequence of labels of an epoch. A *position* is one entry of it, and trains one sample of the label.
-A *placeholder* is a number that stands for a label; here it is 0 … P−1. ``assign_runs`` gives each client a *run*:
-consecutive positions (Stratify, Algorithm 1). ``select_batch`` chooses the clients of a batch (Algorithm 2).
+The schedule is the sequence of labels of an epoch. A *position* is one entry of the schedule, at which a client trains
+on one sample of the label. A *placeholder* is a number that stands for a label; here it is 0 … P−1. ``assign_runs``
+gives each client a *run*: consecutive positions (Stratify, Algorithm 1). ``select_batch`` chooses the clients of a
+batch (Algorithm 2).
 """
 
 from __future__ import annotations

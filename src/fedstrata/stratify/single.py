@@ -154,7 +154,7 @@ class Route:
             yield task.client, Steps(**self.roster.request(task.client, task.places, task.refill))
 
     def on_reply(self, position: int, reply: StepsReply | None) -> None:
-        """Note the result of a task.
+        """Record the result of a task.
 
         Args:
             position: The index of the task among the tasks that were sent.

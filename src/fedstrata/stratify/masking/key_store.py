@@ -125,7 +125,7 @@ class Keys:
 
 
 class KeyRing:
-    """The place where the clients of one process find the keys that all clients share.
+    """The keys that all clients share, as the clients of one process find them.
 
     There are three cases:
 
@@ -173,7 +173,7 @@ class KeyRing:
         return self._keys
 
     def make(self) -> Keys:
-        """Return the keys; make them if there are none yet and this ring may do so."""
+        """Return the keys. If there are none yet and this ring may make keys, make them."""
         if self._keys is None and (self.folder is None or (self.create and not (self.folder / FILE).exists())):
             self._keys = Keys.make()
             if self.folder is not None:
@@ -183,8 +183,8 @@ class KeyRing:
     def order_seed(self, seed: int) -> int:
         """Return the seed of the random order in which clients present their labels.
 
-        Placeholders are numbered in that order. A server that can guess the order can tell which label the placeholders
-        stand for. At real sites, the seed is therefore derived from a secret in the key file. In a simulation, nothing
+        Placeholders are numbered in this order. A server that guesses the order can tell which label each placeholder
+        stands for. At real sites, the seed is therefore derived from a secret in the key file. In a simulation, nothing
         is hidden from the user, and the seed is the experiment's seed, so that a spec always has the same result.
 
         Args:

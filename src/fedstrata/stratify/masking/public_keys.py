@@ -36,7 +36,7 @@ def ask_until(
     """Ask clients until one answers; return the client and its reply.
 
     Raises:
-        QuorumError: No client answers. The message gives the reason why the last one failed.
+        QuorumError: No client answers. The message gives the reason why the last client failed.
     """
     for client in clients:
         reply = ask_one(federation, client, request, check=check)

@@ -1,12 +1,12 @@
 """The layout of labels in the slots of a ciphertext, and the scrambling of differences between them.
 
-A ciphertext encrypts a vector of numbers, one per slot. The *unique list* has every label that a client has presented,
-once. One subtraction of ciphertexts compares several labels of a client with the whole list. For this, the slots are
-laid out as a table. Of C classes, class y = 0 … C − 1 has the code y + 1. In a ciphertext of the list, each *column*
-holds the code of one entry, the same in all *rows*. In a ciphertext of a client, each row holds the code of one of its
-labels, the same in all columns. A client with more labels than rows sends several ciphertexts, called *sheets*. If C
-exceeds the number of slots, the list has several ciphertexts, called *pages*. Code 0 is an empty column, and C + 1 an
-unused row: neither equals the code of a label.
+A ciphertext encrypts a vector of numbers, one per slot. The *unique list* contains each label that any client has
+presented once. One subtraction of ciphertexts compares several labels of a client with the whole list. For this, the
+slots are laid out as a table. Of C classes, class y = 0 … C − 1 has the code y + 1. In a ciphertext of the list, each
+*column* holds the code of one entry, the same in all *rows*. In a ciphertext of a client, each row holds the code of
+one of its labels, the same in all columns. A client with more labels than rows sends several ciphertexts, called
+*sheets*. If C exceeds the number of slots, the list has several ciphertexts, called *pages*. Code 0 is an empty column,
+and C + 1 an unused row: neither equals the code of a label.
 
 A difference d must only tell whether it is zero. Multiplication by a random number is not enough, because the product
 r·d of real numbers still shows the magnitude of d. The server therefore computes

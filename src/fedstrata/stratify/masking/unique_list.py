@@ -1,10 +1,10 @@
 """The unique list: the encrypted list of all different labels, with which the server finds shared labels (§IV-A).
 
-The labels of clients are compared with the list one client after another, and new labels are added to it. When the list
-has all classes, all other clients are compared with it. The server subtracts ciphertexts and scrambles the differences,
-and the client decrypts them: a zero means that the labels are equal, and all other differences look random
-(``fedstrata.stratify.masking.slot_layout``). The server has public keys only. It learns the clients' replies, which say
-where the zeros are.
+The server compares clients with the list one after another, and adds their new labels to the list. When the list has
+all classes, the server compares all other clients with the list at once. The server subtracts ciphertexts and scrambles
+the differences, and the client decrypts them: a zero means that the labels are equal, and all other differences look
+random (``fedstrata.stratify.masking.slot_layout``). The server has public keys only. It learns the clients' replies,
+which say where the zeros are.
 """
 
 from __future__ import annotations
@@ -200,7 +200,10 @@ class UniqueList:
         *,
         check: Check | None = None,
     ) -> dict[ClientId, Any]:
-        """Ask clients. If only one is asked and it raises an exception, it counts as a client that did not answer."""
+        """Ask clients.
+
+        If a single client is asked and raises an exception, it counts as a client that did not answer.
+        """
         if len(clients) == 1:
             ((client, single),) = Requests.of(clients, request).items()
             reply = ask_one(self.federation, client, single, check=check)
