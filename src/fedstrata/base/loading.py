@@ -55,7 +55,7 @@ def import_object(path: str, kind: str) -> Any:
     """
     module_name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
-        raise SpecError("name", f"is not the name of a {kind}. Use 'module:Class'.", path)
+        raise SpecError("name", f"does not name any {kind}. Use 'module:Class'.", path)
     try:
         module = importlib.import_module(module_name)
     except FedstrataError:

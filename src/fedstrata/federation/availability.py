@@ -90,7 +90,7 @@ class Availability(Setting):
 
     @property
     def simulates_time(self) -> bool:
-        """Whether the settings need simulated time: there is a deadline, a spread of speeds, or a network."""
+        """Whether the settings need simulated time, because a deadline, different speeds or a network is set."""
         return self.deadline is not None or self.speed_spread > 0 or self.network
 
     def transfer(self, size: int, bandwidth: float | None) -> float:

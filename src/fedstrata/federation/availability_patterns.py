@@ -55,8 +55,8 @@ class Diurnal(Availability):
     """The probability that a client is online follows the time of day, as a sine between two probabilities.
 
     Args:
-        lowest: Smallest probability in a day.
-        highest: Largest probability in a day.
+        lowest: Smallest probability of being online within a day.
+        highest: Largest probability of being online within a day.
         period: Length of a day, in rounds.
         spread: Part of a day over which the clients' time zones are spread at random. With 0, all clients are in the
             same zone.

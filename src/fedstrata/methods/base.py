@@ -150,7 +150,7 @@ class Recipe(Method):
 
     Args:
         client_sampler: How the clients of a round are chosen.
-        data_sampler: Which of its samples a client uses in each round.
+        data_sampler: How a client's samples for a round are chosen.
         objective: Loss that clients minimise.
         aggregator: How the server combines the clients' models.
 
@@ -238,7 +238,7 @@ class Recipe(Method):
         return self.client_sampler, self.data_sampler, self.objective, self.aggregator
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the functions that answer the requests of the method and of its four choices at a client."""
+        """Return the functions with which clients answer the requests of the method and of its four choices."""
         return self.handlers + tuple(function for choice in self.choices() for function in choice.handlers)
 
     def objective_in_use(self) -> Objective:

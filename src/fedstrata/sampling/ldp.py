@@ -65,7 +65,7 @@ class FedSTaSData(DataSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the participants' sizes, in every round."""
+        """Return the request for the participants' sizes, which is sent in every round."""
         return [allowed_sizes(self.epsilon, self.bound)]
 
     def init(self, federation: Federation) -> Tree:

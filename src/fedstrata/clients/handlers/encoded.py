@@ -90,7 +90,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
     change, reply = whole.split_update(inner.weights)
     change, unencoded = parted(change, codec, client.context.objective.additive)
     if not all(map(finite, change.values())):
-        raise FedstrataError(f"its update contains NaN or infinity. {DIVERGED}")
+        raise FedstrataError(f"the update contains NaN or infinity. {DIVERGED}")
     reply = reply.merge_update(inner.weights, unencoded)
     # If the reply has no change (no samples, or a request without training), the codec's stored error is kept as it is.
     remembers = isinstance(codec, WithMemory) and bool(change) and whole.has_update()
