@@ -59,7 +59,7 @@ class Column(Setting):
             of ``step``. Real sites need ``step`` for these two rules, because they send how often each rounded number
             occurs.
         value: Replacement of missing values if ``impute`` is ``constant``.
-        indicator: Whether to add a feature that is 1 where the value is missing.
+        indicator: Whether to add a feature that is 1 where a value of this column is missing.
     """
 
     type: Literal["number", "category", "boolean"] | None = None

@@ -55,10 +55,10 @@ with warnings.catch_warnings():
         """The data set and its preparation.
 
         Args:
-            name: Name or path of the data set: a known name (``fedstrata datasets``); NAME, for the file NAME.npz in
-                ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``; the path of a ``.npz``, ``.csv`` or ``.parquet`` file; a
-                folder of ``.npy`` files, with ``/`` at the end, whose inputs may be larger than the memory; or
-                ``"hub:owner/name"`` or ``"hub:owner/name:configuration"`` for a data set of the Hugging Face hub.
+            name: Name or path of the data set. A known name: see ``fedstrata datasets``. Another NAME: the file
+                NAME.npz in ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``. A path: a ``.npz``, ``.csv`` or ``.parquet``
+                file, or a folder of ``.npy`` files, with ``/`` at the end, whose inputs may be larger than the memory.
+                ``"hub:owner/name"`` or ``"hub:owner/name:configuration"``: a data set of the Hugging Face hub.
             normalize: How each channel or feature is scaled. ``standard``: to mean 0 and standard deviation 1 over the
                 training samples. ``unit``: to [0, 1], from the smallest to the largest value of the training samples.
                 ``none``: values are only converted to float32. ``keep``: whole numbers stay whole numbers, which models

@@ -48,8 +48,8 @@ class Rebalanced(PerSample):
     mode. With BatchNorm or dropout, the mean of h − P[y] is therefore not 0.
 
     Args:
-        epsilon: Smoothing ε of the prior. With 0, the prior is the client's class shares (balanced softmax); with 1, it
-            is uniform (plain softmax).
+        epsilon: Smoothing ε of the prior. With 0, the prior of a class is its share of the client's samples (balanced
+            softmax). With 1, the prior is uniform (plain softmax).
         mu: Weight μ of the augmented loss. The paper uses 0.1, the published code 0.5 (with ``training.momentum =
             0.5``).
         transfer: Factor λ of the deviation h − P[y] of a sample's features from its prototype. The deviation is added

@@ -82,8 +82,8 @@ class Clustered(ClientSampler):
     Args:
         algorithm: How clients are grouped. ``1``: by size. ``2``: by the direction of their last updates, with Ward's
             method; clients that never took part form a group of their own.
-        coordinates: Number of coordinates to which a random projection shortens each client's stored update. With 0,
-            the whole update is stored.
+        coordinates: Length to which a random projection shortens each client's stored update. With 0, the whole update
+            is stored.
     """
 
     tells_sizes = True

@@ -54,8 +54,8 @@ class FedSSARSampler(ClientSampler):
         xi: Relative drop of reachability at which a cluster begins (``xi`` of OPTICS).
         features: Basis of comparisons between clients. ``parameters``: the parameters of their models, as in the paper.
             ``updates``: the changes of their models, which stay comparable if clients took part in different rounds.
-        coordinates: Number of coordinates to which a random projection shortens each client's stored parameters. With
-            0, all parameters are stored.
+        coordinates: Length to which a random projection shortens each client's stored parameters. With 0, all
+            parameters are stored.
         optics_max: Largest number of clients that OPTICS clusters, because its time grows with the square of this
             number. If there are more clients, OPTICS clusters a random subset, and each other client joins the nearest
             cluster.

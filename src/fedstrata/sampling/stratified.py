@@ -99,8 +99,8 @@ class Stratified(ClientSampler):
     Args:
         strata: Number of strata.
         centres: Number d' of different values in a compressed gradient.
-        coordinates: Number of coordinates to which a random projection shortens each gradient before compression (our
-            reading of the paper's K_desired). With 0, gradients are not projected.
+        coordinates: Length to which a random projection shortens each gradient before compression (our reading of the
+            paper's K_desired). With 0, gradients are not projected.
         refresh: Clients that send a new compressed gradient in each round. ``all``: all clients, as in the paper
             (default up to 1,000 clients). ``participants``: the clients that take part in the round.
         gradients: Source of the gradients. ``asked``: each client computes its gradient at the global model, in a pass
