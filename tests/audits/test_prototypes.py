@@ -267,7 +267,7 @@ def test_a_run_over_sites_has_nothing_to_attack(run, tmp_path):
     shutil.copytree(run, folder)
     last = checkpoint.load(folder / "checkpoint")
     checkpoint.save(folder / "checkpoint", last.round, last.state, StateStore(), remote=True)
-    with pytest.raises(CheckpointError, match="is a run over real sites, which keep their messages"):
+    with pytest.raises(CheckpointError, match="is a run over real sites, whose messages are not"):
         audit_prototypes(folder, steps=1)
 
 

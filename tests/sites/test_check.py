@@ -281,7 +281,7 @@ def test_another_federations_server_is_told_from_ours(made: Path, fed: Path) -> 
 
 def test_a_server_that_is_not_there(fed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(fed / "a")]) == 1
-    assert "cannot be reached: Connection refused. Start it" in capsys.readouterr().out
+    assert "cannot be reached: Connection refused. Start the server" in capsys.readouterr().out
     assert main(["check", str(fed)]) == 1
     capsys.readouterr()
     assert main(["check", str(fed / "a"), "--json"]) == 1
