@@ -16,9 +16,9 @@ NAMES = """
 Aggregator Allowed Always Assignment Attack Availability BSMFedAvg Batch Bernoulli Bound Callback Classes
 Classification Client ClientSampler ClusteredSampling Codec Communication Context Cyclic Data DataError
 DataSampler Dataset Dirichlet Ditto Diurnal Domains EarlyStopping Evaluation Experiment FedAU FedAvg FedAvgFT
-FedBABU FedDyn FedLC FedNTD FedPer FedProx FedRS FedRep FedSSAR FedSTS FedSTaS FedSampling FedTAN Federation Fit
-FitReply Given Grouped Groups
-History IID KeepBest LabelCorrelated LabelCounts MLflow MOON Markov MeanBySize Method Metric Model ModelRequest
+FedBABU FedDyn FedLC FedNTD FedPer FedProx FedRS FedRep FedSSAR FedSTS FedSTaS FedSampling FedTAN FedVARP
+Federation Fit FitReply Given Grouped Groups History IID KeepBest LabelCorrelated LabelCounts MIFA MLflow MOON
+Markov MeanBySize Method Metric Model ModelRequest
 MultiLabel Natural NextToken Objective Partition Parts PerSample Persistent Population PowerLaw PowerOfChoice
 Predictions Predictor Privacy Proximal ReBaFL Recipe Regression Reply ReplyRefusedError Request RequestRule
 RunFolder SCAFFOLD SFL Schema Segmentation Selection Shards Simulation SingleClient SizeCorrelated Sizes

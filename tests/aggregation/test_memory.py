@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.aggregation.base import Aggregator, Mean
-from fedstrata.aggregation.memory import Intervals
+from fedstrata.aggregation.memory import Intervals, LastUpdates, VarianceReduced
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.sampling.base import Selection
 
@@ -114,12 +116,69 @@ def test_fedau_estimates_the_inverse_of_each_probability():
     assert np.mean(steps) == pytest.approx(updates.mean(), abs=4 * np.std(steps) / np.sqrt(len(steps)))
 
 
+def test_mifa_by_hand():
+    """Three clients: the last update of each counts, also in a round in which nobody answers."""
+    server = Server(LastUpdates(), 3)
+    assert server.round({}) == [0.0]
+    assert server.round({0: 3.0, 1: 6.0}) == [3.0]  # (3 + 6 + 0) / 3
+    assert server.round({2: -6.0}) == [1.0]  # (3 + 6 − 6) / 3
+    assert server.round({}) == [1.0]
+    assert server.round({0: 0.0, 2: 9.0}) == [5.0]  # (0 + 6 + 9) / 3
+
+
+def test_fedvarp_by_hand():
+    """Three clients: (1/3) Σ y_j + mean of (Δ_k − y_k), and y is replaced afterwards."""
+    server = Server(VarianceReduced(), 3)
+    assert server.round({0: 3.0, 1: 6.0}) == [4.5]  # y = 0
+    assert server.round({2: -6.0}) == [-3.0]  # (3 + 6) / 3 − 6
+    assert server.round({}) == [0.0]
+    assert server.round({0: 0.0, 2: 9.0}) == [7.0]  # (3 + 6 − 6) / 3 + ((0 − 3) + (9 + 6)) / 2
+    assert server.round({1: 6.0}) == [5.0]  # (0 + 6 + 9) / 3 + 0
+
+
+def test_fedvarp_counts_a_client_that_was_drawn_twice_twice():
+    server = Server(VarianceReduced(), 3)
+    twice = replace(Selection.plain(np.array([0, 2]), 3), draws=np.array([2, 1]))
+    replies = {0: answer(server.weights, 3.0), 2: answer(server.weights, 9.0)}
+    after, _ = server.aggregator.combine(server.weights, server.state, twice, replies)
+    assert after.params["w"].tolist() == [5.0]
+
+
+def test_fedvarp_is_unbiased_over_draws_and_nearer_than_the_plain_mean():
+    """All ten draws of two from five clients, after a round with updates that are near those of this round."""
+    updates = np.array([1.0, -2.0, 7.0, 4.0, 0.0])
+    near = updates + np.array([0.5, 0.0, -0.5, 0.25, 0.25])
+    draws = list(itertools.combinations(range(5), 2))
+    steps = []
+    for drawn in draws:
+        server = Server(VarianceReduced(), 5)
+        server.round(dict(enumerate(near)))
+        steps.append(server.round({k: updates[k] for k in drawn})[0])
+    assert np.mean(steps) == pytest.approx(updates.mean(), abs=1e-6)
+    assert np.std(steps) < 0.1 * np.std([updates[list(drawn)].mean() for drawn in draws])
+
+
+@pytest.mark.parametrize("method", ["mifa", "fedvarp"])
+def test_updates_that_do_not_fit_into_memory_are_refused(method, seven):
+    """Three clients with a linear model of nine parameters: 108 bytes."""
+
+    def prepared(limit: float) -> Any:
+        return fs.prepare(spec({"name": method, "memory_gb": limit}), data=seven, model=nn.Linear(2, 3))
+
+    prepared(109e-9)
+    problem = (
+        r"^method\.aggregator\.memory_gb = 1\.07e-07: the last updates of 3 clients take up to 0\.0 GB\. Increase it"
+    )
+    with pytest.raises(fs.SpecError, match=problem):
+        prepared(107e-9)
+
+
 ORACLE = json.loads((Path(__file__).parent / "ibm_fedau.json").read_text())
 """Updates of four clients over eight rounds, and the models that main.py of IBM/fedau makes of them.
 
 The program ran unchanged, with clients that return these updates in the rounds in which they are there.
 """
-ALIKE = {"fedau": Intervals(cutoff=ORACLE["cutoff"])}
+ALIKE = {"fedau": Intervals(cutoff=ORACLE["cutoff"]), "mifa": LastUpdates(), "fedvarp": VarianceReduced()}
 """The aggregators that IBM/fedau has, too."""
 
 

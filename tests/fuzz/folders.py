@@ -44,6 +44,8 @@ METHODS: dict[str, Any] = {
     "rebafl": "rebafl",
     "power-of-choice": {"name": "power-of-choice", "candidates": 4},
     "fedau": "fedau",
+    "mifa": "mifa",
+    "fedvarp": "fedvarp",
     "fedsts": {"name": "fedsts", "strata": 2, "refresh": "participants"},
 }
 """Methods with all kinds of state: of the server, of clients and of samplers, a schedule, and a relay."""

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.slow
         "fedavg-ft",
         "fedntd",
         "fedau",
+        "mifa",
+        "fedvarp",
     ],
 )
 def test_every_method_takes_a_server_optimiser(method, optimizer):

@@ -188,6 +188,12 @@ MUTANTS = [
     aggregation("weights of buffers", "others, a / total)", "others, a)"),
     aggregation("the counters' mean", ".amax(dim=0)", ".amin(dim=0)"),
     memory("only clients that reply", "/ len(omega)", "/ len(replies)"),
+    memory(
+        "only updates of this round",
+        'state["updates"] | updates_of(weights, replies), state["server"]',
+        'updates_of(weights, replies), state["server"]',
+    ),
+    memory("old updates stay in the correction", "total.sub_(", "total.add_("),
     memory("a cutoff a round late", "waited >= self.cutoff", "waited > self.cutoff"),
     server(
         "momentum before decay",

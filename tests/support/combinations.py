@@ -87,6 +87,7 @@ AGGREGATORS: dict[str, Any] = {
     "geometric-median": "geometric-median",
     "centred-clipping": {"name": "centred-clipping", "radius": 0.01},
 }
+AGGREGATORS = ("size", "mean", "stratum", "horvitz-thompson", "fedau", "mifa", "fedvarp")
 AVAILABILITIES: dict[str, Any] = {
     "always": "always",
     "bernoulli": {"name": "bernoulli", "p": 0.6},
@@ -499,7 +500,7 @@ def acts(
 
 ONE_FORMULA = {
     **{name: {"mean", "stratum", "horvitz-thompson"} for name in ("uniform", "power-of-choice")},
-    "all": {"mean", "stratum", "horvitz-thompson", "fedau"},  # if all clients reply
+    "all": {"mean", "stratum", "horvitz-thompson", "fedau", "mifa", "fedvarp"},  # if all clients reply
     **{name: {"size", "mean", "stratum"} for name in ("weighted", "clustered")},
 }
 """A mapping from a sampler to aggregators that compute the same weights for its draws, so that they have no effect."""

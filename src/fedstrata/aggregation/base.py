@@ -288,6 +288,8 @@ AGGREGATORS: Registry[Aggregator] = Registry(
         "geometric-median": "fedstrata.aggregation.robust:GeometricMedian",
         "centred-clipping": "fedstrata.aggregation.robust:CentredClipping",
         "fedau": "fedstrata.aggregation.memory:Intervals",
+        "mifa": "fedstrata.aggregation.memory:LastUpdates",
+        "fedvarp": "fedstrata.aggregation.memory:VarianceReduced",
     },
 )
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from pydantic import PositiveInt
+import torch
+from pydantic import PositiveFloat, PositiveInt
 from typing_extensions import override
 
-from fedstrata.aggregation.base import Aggregator, weighted_update
+from fedstrata.aggregation.base import Aggregator, returned_of, weighted_update
 from fedstrata.base.arrays import Floats, Ints
+from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.sampling.base import Selection
+from fedstrata.federation.messages import FitReply, Params, Weights
+from fedstrata.sampling.base import ClientSampler, Selection
 
 
 class Remembering(Aggregator):
@@ -69,3 +71,96 @@ class Intervals(Remembering):
             "rounds": rounds + np.where(ended, waited, 0),
             "intervals": intervals + ended,
         }
+
+
+class LastUpdates(Remembering):
+    """The mean of the last updates of all N clients (MIFA): w ← w_t + (1/N) Σ_k y_k.
+
+    y_k is the last update that client k sent, and zero before its first reply. Updates are kept as they were sent: if
+    the clients' learning rate changes between rounds, old updates are not rescaled. The model also changes in rounds in
+    which no client replies. BatchNorm's buffers are averaged over the replies of the round.
+
+    Args:
+        memory_gb: The largest memory for the updates of all clients, in GB. They take the bytes of N models, on the
+            server and in each checkpoint.
+    """
+
+    memory_gb: PositiveFloat = 4.0
+
+    @override
+    def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
+        needed = config.clients * sum(w.numel() * w.element_size() for w in config.model.params().values()) / 1e9
+        if needed > self.memory_gb:
+            problem = f"the last updates of {config.clients:,} clients take up to {needed:.1f} GB. Increase it, or use"
+            raise SpecError("method.aggregator.memory_gb", f"{problem} the aggregator 'fedau'.", self.memory_gb)
+
+    @override
+    def init(self, config: FederationConfig) -> Tree:
+        return {"server": None, "clients": config.clients, "updates": {}}
+
+    @override
+    def combine(
+        self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
+    ) -> tuple[Weights, Tree]:
+        updates, server, answers = state["updates"] | updates_of(weights, replies), state["server"], [*replies.values()]
+        if updates:
+            update = mean_update(weights.params, updates, state["clients"])
+            weights, server = self.step(weights, update, server, selection, answers, np.ones(len(answers)))
+        return weights, {**state, "server": server, "updates": updates}
+
+
+class VarianceReduced(LastUpdates):
+    """The mean of the last updates of all N clients, corrected by the replies (FedVARP).
+
+    The new model is w ← w_t + (1/N) Σ_j y_j + (1/|S|) Σ_{k∈S} (Δ_k − y_k). S are the clients that replied in this
+    round, Δ_k is the update of client k, and y_k is its last update before this round, or zero. If all clients reply
+    with the same probability, the sum is an unbiased estimate of the mean update of all clients. A round without a
+    reply does not change the model. BatchNorm's buffers are averaged over the replies of the round.
+
+    Args:
+        memory_gb: The largest memory for the updates of all clients, in GB. They take the bytes of N models, on the
+            server and in each checkpoint.
+    """
+
+    @override
+    def combine(
+        self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
+    ) -> tuple[Weights, Tree]:
+        if not replies:
+            return weights, state
+        draws, old, new = (
+            selection.draws[returned_of(selection, replies)],
+            state["updates"],
+            updates_of(weights, replies),
+        )
+        a, answers = draws / draws.sum(), [*replies.values()]
+        update = mean_update(weights.params, old, state["clients"])
+        for client, factor in zip(replies, a.tolist(), strict=True):
+            for name, total in update.items():
+                total.add_(new[client][name], alpha=factor)
+                if client in old:
+                    total.sub_(old[client][name], alpha=factor)
+        weights, server = self.step(weights, update, state["server"], selection, answers, a)
+        return weights, {**state, "server": server, "updates": old | new}
+
+
+def updates_of(weights: Weights, replies: Mapping[int, FitReply]) -> dict[int, Params]:
+    """Return the update w_k − w_t of each client that replied."""
+    return {
+        client: {name: reply.weights.params[name] - w for name, w in weights.params.items()}
+        for client, reply in replies.items()
+    }
+
+
+def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> Params:
+    """Return (1/N) Σ_k y_k for each parameter, where clients without an update y_k count as zero.
+
+    Args:
+        params: The parameters, whose shapes the result has.
+        updates: A mapping from clients to updates.
+        clients: The number of all clients N.
+    """
+    total = {name: torch.zeros_like(w) for name, w in params.items()}
+    for client in sorted(updates):
+        torch._foreach_add_([*total.values()], [updates[client][name] for name in total], alpha=1 / clients)
+    return total

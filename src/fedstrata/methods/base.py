@@ -437,6 +437,8 @@ METHODS: Registry[Method] = Registry(
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
         "fedau": "fedstrata.methods.fedau:FedAU",
+        "mifa": "fedstrata.methods.mifa:MIFA",
+        "fedvarp": "fedstrata.methods.fedvarp:FedVARP",
     },
 )
 
