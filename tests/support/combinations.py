@@ -81,13 +81,25 @@ OBJECTIVES = (
     "ditto",
 )
 AGGREGATORS: dict[str, Any] = {
-    **{name: name for name in ("size", "mean", "stratum", "horvitz-thompson", "fedau", "median", "trimmed-mean")},
+    **{
+        name: name
+        for name in (
+            "size",
+            "mean",
+            "stratum",
+            "horvitz-thompson",
+            "fedau",
+            "mifa",
+            "fedvarp",
+            "median",
+            "trimmed-mean",
+        )
+    },
     "krum": {"name": "krum", "attackers": 0},
     "multi-krum": {"name": "multi-krum", "attackers": 0, "chosen": 2},
     "geometric-median": "geometric-median",
     "centred-clipping": {"name": "centred-clipping", "radius": 0.01},
 }
-AGGREGATORS = ("size", "mean", "stratum", "horvitz-thompson", "fedau", "mifa", "fedvarp")
 AVAILABILITIES: dict[str, Any] = {
     "always": "always",
     "bernoulli": {"name": "bernoulli", "p": 0.6},

@@ -9,7 +9,7 @@ import torch
 from pydantic import PositiveFloat, PositiveInt
 from typing_extensions import override
 
-from fedstrata.aggregation.base import Aggregator, returned_of, weighted_update
+from fedstrata.aggregation.base import Aggregator, weighted_update
 from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
@@ -128,11 +128,8 @@ class VarianceReduced(LastUpdates):
     ) -> tuple[Weights, Tree]:
         if not replies:
             return weights, state
-        draws, old, new = (
-            selection.draws[returned_of(selection, replies)],
-            state["updates"],
-            updates_of(weights, replies),
-        )
+        draws = selection.draws[np.searchsorted(selection.clients, np.fromiter(replies, dtype=np.int64))]
+        old, new = state["updates"], updates_of(weights, replies)
         a, answers = draws / draws.sum(), [*replies.values()]
         update = mean_update(weights.params, old, state["clients"])
         for client, factor in zip(replies, a.tolist(), strict=True):
