@@ -85,6 +85,7 @@ from .methods.fedau import FedAU as FedAU
 from .methods.fedavg import FedAvg as FedAvg
 from .methods.fedavg_ft import FedAvgFT as FedAvgFT
 from .methods.fedbabu import FedBABU as FedBABU
+from .methods.feddecorr import FedDecorr as FedDecorr
 from .methods.feddyn import FedDyn as FedDyn
 from .methods.fedlc import FedLC as FedLC
 from .methods.fedntd import FedNTD as FedNTD
@@ -99,6 +100,7 @@ from .methods.fedstas import FedSTS as FedSTS
 from .methods.fedtan import FedTAN as FedTAN
 from .methods.fedvarp import FedVARP as FedVARP
 from .methods.mifa import MIFA as MIFA
+from .methods.fedvls import FedVLS as FedVLS
 from .methods.moon import MOON as MOON
 from .methods.power_of_choice import PowerOfChoice as PowerOfChoice
 from .methods.rebafl import ReBaFL as ReBaFL

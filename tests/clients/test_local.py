@@ -266,7 +266,21 @@ def test_bf16_trains_nearly_the_same_and_leaves_float32(tiny, chain):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
-    ["fedavg", "scaffold", "fedprox", "feddyn", "moon", "fedrs", "fedlc", "fedbabu", "bsm-fedavg", "rebafl", "fedntd"],
+    [
+        "fedavg",
+        "scaffold",
+        "fedprox",
+        "feddyn",
+        "moon",
+        "fedrs",
+        "fedlc",
+        "fedbabu",
+        "bsm-fedavg",
+        "rebafl",
+        "fedntd",
+        "feddecorr",
+        "fedvls",
+    ],
 )
 def test_bf16_is_near_float32_for_every_objective(method):
     small = {"name": "cnn", "channels": [4, 8], "hidden": 16}

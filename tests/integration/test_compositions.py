@@ -34,6 +34,8 @@ pytestmark = pytest.mark.slow
         "fedau",
         "mifa",
         "fedvarp",
+        "feddecorr",
+        "fedvls",
     ],
 )
 def test_every_method_takes_a_server_optimiser(method, optimizer):

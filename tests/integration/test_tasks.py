@@ -19,7 +19,7 @@ from fedstrata.methods.base import METHODS
 CLASSES = ("classification", "classification, weights", "classification, several inputs")
 NOT_CLASSES = [case for case in CASES if case not in CLASSES]
 
-ONLY_CLASSIFICATION = ("rebafl", "moon", "fedrs", "fedlc", "bsm-fedavg", "fedntd")
+ONLY_CLASSIFICATION = ("rebafl", "moon", "fedrs", "fedlc", "bsm-fedavg", "fedntd", "fedvls")
 """Methods whose loss is a formula about classes."""
 
 REFUSED: dict[tuple[str, str], tuple[str, str]] = {
@@ -32,6 +32,8 @@ REFUSED: dict[tuple[str, str], tuple[str, str]] = {
         (method, "classification, weights"): ("would ignore the task's settings (class_weights, l", "such as fedavg")
         for method in ONLY_CLASSIFICATION
     },
+    ("feddecorr", "next-token, domains"): ("needs one vector of features per sample", "Use another objective"),
+    ("feddecorr", "segmentation"): ("needs one vector of features per sample", "Use another objective"),
     **{
         ("fedavg-ft", case): ("needs classes for the server's samples", "Use another method, such as fedavg")
         for case in NOT_CLASSES

@@ -79,6 +79,8 @@ OBJECTIVES = (
     "fedntd",
     "fedrep",
     "ditto",
+    "feddecorr",
+    "fedvls",
 )
 AGGREGATORS: dict[str, Any] = {
     **{

@@ -49,6 +49,8 @@ MORE: dict[str, dict[str, Any]] = {
     "bsm-fedavg": {},
     "fedavg-ft": {"per_class": 2},
     "fedntd": {},
+    "feddecorr": {},
+    "fedvls": {},
 }
 """The other methods, which share their code with those above."""
 

@@ -434,6 +434,8 @@ METHODS: Registry[Method] = Registry(
         "fedntd": "fedstrata.methods.fedntd:FedNTD",
         "fedrep": "fedstrata.methods.fedrep:FedRep",
         "ditto": "fedstrata.methods.ditto:Ditto",
+        "feddecorr": "fedstrata.methods.feddecorr:FedDecorr",
+        "fedvls": "fedstrata.methods.fedvls:FedVLS",
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
         "fedau": "fedstrata.methods.fedau:FedAU",

@@ -304,6 +304,8 @@ OBJECTIVES: Registry[Objective] = Registry(
         "fedntd": "fedstrata.objectives.fedntd:NotTrue",
         "fedrep": "fedstrata.objectives.personal:HeadThenBody",
         "ditto": "fedstrata.objectives.personal:PersonalModel",
+        "feddecorr": "fedstrata.objectives.feddecorr:Decorrelated",
+        "fedvls": "fedstrata.objectives.fedvls:Vacant",
     },
 )
 

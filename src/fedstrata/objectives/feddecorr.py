@@ -1,0 +1,71 @@
+"""FedDecorr's decorrelation of features (Shi et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import NonNegativeFloat
+from torch import Tensor
+
+from fedstrata.base.errors import SpecError
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.messages import Params
+from fedstrata.models.model import Model
+from fedstrata.objectives.base import Batch, Context, Objective
+
+EPSILON = 1e-8
+"""A constant that is added to variances, so that features that are equal for all samples are not divided by 0."""
+
+
+def correlation(features: Tensor) -> Tensor:
+    """Return ‖K‖²_F / d², where K is the correlation matrix of d features over a batch, a scalar.
+
+    With all features standardised in X, K = XᵀX / B. The result is computed from X Xᵀ, which has the same norm and is
+    small if there are more features than samples.
+
+    Args:
+        features: The features of B samples, shape (B, d).
+
+    >>> correlation(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))  # all correlations are 1
+    tensor(1.)
+    >>> correlation(torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]]))  # uncorrelated: 1 / d
+    tensor(0.5000)
+    """
+    centred = features - features.mean(dim=0)
+    standardised = centred / (centred.square().mean(dim=0) + EPSILON).sqrt()
+    return (standardised @ standardised.T / features.numel()).square().sum()
+
+
+class Decorrelated(Objective):
+    """The task's loss + (β / d²) ‖K‖²_F, with the correlation matrix K of the d features of a batch.
+
+    The features are the head's input. The second term lies between 1/d for uncorrelated features and 1 for features
+    that all correlate perfectly. It keeps features from collapsing to a few dimensions. A batch of one sample has no
+    correlations and only the task's loss. The authors' code
+    multiplies the term by the batch size and leaves out the diagonal of K; the paper's formula does neither.
+
+    Args:
+        beta: Weight β of the decorrelation. 0 equals FedAvg.
+    """
+
+    tasks: ClassVar[frozenset[str] | None] = None
+
+    beta: NonNegativeFloat = 0.1
+
+    def check(self, config: FederationConfig) -> None:
+        """Require a model with a head, and one vector of features for each sample."""
+        if config.task.name in ("next-token", "segmentation"):
+            problem = f"needs one vector of features per sample, and the task {config.task.name!r} has one per target. "
+            raise SpecError("method.objective", problem + "Use another objective, such as fedprox.", self.name)
+        config.model.require_head()
+
+    def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
+        """Return the mean loss of the task plus β times the mean squared correlation, a scalar."""
+        if not self.beta or len(batch.y) < 2:
+            return super().loss(model, params, batch, context)
+        features, outputs = model.with_features(params, batch.x)
+        # float32 in mixed precision too: squared sums over a batch need more digits than bfloat16 has.
+        with torch.autocast(features.device.type, enabled=False):
+            second = correlation(features.flatten(1).float())
+        return context.task.mean_loss(outputs, batch.y) + self.beta * second

@@ -1,0 +1,83 @@
+"""FedVLS's vacant-class distillation and logit suppression (Guo et al. 2025)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from pydantic import NonNegativeFloat
+from torch import Tensor
+
+from fedstrata.federation.messages import Params
+from fedstrata.models.model import Model
+from fedstrata.objectives.base import Batch, Context
+from fedstrata.objectives.calibrated import log_prior
+from fedstrata.objectives.distillation import Distilled, divergence
+
+
+def suppression(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+    """Return Σ_c p(c) log( mean of e^{z_c} over the samples of other classes ), a scalar.
+
+    A class of which all samples in the batch are has no other samples, and its summand is 0.
+
+    Args:
+        logits: The logits z, shape (B, C).
+        labels: The labels, shape (B,).
+        shares: p(c), the share of each class among the client's samples, shape (C,).
+
+    >>> z = torch.tensor([[5.0, 1.0], [2.0, 7.0], [4.0, 9.0]])
+    >>> suppression(z, torch.tensor([0, 1, 1]), torch.tensor([0.25, 0.75]))  # ¼ log((e² + e⁴) / 2) + ¾ · 1
+    tensor(1.6084)
+    """
+    other = ~F.one_hot(labels, logits.shape[1]).bool()
+    counts = other.sum(dim=0)
+    present = counts > 0
+    sums = torch.logsumexp(logits.masked_fill(~other, -1e9)[:, present], dim=0)
+    return (shares[present] * (sums - counts[present].log())).sum()
+
+
+class Vacant(Distilled):
+    """The loss L_cal + β L_sup + λ L_dis, for a client that lacks some classes (*vacant* classes).
+
+    - L_cal is the cross-entropy of z_c + log p(c), where p(c) is the share of class c among the client's samples. It is
+      the loss of balanced softmax, which leaves out vacant classes.
+    - L_sup = Σ_c p(c) log mean e^{z_c}, the logit suppression. The mean is over the samples of the batch that are not
+      of class c, so that it lowers the logits of classes that are not the label.
+    - L_dis = KL(p̂ ‖ q̂), the vacant-class distillation, with softmaxes p̂ of the global model's logits and q̂ of the
+      client's logits, over the vacant classes only.
+
+    L_dis is 0 if a client lacks fewer than two classes. Without dropout and BatchNorm, a client with a single class
+    learns nothing, because all parts then have zero gradients at the global model. In the authors' code, a sample of
+    class c counts in the mean of L_sup as if its corrected logit were 0; here it is left out.
+
+    Args:
+        distillation: Weight λ of the vacant-class distillation.
+        suppression: Weight β of the logit suppression.
+    """
+
+    distillation: NonNegativeFloat = 1.0
+    suppression: NonNegativeFloat = 0.005
+
+    def client_init(self, model: Model, context: Context) -> Context:
+        """Put the teacher, the log prior, the shares of the classes and the vacant classes into ``derived``."""
+        counts = context.counts
+        return (
+            super()
+            .client_init(model, context)
+            .deriving(
+                log_prior=log_prior(counts),
+                shares=counts / counts.sum().clamp(min=1),
+                vacant=torch.nonzero(counts == 0).flatten(),
+            )
+        )
+
+    def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
+        """Return L_cal + β L_sup + λ L_dis, a scalar."""
+        logits, derived = model(params, batch.x), context.derived
+        loss = F.cross_entropy(logits + derived["log_prior"], batch.y)
+        if self.suppression:
+            loss = loss + self.suppression * suppression(logits, batch.y, derived["shares"])
+        vacant: Tensor = derived["vacant"]
+        if self.distillation and len(vacant) > 1:
+            teacher = self.teacher_logits(model, batch, context)
+            loss = loss + self.distillation * divergence(teacher[:, vacant], logits[:, vacant]).mean()
+        return loss
