@@ -99,8 +99,8 @@ from .methods.fedstas import FedSTaS as FedSTaS
 from .methods.fedstas import FedSTS as FedSTS
 from .methods.fedtan import FedTAN as FedTAN
 from .methods.fedvarp import FedVARP as FedVARP
-from .methods.mifa import MIFA as MIFA
 from .methods.fedvls import FedVLS as FedVLS
+from .methods.mifa import MIFA as MIFA
 from .methods.moon import MOON as MOON
 from .methods.power_of_choice import PowerOfChoice as PowerOfChoice
 from .methods.rebafl import ReBaFL as ReBaFL
