@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedstrata.base.printable import print_lines
+from fedstrata.cli.layout import say
 
 
 def announce(options: argparse.Namespace, text: str) -> None:
     """Print the line on standard error, if this is a terminal and ``--quiet`` is not set."""
     if text and sys.stderr.isatty() and not options.quiet:
-        print_lines(text, file=sys.stderr)
+        say(text)
 
 
 def of_run(options: argparse.Namespace) -> str:

@@ -1,12 +1,15 @@
-"""The layout of ``--help`` in terminals of any width: text wraps between words, and commands stay on one line."""
+"""The layout of help and messages in terminals of any width: text wraps between words, and commands stay whole."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import shutil
+import sys
 import textwrap
+from typing import NoReturn
 
+from fedstrata.base.printable import printable
 from fedstrata.base.screen import READABLE, WORDS
 
 COLUMNS = re.compile(r"(?P<name> +\S.*?) {2,}(?P<text>\S.*)")
@@ -26,6 +29,24 @@ class Layout(argparse.HelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return _wrap(text, width)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are messages like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, and exit with code 2."""
+        self.print_usage(sys.stderr)
+        say(f"{self.prog}: error: {message}")
+        self.exit(2)
+
+
+def say(message: object) -> None:
+    """Print an error or a note on standard error: in a terminal wrapped between words, otherwise in one line."""
+    text = printable(message)
+    if sys.stderr.isatty():
+        text = "\n".join(_wrap(text, min(shutil.get_terminal_size().columns, READABLE), rest="  "))
+    print(text, file=sys.stderr, flush=True)
 
 
 def wrapped(line: str, width: int) -> list[str]:

@@ -20,11 +20,10 @@ from fedstrata import __version__
 from fedstrata.base import outer
 from fedstrata.base.errors import DataError, FedstrataError, SpecError, nearest
 from fedstrata.base.loading import only_from
-from fedstrata.base.printable import print_lines
 from fedstrata.base.signals import TERMINATED, Terminated, ending_in_order
 from fedstrata.cli import inspect, masking, predict, results, run, teach
 from fedstrata.cli.common import Commands
-from fedstrata.cli.layout import Layout
+from fedstrata.cli.layout import Layout, Parser, say
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -89,24 +88,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except (SpecError, DataError) as error:
-        print_lines(f"fedstrata: error: {_flat(error)}", file=sys.stderr)
+        say(f"fedstrata: error: {_flat(error)}")
         return BAD_INPUT
     except (FedstrataError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _is_reader_gone():
             return 0
-        print_lines(f"fedstrata: {_flat(error)}", file=sys.stderr)
+        say(f"fedstrata: {_flat(error)}")
         return FAILED
     except (MemoryError, RuntimeError) as error:
         # PyTorch raises a plain RuntimeError if the memory of the CPU is full.
         if not isinstance(error, MemoryError) and not re.search("allocate memory|out of memory", str(error)):
             raise
         advice = "Use a smaller model or batch, or fewer training.workers, or free memory and repeat the command."
-        print_lines(f"fedstrata: the memory is full. {advice}", file=sys.stderr)
+        say(f"fedstrata: the memory is full. {advice}")
         return FAILED
     except (KeyboardInterrupt, Terminated) as stop:
         how, code = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
         next_step = f". {options.after_interrupt}" if "after_interrupt" in options else ""
-        print(f"fedstrata: {how}{next_step}", file=sys.stderr)
+        say(f"fedstrata: {how}{next_step}")
         return code
 
 
@@ -116,12 +115,14 @@ def _parse(whole: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
     name, *_ = arguments
     if name not in commands and not name.startswith("-"):
         problem = f"is not a command{nearest(name, commands)} List all with 'fedstrata --help'."
-        whole.exit(BAD_INPUT, f"fedstrata: error: {SpecError('COMMAND', problem, name)}\n")
+        say(f"fedstrata: error: {SpecError('COMMAND', problem, name)}")
+        whole.exit(BAD_INPUT)
     options, unknown = whole.parse_known_args(arguments)
     if unknown:
         hint = nearest(unknown[0].partition("=")[0], commands[name]._option_string_actions)
         problem = f"is not an argument of 'fedstrata {name}'{hint} List all with 'fedstrata {name} --help'."
-        whole.exit(BAD_INPUT, f"fedstrata: error: {SpecError(unknown[0], problem)}\n")
+        say(f"fedstrata: error: {SpecError(unknown[0], problem)}")
+        whole.exit(BAD_INPUT)
     return options
 
 
@@ -143,9 +144,8 @@ def parser() -> argparse.ArgumentParser:
     The parsed options have the attribute ``work``, which is the function that runs the command. Some have
     ``after_interrupt``, which is the advice to print after an interrupt.
     """
-    whole = argparse.ArgumentParser(
-        prog="fedstrata", usage="fedstrata [-h] [--version] COMMAND ...", formatter_class=Layout
-    )
+    usage = "fedstrata [-h] [--version] COMMAND ..."
+    whole: argparse.ArgumentParser = Parser(prog="fedstrata", usage=usage, formatter_class=Layout)
     whole.add_argument("--version", action="version", version=f"fedstrata {__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", prog="fedstrata", help=argparse.SUPPRESS)
     for family in (teach, run, results, predict, inspect, masking, *outer.commands()):
@@ -189,4 +189,4 @@ def _is_reader_gone() -> bool:
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> None:
-    print_lines(f"fedstrata: warning: {message}", file=sys.stderr)
+    say(f"fedstrata: warning: {message}")

@@ -14,6 +14,7 @@ from fedstrata.base.errors import SpecError, not_among
 from fedstrata.base.printable import printable
 from fedstrata.cli import common, first_line
 from fedstrata.cli.common import Commands, add_command, add_output, located, print_json, run_folder
+from fedstrata.cli.layout import say
 
 if TYPE_CHECKING:
     from fedstrata.evaluation.history import History
@@ -70,7 +71,7 @@ def _table(options: argparse.Namespace) -> None:
     finished = runs.finished()
     if left_out := sum(map(len, runs.values())) - sum(map(len, finished.values())):
         which = "1 run that has not ended is" if left_out == 1 else f"{left_out} runs that have not ended are"
-        print(f"fedstrata: note: {which} left out", file=sys.stderr)
+        say(f"fedstrata: note: {which} left out")
     metrics = [name.strip() for name in options.metric.split(",")] if options.metric else []
     at = None if options.at is None else dict(map(_budget, options.at))
     if options.baseline is not None and options.baseline not in finished:
@@ -118,7 +119,7 @@ def _draw_forest(tables: Mapping[str, Contrasts], path: Path) -> None:
             str(path),
         )
     draw_forest(with_baseline, path)
-    print(f"fedstrata: note: drew {path}", file=sys.stderr)
+    say(f"fedstrata: note: drew {path}")
 
 
 def _print_heading(format: str, data: str, tables: int) -> None:

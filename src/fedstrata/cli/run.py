@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.printable import print_lines, printable
 from fedstrata.cli import common, first_line
 from fedstrata.cli.common import Commands
+from fedstrata.cli.layout import say
 
 
 def add_run(commands: Commands) -> None:
@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
             note = (
                 f"[{COMPARE}] has no effect here, and only {spec.method.name} runs. Use 'fedstrata compare' to run all."
             )
-            print_lines(f"fedstrata: note: {note}", file=sys.stderr)
+            say(f"fedstrata: note: {note}")
     name = f"{spec.method.name}-{Path(spec.data.name).stem}"
     with common.run_folder(out, name) as folder:
         with Progress(options.quiet) as progress:
@@ -145,7 +145,7 @@ def _compare(options: argparse.Namespace) -> int:
     with folder as out:
         done = [key for key, spec in planned.items() if is_done(folder_of(out, key), spec)]
         if done and not options.quiet:
-            print_lines(f"{len(done)} of {len(planned)} runs were there already", file=sys.stderr)
+            say(f"{len(done)} of {len(planned)} runs were there already")
         given = {"seeds": seeds, "out": out, "engine": options.engine, "references": references, "jobs": jobs}
         with Progress(options.quiet or len(done) == len(planned)) as progress:
             watch = progress.of_runs(rounds, partial(latest, out, planned), done=done)

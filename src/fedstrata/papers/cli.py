@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from fedstrata.base.errors import FedstrataError
-from fedstrata.base.printable import print_lines
 from fedstrata.cli import common
+from fedstrata.cli.layout import say
 
 
 def add_reproduce(commands: common.Commands) -> None:
@@ -65,7 +65,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     wrong = {**(pages.missing(tables.values(), out, quick=True) if options.quick else {}), **failed}
     if wrong and not options.show:
         for name, why in wrong.items():
-            print_lines(f"fedstrata: {name}: {' '.join(why.split())}", file=sys.stderr)
+            say(f"fedstrata: {name}: {' '.join(why.split())}")
         raise FedstrataError(f"{len(wrong)} cells or files are missing. The lines above say why.")
     return 0
 

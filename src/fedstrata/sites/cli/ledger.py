@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fedstrata.base.printable import csv_cell, print_lines
 from fedstrata.cli import common
+from fedstrata.cli.layout import say
 
 OUTCOME = ("refused", "failed", "to")
 COLUMNS = ("n", "at", "run", "client", "kind", "phase", "round", "samples", "bytes", "epsilon", *OUTCOME)
@@ -57,9 +58,9 @@ def _ledger(options: argparse.Namespace) -> int:
             parts += [f"{row['bytes']} bytes", *([f"ε = {epsilon:g} in all"] if epsilon else [])]
             print_lines(", ".join(parts))
     for note in checked.notes:
-        print_lines(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}")
     for problem in checked.problems:
-        print_lines(f"fedstrata: {problem}", file=sys.stderr)
+        say(f"fedstrata: {problem}")
     if options.verify and not checked.problems:
         print(f"whole: {len(checked.entries)} entries" + (", as the server was told" if log_heads else ""))
     return int(bool(checked.problems))
