@@ -155,7 +155,7 @@ def test_fedvarp_is_unbiased_over_draws_and_nearer_than_the_plain_mean():
         server.round(dict(enumerate(near)))
         steps.append(server.round({k: updates[k] for k in drawn})[0])
     assert np.mean(steps) == pytest.approx(updates.mean(), abs=1e-6)
-    assert np.std(steps) < 0.1 * np.std([updates[list(drawn)].mean() for drawn in draws])
+    assert np.std(steps) < 0.2 * np.std([updates[list(drawn)].mean() for drawn in draws])
 
 
 @pytest.mark.parametrize("method", ["mifa", "fedvarp"])
