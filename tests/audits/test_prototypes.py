@@ -27,7 +27,7 @@ from fedstrata.runs.preparation import prepare
 from fedstrata.runs.run_folder import SPEC
 from fedstrata.spec.experiment import Experiment
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 STEPS = 50
 
 
@@ -55,7 +55,6 @@ def by_kind(audit, attack, *, sent, size=None):
     ]
 
 
-@pytest.mark.long
 def test_what_is_attacked_is_what_the_run_sent(run, audit):
     [sent] = audit.sent
     stored = records.decode(checkpoint.load(run / "checkpoint").clients[sent.client].read_bytes())["objective"]
@@ -67,7 +66,6 @@ def test_what_is_attacked_is_what_the_run_sent(run, audit):
         assert finding.target.size == stored["samples"][finding.target.label]
 
 
-@pytest.mark.long
 def test_the_model_is_the_one_under_which_the_prototypes_were_computed(run, audit):
     prepared = prepare(Experiment.from_toml(run / SPEC))
     [sent] = audit.sent
@@ -82,7 +80,6 @@ def test_the_model_is_the_one_under_which_the_prototypes_were_computed(run, audi
     torch.testing.assert_close(table["means"], sent.table["means"], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.long
 def test_targets_are_the_clients_own_and_strangers_are_not(run, audit):
     prepared = prepare(Experiment.from_toml(run / SPEC))
     [sent] = audit.sent

@@ -141,6 +141,7 @@ def test_a_comparison_and_a_sweep_finish_the_others_and_exit_with_3(capsys):
     assert "Best: lr=0.1" in said
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_comparison_prints_all_methods_of_its_folder_and_names_a_wrong_engine(capsys):
     Path("s.toml").write_text(BASE)

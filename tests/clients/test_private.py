@@ -155,6 +155,7 @@ def test_the_number_of_drawn_samples_does_not_leave_a_client():
     assert history[0]["samples"] == 3 * np.minimum(16, sizes).sum()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_ends_before_the_budget_is_exceeded():
     long = {"rounds": 40}
@@ -187,6 +188,7 @@ def stop_after_two(record: Any) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_digits_are_learned_with_a_moderate_epsilon():
     history = fs.run(

@@ -72,6 +72,7 @@ def unreported(monkeypatch):
     monkeypatch.setattr("fedstrata.reporting.html.write_comparison", lambda out: None)
 
 
+@pytest.mark.long
 def test_every_method_runs_with_every_seed(in_turn):
     out, histories, told = in_turn
     assert list(histories) == METHODS
@@ -91,6 +92,7 @@ def test_a_compared_run_is_the_run_itself(in_turn, tmp_path):
     assert alone.final_accuracy == histories["fedavg"][1].final_accuracy
 
 
+@pytest.mark.long
 def test_processes_give_the_same_bytes(in_turn, unreported, tmp_path):
     out, histories, _ = in_turn
     both = compare(variants(TABLE, METHODS), seeds=(0, 1), out=tmp_path, jobs=2)

@@ -221,6 +221,7 @@ def test_another_search_in_the_same_folder_is_refused(whole):
         fs.search(TABLES, SPACE, out=out, trials=10, seeds=[0, 1])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_does_not_go_together_and_what_took_no_step_is_never_best(tmp_path):
     table = {**TABLES, "model": {"name": "mlp", "hidden": [8, 8, 8]}}

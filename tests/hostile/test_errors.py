@@ -216,6 +216,7 @@ def test_arrays_tell_no_extreme(tmp_path: Path, approved: bool) -> None:
     assert len([entry for entry in site.entries if "failed" in entry]) == len(specs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("surveys", [1, 100])
 def test_who_begins_without_asking_learns_no_more(tmp_path: Path, surveys: int) -> None:
     cells = write(tmp_path / "own.csv", 1)

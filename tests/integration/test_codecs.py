@@ -36,7 +36,13 @@ def check(method: str, pair: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", matrix.EVERY_METHOD)
+@pytest.mark.parametrize(
+    "method",
+    [
+        method if method in ("fedavg", "scaffold", "fedau", "ditto") else pytest.param(method, marks=pytest.mark.long)
+        for method in matrix.EVERY_METHOD
+    ],
+)
 def test_every_method_takes_codecs_with_memories(method: str) -> None:
     check(method, "powersgd, top-k")
 

@@ -64,7 +64,8 @@ def test_under_privacy_neither_counters_nor_control_variates_tell_a_size(monkeyp
     # SCAFFOLD's (w_t − w) / (K η) gives K, and epochs give n_k from it.
     private = {**method, "objective": "scaffold"}
     with pytest.raises(
-        SpecError, match=r"method\.objective = 'scaffold': discloses the clients' sizes.* training\.local_steps"
+        SpecError,
+        match=r"method\.objective = 'scaffold': discloses the clients' numbers.* training\.local_steps",
     ):
         fs.prepare(fs.Experiment(method=private, **settings))
     fs.prepare(fs.Experiment(method=private, partition=fs.IID(clients=12), training={"local_steps": 3}))

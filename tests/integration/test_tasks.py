@@ -19,6 +19,9 @@ from fedstrata.methods.base import METHODS
 CLASSES = ("classification", "classification, weights", "classification, several inputs")
 NOT_CLASSES = [case for case in CASES if case not in CLASSES]
 
+RARER_CASES = [case for case in CASES if case not in ("classification", "regression")]
+"""Cases that only make test-long runs with every method."""
+
 ONLY_CLASSIFICATION = ("rebafl", "moon", "fedrs", "fedlc", "bsm-fedavg", "fedntd", "fedvls")
 """Methods whose loss is a formula about classes."""
 
@@ -67,7 +70,13 @@ def numbers(value: Any) -> Iterator[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case in ("classification", "regression") else pytest.param(case, marks=pytest.mark.long)
+        for case in CASES
+    ],
+)
 @pytest.mark.parametrize("method", list(METHODS))
 def test_a_method_trains_or_is_refused_before_the_first_round(method: str, case: str) -> None:
     table = {"name": method} | SETTINGS.get(method, {})

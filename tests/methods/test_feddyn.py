@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fedstrata as fs
+from fedstrata.base.rng import torch_seeded
 from fedstrata.federation.messages import Params
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, CrossEntropy
@@ -48,7 +49,9 @@ def spec(method, clients, availability="always", **training) -> fs.Experiment:
 def test_under_dropout_by_hand(start, two, trace):
     clients, there = ((0,), (1,), (2,)), {0: [1, 2], 1: [1, 4], 2: []}
     method = {"name": "feddyn", "objective": DynamicQuadratic(alpha=ALPHA)}
-    started = start(spec(method, clients, trace(there)), two, nn.Linear(1, 2, bias=False))
+    with torch_seeded(0, "model"):
+        model = nn.Linear(1, 2, bias=False)
+    started = start(spec(method, clients, trace(there)), two, model)
     w = started.state.weights.params["weight"].flatten().double()
     h, lam = torch.zeros(2).double(), [torch.zeros(2).double() for _ in clients]
     x, target = [1.0, 2.0, -1.0], torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]).double()

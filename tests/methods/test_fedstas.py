@@ -276,6 +276,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bytes(method, tmp_path):
     assert [{k: v for k, v in record.items() if k != "seconds"} for record in resumed] == same
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_learns_digits():
     wanted = spec({**FEDSTAS, "fraction": 0.5}, rounds=25, lr=0.2, local_epochs=2)

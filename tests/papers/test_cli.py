@@ -35,6 +35,7 @@ def test_an_interrupted_table_says_how_it_goes_on(capsys, monkeypatch):
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_table_at_small_scale_and_once_more(capsys):
     cells = [cell.key for cell in tables()["fedssar/emnist"].cells(quick=True)]

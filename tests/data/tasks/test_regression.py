@@ -306,6 +306,7 @@ def diabetes_spec(**tables):
     return {**small, **tables}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
@@ -326,6 +327,7 @@ def test_runs_learn_and_predict_in_the_unit_of_the_target(method, tmp_path):
     assert found["rmse"] < 0.9 * data[3].std()  # the error of the constant prediction is the deviation
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_best_round_has_the_lowest_error(tmp_path):
     history = fs.run(diabetes_spec(), data=diabetes(), out=tmp_path / "run")
