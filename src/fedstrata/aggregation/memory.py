@@ -112,7 +112,7 @@ class LastUpdates(Remembering):
 class VarianceReduced(LastUpdates):
     """The mean of the last updates of all N clients, corrected by the replies (FedVARP).
 
-    The new model is w ← w_t + (1/N) Σ_j y_j + (1/|S|) Σ_{k∈S} (Δ_k − y_k). S are the clients that replied in this
+    The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S are the r clients that replied in this
     round, Δ_k is the update of client k, and y_k is its last update before this round, or zero. If all clients reply
     with the same probability, the sum is an unbiased estimate of the mean update of all clients. A round without a
     reply does not change the model. BatchNorm's buffers are averaged over the replies of the round.

@@ -11,7 +11,7 @@ from fedstrata.methods.base import Parts, Recipe
 class FedVARP(Recipe):
     """FedAvg that reduces the variance of the clients' draws with the last update of each client.
 
-    The new model is w ← w_t + (1/N) Σ_j y_j + (1/|S|) Σ_{k∈S} (Δ_k − y_k). S are the clients that replied, Δ_k is the
+    The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S are the r clients that replied, Δ_k is the
     update of client k, and y_k is its update before that. The server stores these updates, which takes the memory of N
     models.
     """
