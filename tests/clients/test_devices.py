@@ -8,6 +8,7 @@ import torch
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.training.devices import CPU, device_of, on_device, to_device
+from fedstrata.methods.base import METHODS
 from fedstrata.runs.simulation import make_context
 
 TABLE = {"partition": {"name": "iid", "clients": 4}, "training": {"rounds": 2, "local_epochs": 1}}
@@ -62,11 +63,31 @@ def test_trees_move_as_they_are():
     assert there["n"] == 3
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedprox", "moon", "rebafl", "stratify"])
-def test_a_gpu_computes_what_the_processor_does(method):
-    here, there = fs.run(spec("cpu", method)), fs.run(spec("cuda", method))
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def compare(table: dict[str, object]) -> None:
+    """Run a spec on the CPU and on a GPU, and compare accuracy and parameters."""
+    here, there = (
+        fs.run(fs.Experiment.from_table({**table, "training": {**TABLE["training"], "lr": 0.01, "device": device}}))
+        for device in ("cpu", "cuda")
+    )
     assert there.final_accuracy == pytest.approx(here.final_accuracy, abs=0.02)
     for name, w in here.params.items():
         assert there.params[name].device.type == "cpu"
         torch.testing.assert_close(there.params[name], w, rtol=1e-2, atol=1e-3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_gpu_computes_what_the_processor_does(method):
+    settings = {"fedsts": {"strata": 2}, "fedstas": {"strata": 2}, "fedavg-ft": {"per_class": 2}}.get(method, {})
+    model = "resnet20" if method == "fedtan" else "mlp"
+    partition = {"name": "classes", "clients": 4, "per_client": 5, "size": 250}
+    compare({**TABLE, "partition": partition, "method": {"name": method, **settings}, "model": model})
+
+
+@needs_gpu
+def test_a_gpu_adds_the_same_noise_to_gradients():
+    pytest.importorskip("dp_accounting")
+    compare({**TABLE, "privacy": {"dp": {"clip": 1.0, "noise": 0.5}}})
