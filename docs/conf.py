@@ -1,4 +1,4 @@
-"""How the site is built: ``make docs``. Needs nothing but the repository; no page loads anything from elsewhere."""
+"""Settings of Sphinx for the site, which ``make docs`` builds from the repository; its pages load no external files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 
 class Order:
-    """The order of the gallery's pages; whatever is not named comes last."""
+    """The order of the gallery's pages; pages that ``NAMES`` does not contain come last."""
 
     NAMES = [
         *("hospitals", "who_is_missing", "compose_your_own", "from_scratch", "bytes_against_accuracy"),
@@ -39,7 +39,7 @@ class Order:
         self.folder = folder
 
     def __call__(self, name: str) -> tuple[int, str]:
-        """A page's place."""
+        """Return the key by which a page is sorted."""
         stem = Path(name).stem
         return (self.NAMES.index(stem) if stem in self.NAMES else len(self.NAMES)), stem
 
@@ -85,7 +85,7 @@ python_use_unqualified_type_names = True
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 
-# What examples print belongs to the page, what they only draw does not need to be named.
+# Examples and their output become pages of the gallery.
 sphinx_gallery_conf = {
     "examples_dirs": ["../examples/gallery", "../examples/concepts"],
     "gallery_dirs": ["gallery", "concepts"],
@@ -102,9 +102,9 @@ sphinx_gallery_conf = {
     "min_reported_time": 1,
     "write_computation_times": False,
 }
-suppress_warnings = ["config.cache"]  # the gallery's settings hold a class, which cannot be stored
+suppress_warnings = ["config.cache"]  # Sphinx cannot store the class in the gallery's settings
 
-# Pages that moved: the old address leads to the new one.
+# Pages that moved: a mapping from the old address to the new address.
 MOVED = {
     "benchmarks": "results/speed",
     "communication": "guides/compression",
@@ -180,7 +180,7 @@ PAGES = {
     f"benchmarks/results/{path.name}": f"results/tables/{path.name}"
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 }
-"""Files of the repository that are pages of the site too, and which."""
+"""A mapping from files of the repository that are also pages of the site to the paths of these pages."""
 
 TITLES = {
     "fast_paths": "Speed of the fast paths",
@@ -188,17 +188,17 @@ TITLES = {
     "sampler_variance": "Variance of client samplers",
     "samplers_scale": "Cost of client samplers",
 }
-"""Headings of pages that are a table alone."""
+"""Headings of pages that contain only a table."""
 
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)")
 
 
 def linked(text: str, folder: Path) -> str:
-    """A page's text whose links to files that are pages elsewhere go there.
+    """Return a text in which links to files in ``PAGES`` are replaced with links to their pages.
 
     Args:
-        text: In Markdown.
-        folder: What its links are relative to.
+        text: The text in Markdown.
+        folder: The folder to which the links in the text are relative.
     """
 
     def to_page(found: re.Match[str]) -> str:
@@ -210,21 +210,21 @@ def linked(text: str, folder: Path) -> str:
         inside = target.relative_to(ROOT).as_posix()
         if inside in PAGES:
             return f"/{PAGES[inside]}"
-        # Relative to docs/, where Sphinx looks for what begins with a slash.
+        # Sphinx looks for paths that begin with a slash in docs/.
         return f"/{os.path.relpath(target, ROOT / 'docs')}" if folder != ROOT / "docs" else found[1]
 
     return LINK.sub(to_page, text)
 
 
 def write(page: Path, text: str) -> None:
-    """Write a page where it differs, so that what has not changed is not built anew."""
+    """Write a page if its text has changed, so that Sphinx builds only changed pages again."""
     page.parent.mkdir(parents=True, exist_ok=True)
     if not page.exists() or page.read_text(encoding="utf-8") != text:
         page.write_text(text, encoding="utf-8")
 
 
 def write_copies(app: Sphinx) -> None:
-    """The pages of ``PAGES``, each with a heading."""
+    """Write the pages of ``PAGES``, and add a heading to pages that do not have one."""
     for source, page in PAGES.items():
         text = linked((ROOT / source).read_text(encoding="utf-8"), (ROOT / source).parent)
         if not text.startswith("# "):
@@ -238,7 +238,7 @@ def write_palette(app: Sphinx) -> None:
 
 
 def make_demo(app: Sphinx) -> None:
-    """Run the first comparison, and put its report on the site. Finished runs are kept in ``build/demo``."""
+    """Run the comparison of the tutorial and copy its report to the site. Finished runs stay in ``build/demo``."""
     from screens import compare
 
     target = Path(app.outdir) / "demo"
@@ -247,14 +247,14 @@ def make_demo(app: Sphinx) -> None:
 
 
 def draw_thumbnails(app: Sphinx) -> None:
-    """Draw the pictures of the gallery's pages, after the gallery has made its own."""
+    """Draw the thumbnails of the gallery, after Sphinx-Gallery has drawn its own."""
     import thumbnails
 
     thumbnails.write(Path(app.srcdir))
 
 
 def pack_hospitals(app: Sphinx) -> None:
-    """What a reader of the site alone needs for the study of hospitals, as one file."""
+    """Write an archive of the example ``examples/hospitals``, for readers without a copy of the repository."""
     source, target = ROOT / "examples" / "hospitals", Path(app.srcdir) / "_static" / "hospitals.zip"
     with ZipFile(target, "w", ZIP_DEFLATED) as archive:
         for path in sorted([*source.glob("*.*"), *source.glob("sites/*.csv")]):
@@ -263,7 +263,7 @@ def pack_hospitals(app: Sphinx) -> None:
 
 
 def relink(app: Sphinx, name: str, source: list[str]) -> None:
-    """Links of the pages in docs to files that are pages elsewhere."""
+    """Replace links to files in ``PAGES`` with links to their pages, on all other pages in docs."""
     folder = (ROOT / "docs" / name).parent
     if Path(app.env.doc2path(name)).suffix == ".md" and f"{name}.md" not in PAGES.values():
         source[0] = LINK.sub(lambda found: _if_copied(found[1], folder), source[0])
@@ -276,20 +276,20 @@ def _if_copied(link: str, folder: Path) -> str:
 
 
 ARRAY = re.compile(r"~?(?:numpy\.)?ndarray\[tuple\[~?(?:typing\.)?Any, \.\.\.\], ~?(?:numpy\.)?dtype\[([^\]]+)\]\]")
-"""The type that ``numpy.typing.NDArray`` stands for."""
+"""A pattern of the long type that ``numpy.typing.NDArray`` abbreviates."""
 
 
 def shorten(
     app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
-    """Return a signature whose types a reader can write: without what pydantic stores beside them."""
+    """Return a signature with plain types, without the constraints that pydantic adds to them."""
     if isinstance(obj, type) and issubclass(obj, BaseModel):
         whole = inspect.signature(obj)
         parameters = [each.replace(annotation=plain(each.annotation)) for each in whole.parameters.values()]
         whole = whole.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
         signature = stringify_signature(whole, unqualified_typehints=True, short_literals=True)
     if signature is not None:
-        # What a dataclass makes for each object has no text that Sphinx can read.
+        # Sphinx shows a default that a dataclass creates for each object as <factory>.
         signature = ARRAY.sub(r"~numpy.typing.NDArray[\1]", signature.replace("<factory>", "..."))
     return signature, returned if returned is None else ARRAY.sub(r"~numpy.typing.NDArray[\1]", returned)
 
@@ -323,7 +323,7 @@ def summarise(app: Sphinx, name: str, source: list[str]) -> None:
 
 
 def write_command_line(app: Sphinx) -> None:
-    """The page of the command line, from the parsers themselves."""
+    """Write the page on the command line from the help of the parsers."""
     from fedstrata.cli.main import parser
 
     os.environ["COLUMNS"] = "100"
@@ -332,11 +332,11 @@ def write_command_line(app: Sphinx) -> None:
         "# The command line",
         "",
         "Every command answers `--help` with its arguments and with examples. `--json` prints the result for programs,",
-        "`--quiet` leaves out the progress. The exit code is 0 for success, 2 for invalid input, and 3 if the server",
-        "could not use any client's reply, from the start or from a later round to the end. It is 1 for other",
-        "failures, and 130 or 143 if the command was interrupted or terminated.",
+        "`--quiet` leaves out the progress. The exit code is 0 for success, 1 for a failure, and 2 for invalid input.",
+        "It is 3 if a run broke down: from some round to the end, the server could not use any client's reply.",
+        "It is 130 or 143 if the command was interrupted or terminated.",
         "",
-        "Completion for bash, zsh and fish: `fedstrata completion --help` has the line for your shell.",
+        "`fedstrata completion --help` shows how to complete commands with the Tab key in bash, zsh and fish.",
         "",
     ]
     commands = next(action for action in whole._actions if hasattr(action, "choices") and action.choices)
@@ -346,18 +346,18 @@ def write_command_line(app: Sphinx) -> None:
 
 
 REPAIRS = {
-    # The visible text of the search button is its name, with the keys beside it.
+    # Screen readers then read the visible text of the search button, which includes the keyboard shortcut.
     re.compile(r'(<button [^>]*search-button-field[^>]*?) aria-label="Search"'): r"\1",
     # The buttons that unfold the navigation show only an icon.
     re.compile(r'<summary>(?=<span class="toctree-toggle")'): '<summary aria-label="Pages below">',
     # A signature on several lines is a list of definitions without terms.
     re.compile(r'<dl>(?=\s*<dd><em class="sig-param">)'): '<dl role="none">',
 }
-"""Faults of accessibility in the HTML of Sphinx and of its theme, each with what replaces it."""
+"""A mapping from patterns of inaccessible HTML that Sphinx and its theme write to replacements."""
 
 
 def repair(app: Sphinx, error: Exception | None) -> None:
-    """Mend ``REPAIRS`` in each page, after the site is built."""
+    """Apply the replacements in ``REPAIRS`` to each page, after the site is built."""
     for page in Path(app.outdir).rglob("*.html") if error is None and app.builder.format == "html" else ():
         text = page.read_text(encoding="utf-8")
         for fault, mended in REPAIRS.items():
@@ -369,19 +369,19 @@ _TEXTS: dict[str, list[str]] = {}
 
 
 def keep(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Remember the docstring of an attribute, of which napoleon would take the words before a colon for a type."""
+    """Store an attribute's docstring, because napoleon would read the words before a colon as a type."""
     if what == "attribute":
         _TEXTS[name] = list(lines)
 
 
 def restore(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """After napoleon, put it back."""
+    """Restore the docstring that ``keep`` stored, after napoleon has changed it."""
     if what == "attribute" and name in _TEXTS:
         lines[:] = _TEXTS.pop(name)
 
 
 def setup(app: Sphinx) -> None:
-    """Called by Sphinx."""
+    """Connect the functions of this file to the events of Sphinx."""
     app.connect("autodoc-process-docstring", keep, priority=1)
     app.connect("autodoc-process-docstring", restore, priority=999)
     app.connect("builder-inited", write_command_line)

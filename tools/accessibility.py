@@ -52,14 +52,14 @@ def statuses() -> Iterator[dict[str, str]]:
 
 
 def check(window: browser.Browser, axe: str, name: str, address: str, theme: str) -> list[tuple[str, str, list[str]]]:
-    """Return the rules that a page violates in a theme: id, description, and the HTML of the elements.
+    """Return the rules that a page violates in a theme: each rule's id, description and elements (as HTML).
 
     Raises:
-        RuntimeError: No rule applied, so that the check proves nothing.
+        RuntimeError: None of the rules applied to the page, so the check is not valid.
     """
     is_drawn = not address.startswith("file:") or "dataset.drawn" in Path(name).read_text(encoding="utf-8")
     window.visit(address, 1400, theme, ready=browser.DRAWN if is_drawn else "true")
-    # Everything that is folded is checked too.
+    # Unfold all folded sections, so that they are checked too.
     window.value(f"{axe}; for (const each of document.querySelectorAll('details')) each.open = true; 0")
     passed, violations = window.value(RUN)
     if not passed:
@@ -69,7 +69,7 @@ def check(window: browser.Browser, axe: str, name: str, address: str, theme: str
 
 
 def main(axe: str, *pages: str) -> int:
-    """Check the pages with the file of axe-core, and return the exit code."""
+    """Check the pages with axe-core, and return the exit code."""
     count, text = 0, Path(axe).read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as profile, browser.browser(Path(profile)) as window, statuses() as served:
         for page, address in {**{page: Path(page).resolve().as_uri() for page in pages}, **served}.items():

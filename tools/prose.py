@@ -1,4 +1,4 @@
-"""Counts what makes our texts and classes hard to read, and fails where a count rose above its baseline.
+"""Count faults of style in texts and code, and fail if a count is above its baseline.
 
 python tools/prose.py            # prints each count beside its baseline
 python tools/prose.py --write    # lowers the baselines to today's counts
@@ -33,23 +33,23 @@ GENERATED = (
     "docs/results/",
     "docs/reference/spec/",
 )
-"""What other programs write, and what is finished."""
+"""Pages that are not checked, because programs write them or because they no longer change."""
 
 IDIOMS = ("is no", "unless given", "anew", "come to", "comes to", "but for")
 QUESTION = re.compile(r"(?:^|(?<=[.!?:] ))(?:Who|Whoever|Whose|What)\b[^.!?\n]*[.!]", re.MULTILINE)
 WRAP = re.compile(r"\n(?![ \t]*(?:\n|$|[-*|#>`:]|\d+\.|\w+: ))[ \t]*")
-"""The end of a line after which its paragraph goes on."""
+"""A line break inside a paragraph."""
 COMMENT = re.compile(r"(?:^[ \t]*# .*\n?)+|(?<=\S)[ \t]+# .*", re.MULTILINE)
-"""Lines that follow one another, or the end of a line of code."""
+"""A comment: consecutive lines, or the end of a line of code."""
 SUBJECT = re.compile(r"(?=.{1,72}$)[a-z][\w, -]*: (?!\w+(?:[^e]ed|ing)\b)\w.*[^.]")
 CHECKED = "8fccbc4c8849e297"
-"""The commit after which subjects are checked; the last 50 of them."""
+"""Only the subjects of commits after this commit are checked, and only of the last 50."""
 SHORT = 3
-"""Words of a docstring's summary that say too little."""
+"""The largest number of words in a docstring's summary that counts as too short."""
 
 
 def counts_of_text(text: str) -> Counter[str]:
-    """Count the house idioms, and the sentences that begin like a question and are none."""
+    """Count the phrases in ``IDIOMS``, and the statements that begin with a question word."""
     text = WRAP.sub(" ", text)
     count = Counter({f"'{idiom}'": len(re.findall(rf"\b{idiom}\b", text)) for idiom in IDIOMS})
     count["statements that begin with a question word"] = len(QUESTION.findall(text))
@@ -57,7 +57,7 @@ def counts_of_text(text: str) -> Counter[str]:
 
 
 def counts_of_module(source: str) -> Counter[str]:
-    """Count in comments and texts, short summaries of public docstrings, and identifiers called ``found``."""
+    """Count the faults in a module's comments, texts, public docstrings and identifiers."""
     tree = ast.parse(source)
     count = Counter[str]()
     for text in [*comments(source), *texts(tree)]:
@@ -72,7 +72,7 @@ def counts_of_module(source: str) -> Counter[str]:
 
 
 def comments(source: str) -> Iterator[str]:
-    """Find each comment of a module; lines that follow one another are one."""
+    """Find each comment of a module; consecutive lines are one comment."""
     return (re.sub(r"^[ \t]*# ", "", each, flags=re.MULTILINE) for each in COMMENT.findall(source))
 
 
@@ -82,7 +82,7 @@ def texts(tree: ast.Module) -> Iterator[str]:
 
 
 def today() -> Counter[str]:
-    """Count over the pages, the package and the last commits."""
+    """Count all faults in the pages, the package and the last commits."""
     count = large()
     count["commit subjects that are not 'area: imperative'"] = sum(not SUBJECT.fullmatch(line) for line in subjects())
     for page in sorted({page for pattern in PAGES for page in ROOT.glob(pattern)}):
@@ -94,7 +94,7 @@ def today() -> Counter[str]:
 
 
 def large() -> Counter[str]:
-    """Measure the classes and functions that are above their limit."""
+    """Return the sizes of classes and functions that are larger than allowed."""
     sys.path.append(str(ROOT / "benchmarks"))
     from calls import size_of_package
 
@@ -103,7 +103,7 @@ def large() -> Counter[str]:
 
 
 def subjects() -> list[str]:
-    """List the subjects of the last commits; none where their history is absent."""
+    """List the subjects of the last commits; the list is empty outside a Git repository."""
     if not (ROOT / ".git").exists():
         return []
     command = ["git", "log", "--no-merges", "--max-count=50", "--format=%s", f"{CHECKED}.."]
@@ -111,12 +111,12 @@ def subjects() -> list[str]:
 
 
 def risen(count: Counter[str], baseline: dict[str, int]) -> list[str]:
-    """Name the counts that are above their baseline."""
+    """Return the names of the counts that are above their baseline."""
     return [name for name in count if count[name] > baseline.get(name, 0)]
 
 
 def faults_of_message(message: str) -> list[str]:
-    """List what a commit message lacks: a subject 'area: imperative' of at most 72 characters, and a body."""
+    """List the faults of a commit message. It needs a short subject 'area: imperative', and a body."""
     subject, *rest = [line for line in message.splitlines() if not line.startswith("#")] or [""]
     faults = []
     if not SUBJECT.fullmatch(subject):
@@ -124,12 +124,12 @@ def faults_of_message(message: str) -> list[str]:
     if rest and rest[0].strip():
         faults.append("the second line is not blank")
     if not any(line.strip() for line in rest):
-        faults.append("the body is missing: say why")
+        faults.append("the body is missing: give the reason for the change")
     return faults
 
 
 def main() -> int:
-    """Compare today's counts with the baseline, or check a commit message; return 1 if something is wrong."""
+    """Compare the counts with the baseline, or check a commit message; return 1 if there is a fault."""
     if "--message" in sys.argv:
         faults = faults_of_message(Path(sys.argv[-1]).read_text(encoding="utf-8"))
         print(*faults, sep="\n")

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from fedstrata.spec.experiment import Experiment
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""The type of the object to which each command adds its own argument parser."""
+"""The type of the object to which each command adds its parser of arguments."""
 R = TypeVar("R")
 
 
 WITH_OUT = "To continue from the last checkpoint, repeat the command with the same --out DIR."
-"""The advice that is printed after an interrupt of a command whose results can only be continued with ``--out``."""
+"""The advice that is printed when a command is interrupted whose results can only be continued with ``--out``."""
 
 
 def add_command(
@@ -46,7 +46,7 @@ def add_command(
         more: Additional text of the help.
         imports: Whether the command may import code that a spec names, from installed packages or the working
             directory. Commands that only inspect a spec or a result may do so only with ``--trust`` (``add_trust``).
-        defaults: Attributes to set in the parsed options, such as ``work``, the function that executes the command.
+        defaults: Attributes of the parsed options, such as ``work``, the function that executes the command.
     """
     lines = "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines())
     parser = commands.add_parser(
@@ -75,12 +75,12 @@ def add_output(parser: argparse.ArgumentParser, progress: bool = True) -> None:
 
 def add_columns(parser: argparse.ArgumentParser) -> None:
     """Add the argument ``--columns``, which selects columns of a table."""
-    help = "columns of tables to print: those that fit the terminal (default), or all"
+    help = "columns of tables to print: fit (default: as many as fit the terminal) or all"
     parser.add_argument("--columns", choices=("fit", "all"), default="fit", help=help)
 
 
 def _console() -> Console:
-    """Return a console that raises ``BrokenPipeError`` where Rich would exit with code 1; ``main`` handles it."""
+    """Return a console that raises ``BrokenPipeError`` if its output is closed; Rich would exit with code 1."""
     from rich.console import Console
 
     class Screen(Console):
@@ -91,14 +91,14 @@ def _console() -> Console:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and texts of Rich, without cutting lines off that are wider than the terminal."""
+    """Print tables and texts of Rich. Lines that are wider than the terminal are not cut off."""
     console = _console()
     for part in parts:
         console.print(part, crop=False)
 
 
 def show_paragraphs(*paragraphs: Text) -> None:
-    """Print paragraphs that wrap between words. Their second and further lines are indented by two more columns."""
+    """Print paragraphs that wrap between words. Their second and later lines are indented by two columns."""
     from rich.text import Text
 
     console = _console()
@@ -171,7 +171,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
     try:
         return work()
     except SpecError as error:
-        # If the wrong key was set with --set, the error is not in the file.
+        # A wrong key that was set with --set is not in the file.
         overridden = [override.partition("=")[0].strip() for override in options.overrides]
         by_hand = any(key == error.key or error.key.startswith(f"{key}.") for key in overridden)
         in_file = options.spec and Path(options.spec).is_file() and not by_hand
@@ -180,7 +180,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """Return the error. If it is about an unknown key, its message also names other sections that have this key."""
+    """Return the error; if its key is unknown, add to its message the sections that have this key."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")
@@ -258,7 +258,7 @@ def run_folder(given: Path | None, name: str) -> Iterator[Path]:
 
 
 BROKE_DOWN = 3
-"""The exit code if the server could not use any client's reply, from the start or from a later round to the end."""
+"""The exit code if a run broke down: from some round to the end, the server could not use any client's reply."""
 
 
 def show_run(history: History, as_json: bool = False) -> int:
@@ -279,5 +279,5 @@ def show_run(history: History, as_json: bool = False) -> int:
 
 
 def exit_code(runs: Mapping[str, Sequence[History]]) -> int:
-    """Return the exit code of a command that has completed these runs: 0, or ``BROKE_DOWN``."""
+    """Return the exit code of a command whose runs have ended: ``BROKE_DOWN`` if any run broke down, otherwise 0."""
     return BROKE_DOWN if any(history.warning for members in runs.values() for history in members) else 0

@@ -25,7 +25,7 @@ def keys(prefix: str = "", **_: Any) -> list[str]:
 
 
 def words(**_: Any) -> list[str]:
-    """Complete the argument of ``fedstrata explain``: all words of a spec."""
+    """Complete the argument of ``fedstrata explain``: a key, section or name of a spec."""
     from fedstrata.cli.teach import words
 
     return words(known())
@@ -42,18 +42,18 @@ def names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
 
 
 def methods(prefix: str = "", **_: Any) -> list[str]:
-    """Complete the last method in a list of methods separated by commas."""
+    """Complete the last name in a comma-separated list of methods."""
     before = prefix.rpartition(",")[0]
     return [f"{before},{row[0]}" if before else row[0] for row in known()["methods"]]
 
 
 def engines(**_: Any) -> list[str]:
-    """Complete the names of engines."""
+    """Complete the name of an engine."""
     return ["local", "ray", "nvflare"]
 
 
 def kinds(**_: Any) -> list[str]:
-    """Complete the argument of ``fedstrata new``: the kinds of files that it can write."""
+    """Complete the argument of ``fedstrata new``: a kind of file that it can write."""
     from fedstrata.cli.teach import KINDS
 
     return list(KINDS)

@@ -1,4 +1,4 @@
-"""Say at once what a command is going to do, before imports and worker processes take several seconds to start."""
+"""Print at once what a command will do, because imports and worker processes take several seconds to start."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _into(options: argparse.Namespace, before: str = " ") -> str:
 
 
 def _table(options: argparse.Namespace) -> dict[str, Any]:
-    """Read the spec without checking it; the command itself reports errors later."""
+    """Read the spec without checking it, because the command reports errors later."""
     try:
         table = tomllib.loads(Path(options.spec).read_text(encoding="utf-8")) if options.spec else {}
     except (OSError, ValueError, RecursionError):
@@ -71,7 +71,7 @@ def _table(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _named(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the names of data and method in overrides."""
+    """Return the data set and the method that overrides set."""
     pairs = [(key.strip().removesuffix(".name"), value.strip(" '\"")) for key, _, value in
              (override.partition("=") for override in overrides)]  # fmt: skip
     return {key: value for key, value in pairs if key in ("data", "method")}

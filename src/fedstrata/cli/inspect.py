@@ -21,7 +21,7 @@ def add_methods(commands: Commands) -> None:
         fedstrata settings method stratify
     """
     parser = add_command(commands, "methods", "list the methods", examples, work=_methods)
-    parser.add_argument("--papers", action="store_true", help="show the paper of each method")
+    parser.add_argument("--papers", action="store_true", help="also show the paper that describes each method")
     add_output(parser, progress=False)
 
 
@@ -116,7 +116,7 @@ def _keys(title: str, about: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 def _columns(headings: Sequence[str], rows: Iterable[Sequence[str]], one_line: bool = False) -> None:
-    """Print a table of words, which wrap to the width of the terminal, or are cut to one line each."""
+    """Print a table of texts, which wrap to the width of the terminal, or are each cut to one line."""
     words = range(1, len(headings))
     common.show(ScreenTable(headings, list(rows), words=words, every=True, one_line=one_line))
 
@@ -204,7 +204,7 @@ def _strata(options: argparse.Namespace) -> None:
     draw_strata(view, options.out)
     sizes = view.sizes()
     result = {"picture": str(options.out), "round": view.round, "sizes": sizes, "purity": view.purity()}
-    text = f"round {view.round}: {len(sizes)} strata of {sizes} clients; {view.purity():.0%} of the samples bear their"
+    text = f"round {view.round}: {len(sizes)} strata of {sizes} clients; {view.purity():.0%} of the samples have their"
     print_result(options, result, text, f"stratum's most frequent label; picture: {options.out}")
 
 

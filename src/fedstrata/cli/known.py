@@ -1,8 +1,8 @@
 """A table of all methods and settings, so that commands about them need not import PyTorch.
 
 It is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test compares
-the two. In a section such as ``partition``, a kind is one of the classes that can be named there, such as
-``dirichlet``; a section with only one class has one kind, whose name is empty.
+the two. In a section such as ``partition``, a kind is one of the classes to choose from, such as ``dirichlet``. A
+section with only one class has one kind, whose name is empty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fedstrata.spec.reference import Row
 
 FUNCTIONS = {"model": 2, "evaluation.metrics": 2, "data.augment": 2}
-"""A mapping from each section that accepts a user's own functions to the number of arguments that fedstrata passes.
+"""A mapping from each section that accepts a user's functions to the number of arguments that fedstrata passes.
 
 Further arguments of a function are its settings.
 """
@@ -34,8 +34,8 @@ def known() -> dict[str, Any]:
 
     Returns:
         A dict with three keys. ``methods`` is a list with a row per method: its name, the first line of its docstring,
-        and its paper. ``experiment`` is a list with a row per key that is outside all sections, such as ``seed``.
-        ``settings`` maps each section to its keys; see ``find_section``.
+        and its paper. ``experiment`` is a list with a row per key outside sections, such as ``seed``. ``settings`` maps
+        each section to its keys; see ``find_section``.
     """
     table: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return table
@@ -44,9 +44,8 @@ def known() -> dict[str, Any]:
 def find_section(name: str) -> dict[str, Any]:
     """Return a section's table.
 
-    Its ``common`` is a list with a row per key that all kinds have. Its ``kinds`` maps the name of each kind to a
-    sentence ``about`` the kind, and to its ``keys``: a list with a row per key, which contains the key, the values that
-    it takes, its default, and its meaning.
+    In the table, ``common`` is a list with a row per key that all kinds have. ``kinds`` maps each name to the table of
+    a kind; see ``find_kind``. A row contains the key, the values that it takes, its default, and its meaning.
 
     Raises:
         SpecError: The section is unknown.
@@ -58,7 +57,7 @@ def find_section(name: str) -> dict[str, Any]:
 
 
 def find_kind(section: str, name: str) -> dict[str, Any]:
-    """Return the table of one kind in a section: a sentence ``about`` the kind, and its ``keys``; see ``find_section``.
+    """Return the table of one kind in a section: a sentence ``about`` the kind, and ``keys``, with a row per key.
 
     Args:
         section: The section, such as ``"method.objective"``.
@@ -107,14 +106,14 @@ def owners(key: str, besides: str = "") -> list[str]:
 
 
 def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
-    """Describe a function by its docstring and signature, without its first ``given`` arguments."""
+    """Describe a function by its docstring and by its settings, which are the arguments after the first ``given``."""
     if not callable(function):
         raise SpecError(
             "name", (f"names an object of type {type(function).__name__}. Give the name of a class or function."), name
         )
     try:
         arguments = list(inspect.signature(function).parameters.values())[given:]
-    except ValueError:  # some functions that are written in C do not have a signature
+    except ValueError:  # some functions in C do not have a signature
         arguments = []
     rows = [
         [

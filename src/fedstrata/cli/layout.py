@@ -17,7 +17,7 @@ COLUMNS = re.compile(r"(?P<name> +\S.*?) {2,}(?P<text>\S.*)")
 
 
 class Layout(argparse.HelpFormatter):
-    """A formatter of help that keeps the lines of descriptions and examples apart, and wraps the long ones."""
+    """A formatter of help that keeps the line breaks of descriptions and examples, and wraps long lines."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=min(shutil.get_terminal_size().columns - 2, READABLE))
@@ -32,7 +32,7 @@ class Layout(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are messages like all others."""
+    """A parser that reports errors in the same form as all commands."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with code 2."""
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def say(message: object) -> None:
-    """Print an error or a note on standard error: in a terminal wrapped between words, otherwise in one line."""
+    """Print an error or a note on standard error: wrapped between words in a terminal, otherwise in one line."""
     text = printable(message)
     if sys.stderr.isatty():
         text = "\n".join(_wrap(text, min(shutil.get_terminal_size().columns, READABLE), rest="  "))

@@ -1,6 +1,6 @@
 """The program ``fedstrata COMMAND``: all commands, and the handling of their errors.
 
-PyTorch, scikit-learn and matplotlib take seconds to import, so each command imports them only when it needs them.
+PyTorch, scikit-learn and matplotlib take seconds to import, so a command imports them only when it needs them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GROUPS = {
         *("verify", "ledger", "renew", "revoke"),
     ),
 }
-"""The groups of commands in ``fedstrata --help``. The title of the last one begins with a sentence about it."""
+"""The groups of commands in ``fedstrata --help``. The last group's title begins with a sentence about the group."""
 
 ABOUT = "Federated learning that holds up when data are non-IID and clients drop out."
 
@@ -62,16 +62,16 @@ BEGIN = """examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    The exit code is 0 for success, 2 for invalid input, and 3 if the server could not use any client's reply, from the
-    start or from a later round to the end. It is 1 for other expected failures. If the command was interrupted, it is
-    128 plus the number of the signal (130 for Ctrl-C).
+    The exit code is 0 for success, 1 for an expected failure, and 2 for invalid input. It is 3 if a run broke down:
+    from some round to the end, the server could not use any client's reply. If the command was interrupted, the exit
+    code is 128 plus the number of the signal (130 for Ctrl-C).
     """
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was closed, for example by ``>&-``
+        if getattr(sys, name) is None:  # the stream was closed, for example by ``>&-``
             setattr(sys, name, Path(os.devnull).open("r+", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character, such as "η", shows "?"
+            stream.reconfigure(errors="replace")  # print "?" for a character that the terminal cannot show, such as "η"
     whole = parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         from fedstrata.cli import completers
@@ -128,9 +128,9 @@ def _parse(whole: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 
 @contextmanager
 def _imports(allowed: bool) -> Iterator[None]:
-    """Allow or refuse, during the ``with`` block, that a spec makes fedstrata import code.
+    """Allow or forbid the import of Python code that a spec names, during the ``with`` block.
 
-    If imports are allowed, the code may also be in the working directory.
+    If imports are allowed, modules in the working directory can be imported too.
     """
     if allowed and "" not in sys.path:
         sys.path.insert(0, "")
@@ -141,7 +141,7 @@ def _imports(allowed: bool) -> Iterator[None]:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands.
 
-    The parsed options have the attribute ``work``, which is the function that runs the command. Some have
+    The parsed options have the attribute ``work``, which is the function that runs the command. Some options have
     ``after_interrupt``, which is the advice to print after an interrupt.
     """
     usage = "fedstrata [-h] [--version] COMMAND ..."
@@ -166,7 +166,7 @@ def _overview(commands: Commands) -> str:
 
 
 def _flat(error: Exception) -> str:
-    """Return the message of an error in one line, without the number of an operating system's error."""
+    """Return an error's message in one line, without the number that the operating system gives to the error."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
@@ -176,7 +176,7 @@ def _flat(error: Exception) -> str:
 def _is_reader_gone() -> bool:
     """Return True if the program that reads standard output, such as ``head``, has closed it.
 
-    If so, further output is discarded, so that Python does not raise another error at its exit.
+    If so, further output is discarded, so that Python does not raise another error when it exits.
     """
     with suppress(AttributeError, OSError, ValueError):  # Windows has no poll, and standard output may not be a file
         descriptor = sys.stdout.fileno()

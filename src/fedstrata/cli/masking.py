@@ -1,4 +1,4 @@
-"""The command ``fedstrata keys``, which makes the keys that clients share to mask their labels."""
+"""The command ``fedstrata keys``, which creates the secret keys with which clients mask their labels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedstrata.cli.common import Commands, add_command, add_output, print_result
 
 
 def add_keys(commands: Commands) -> None:
-    """Add ``fedstrata keys``."""
+    """Add the command ``fedstrata keys``."""
     examples = """
         fedstrata keys
         fedstrata keys --out /secure/keys

@@ -40,22 +40,22 @@ def add_table(commands: Commands) -> None:
     parser.add_argument(
         "--baseline", metavar="LABEL", help="label of the method to compare the others with (default: the first label)"
     )
-    metrics = "comma-separated results to show, such as final_accuracy, rounds_to_0.8 or a column of metrics.jsonl"
+    metrics = "comma-separated results to compare, such as final_accuracy, rounds_to_0.8 or a column of metrics.jsonl"
     parser.add_argument("--metric", help=metrics)
     budgets = (
-        "compare the primary metric at a budget of bytes, samples, seconds or simulated_seconds (default amount: the "
-        "largest that all runs reached)"
+        "compare the primary metric at an equal cost in bytes, samples, seconds or simulated_seconds (default amount: "
+        "the largest that all runs reached)"
     )
     parser.add_argument("--at", action="append", metavar="WHAT[=AMOUNT]", help=budgets)
     tests = "significance test of the differences, paired by seed: t (default) or wilcoxon"
     parser.add_argument("--test", choices=("t", "wilcoxon"), default="t", help=tests)
-    by_client = "show this result of each client on its own test samples, a row per client (default: accuracy)"
+    by_client = "show a metric of each client on its own test samples, with a row per client (default: accuracy)"
     parser.add_argument("--by-client", nargs="?", const="accuracy", metavar="RESULT", help=by_client)
     figure = "also draw the differences with their intervals into this .pdf, .png or .svg file, 3.5 inches wide"
     parser.add_argument("--figure", type=Path, metavar="FILE", help=figure)
     parser.add_argument("--format", choices=FORMATS, default="console", help="format of the table (default: console)")
     common.add_columns(parser)
-    parser.add_argument("--json", action="store_const", const="json", dest="format", help="same as --format json")
+    parser.add_argument("--json", action="store_const", const="json", dest="format", help="short for --format json")
 
 
 def _table(options: argparse.Namespace) -> None:
@@ -123,7 +123,7 @@ def _draw_forest(tables: Mapping[str, Contrasts], path: Path) -> None:
 
 
 def _print_heading(format: str, data: str, tables: int) -> None:
-    """Print the name of a data set as a heading, if there are several tables and the format can show a heading."""
+    """Print the data set's name as a heading, if there are several tables and the format has headings."""
     if tables > 1 and format in ("latex", "markdown", "console"):
         print({"latex": "% ", "markdown": "\n", "console": ""}[format] + f"On {printable(data or 'unnamed data')}:\n")
 
@@ -158,24 +158,22 @@ def add_sweep(commands: Commands) -> None:
         fedstrata sweep spec.toml --set evaluation.validation=0.1 --search training.lr=log:0.001..0.5 --trials 20
     """
     help = "find the best settings by grid or search, on validation samples"
-    more = (
-        "The best setting is the one with the best evaluation.primary on samples that evaluation.validation holds out."
-    )
+    more = "The best settings have the best evaluation.primary on the samples that evaluation.validation holds out."
     defaults = {"work": _sweep, "after_interrupt": common.WITH_OUT}
     parser = add_command(commands, "sweep", help, examples, more, imports=True, **defaults)
     parser.add_argument("spec", nargs="?", help=common.SPEC_HELP)
-    overrides = "try these values of a key; a single value only sets it; may be repeated"
+    overrides = "key and the values to try; a single value is a fixed setting; may be repeated"
     common.add_overrides(parser, "SECTION.KEY=VALUE,VALUE", overrides)
-    ranges = "let Optuna search a range: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32"
+    ranges = "key and the range that Optuna searches: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32"
     parser.add_argument("--search", action="append", default=[], metavar="SECTION.KEY=RANGE", help=ranges)
-    trials = "number of trials of a search, earlier ones included (default: 20)"
+    trials = "number of trials of a search, including trials that --out contains (default: 20)"
     parser.add_argument("--trials", type=int, default=20, help=trials)
-    parser.add_argument("--no-pruning", action="store_true", help="complete all trials of a search, even poor ones")
+    parser.add_argument("--no-pruning", action="store_true", help="run all trials to their end, even poor ones")
     parser.add_argument(
         "--seeds", help="comma-separated seeds to run each setting with (default: the seed of the spec)"
     )
-    parser.add_argument("--out", type=Path, help="folder to store the sweep in (default: runs/sweep-DATA-TIME)")
-    parser.add_argument("--jobs", type=int, help="how many runs to do at the same time (default: one per processor)")
+    parser.add_argument("--out", type=Path, help="folder to store the sweep in (default: a new runs/sweep-DATA-TIME)")
+    parser.add_argument("--jobs", type=int, help="number of simultaneous runs (default: one per processor)")
     common.add_columns(parser)
     add_output(parser)
 
@@ -249,7 +247,7 @@ def _grid(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[Any]]]:
     """Split overrides into fixed settings and a grid.
 
     Returns:
-        The overrides with one value; and a mapping from the key of each other override to its values.
+        The overrides that have one value, and a mapping from the key of each other override to its values.
     """
     from fedstrata.spec.experiment import parse_value, split_values
 

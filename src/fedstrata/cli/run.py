@@ -26,8 +26,8 @@ def add_run(commands: Commands) -> None:
         fedstrata run spec.toml --quiet --json
     """
     more = (
-        "The exit code is 2 for invalid input, 3 if the server could not use any client's reply, from the start or "
-        "from a later round to the end, and 1 for other failures."
+        "The exit code is 0 for success, 1 for a failure, and 2 for invalid input. It is 3 if the run broke down: "
+        "from some round to the end, the server could not use any client's reply."
     )
     defaults = {
         "work": _run,
@@ -35,15 +35,14 @@ def add_run(commands: Commands) -> None:
     }
     parser = common.add_command(commands, "run", "run one experiment", examples, more, imports=True, **defaults)
     common.add_spec(parser)
-    parser.add_argument("--out", type=Path, help="folder to store the run in (default: runs/METHOD-DATA-TIME)")
+    parser.add_argument("--out", type=Path, help="folder to store the run in (default: a new runs/METHOD-DATA-TIME)")
     parser.add_argument(
         "--engine", default="local", help="program that runs the clients: local (default), ray or nvflare"
     )
-    sites = "simulate, on this machine, the federation that this file lists, with its data files"
+    sites = "TOML file that lists sites and their data files, to simulate these sites on this machine"
     parser.add_argument("--sites", type=Path, metavar="TOML", help=sites)
-    parser.add_argument(
-        "--resume", type=Path, metavar="DIR", help="resume the run in this folder from its last checkpoint"
-    )
+    resume = "folder of a run to resume from its last checkpoint"
+    parser.add_argument("--resume", type=Path, metavar="DIR", help=resume)
     common.add_output(parser)
 
 
@@ -89,7 +88,7 @@ def _run(options: argparse.Namespace) -> int:
             else:
                 work = partial(run, spec, out=folder, engine=options.engine)
             history = common.located(options, lambda: work(resume=resume, callbacks=[watch]))
-        if len(history) > 1:  # curves of a single round would be points
+        if len(history) > 1:  # a curve needs at least two rounds
             plot_run(history, folder)
     return common.show_run(history, options.json)
 
@@ -111,13 +110,16 @@ def add_compare(commands: Commands) -> None:
     labels = "comma-separated methods, or labels of [compare.LABEL] tables (default: all labels)"
     parser.add_argument("--methods", help=labels)
     parser.add_argument("--seeds", help="comma-separated seeds to run each method with (default: the seed of the spec)")
-    parser.add_argument("--out", type=Path, help="folder to store the comparison in (default: runs/compare-DATA-TIME)")
+    out = "folder to store the comparison in (default: a new runs/compare-DATA-TIME)"
+    parser.add_argument("--out", type=Path, help=out)
     parser.add_argument(
         "--engine", default="local", help="program that runs the clients: local (default), ray or nvflare"
     )
-    references = "also run without federated learning: local (each client alone), centralised, or both, comma-separated"
+    references = (
+        "comma-separated runs without federated learning: local (each client trains alone), centralised (one data set)"
+    )
     parser.add_argument("--references", help=references)
-    parser.add_argument("--jobs", type=int, help="how many runs to do at the same time (default: one per processor)")
+    parser.add_argument("--jobs", type=int, help="number of simultaneous runs (default: one per processor)")
     common.add_columns(parser)
     common.add_output(parser)
 
@@ -145,7 +147,7 @@ def _compare(options: argparse.Namespace) -> int:
     with folder as out:
         done = [key for key, spec in planned.items() if is_done(folder_of(out, key), spec)]
         if done and not options.quiet:
-            say(f"{len(done)} of {len(planned)} runs were there already")
+            say(f"{len(done)} of {len(planned)} runs were already finished")
         given = {"seeds": seeds, "out": out, "engine": options.engine, "references": references, "jobs": jobs}
         with Progress(options.quiet or len(done) == len(planned)) as progress:
             watch = progress.of_runs(rounds, partial(latest, out, planned), done=done)

@@ -15,9 +15,9 @@ TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {
     "spec": "a spec, the TOML file that describes an experiment",
     "demo": "a comparison of four methods under label skew and dropouts",
-    "method": "a method of your own, in Python, like all kinds below",
-    "sampler": "a client sampler, which chooses the clients of a round",
-    "data-sampler": "a data sampler, which decides which of its samples a client uses",
+    "method": "a method of your own; this kind and all kinds below are Python files",
+    "sampler": "a client sampler, which chooses the clients to invite in a round",
+    "data-sampler": "a data sampler, which chooses the samples that a client uses in a round",
     "objective": "an objective, the loss that clients minimise",
     "aggregator": "an aggregator, which combines the clients' models",
     "availability": "an availability model, which decides when clients are online",
@@ -113,11 +113,11 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 NOT_BY_HAND = ("communication.codec", "evaluation.metrics", "callbacks", "data.schema.columns.NAME")
-"""Sections that ``--set`` cannot change, because they are lists of tables, or because the user chooses their name."""
+"""Sections that ``--set`` cannot change: lists of tables, and sections whose name the user chooses."""
 
 
 def _example(entry: dict[str, Any]) -> str:
-    """Return an example of how ``--set`` changes a key, or an empty text if ``--set`` cannot change the key."""
+    """Return an example that sets a key with ``--set``; the text is empty if ``--set`` cannot change the key."""
     if entry["section"] in NOT_BY_HAND or entry["default"] == "{}":
         return ""
     value = "VALUE" if entry["default"] in ("required", "not set", "") else entry["default"]
@@ -135,9 +135,9 @@ def explanations(word: str) -> list[dict[str, Any]]:
             path that ends with one of these, or else a value that keys take (``constant``).
 
     Returns:
-        A dict for each meaning. If the word is a key: ``key``; its ``section``; ``kinds``, the names of the classes in
-        the section that have it (empty if all have it); ``about``, its meaning; ``takes``, the accepted values; and its
-        ``default``. If the word is a section or a class, ``key`` is empty, and ``has`` is a list of its keys.
+        A dict for each meaning. For a key, the dict contains ``key``, its ``section``, its meaning ``about``, its
+        accepted values ``takes`` and its ``default``. ``kinds`` lists the classes in the section that have the key; it
+        is empty if all classes have it. For a section or a class, ``key`` is empty, and ``has`` lists its keys.
 
     Raises:
         SpecError: The word does not have a meaning; the message suggests a similar word.
@@ -180,7 +180,7 @@ def _entry(section: str, kinds: list[str], row: Iterable[str], has: Iterable[str
 
 
 def words(table: dict[str, Any]) -> list[str]:
-    """List all words that have a meaning in specs: keys, sections, and names of classes."""
+    """List all words that ``fedstrata explain`` knows: keys, sections, and names of classes."""
     every = [row[0] for row in table["experiment"]]
     for section, each in table["settings"].items():
         every.append(section)
@@ -192,8 +192,8 @@ def words(table: dict[str, Any]) -> list[str]:
 
 def add_completion(commands: Commands) -> None:
     """Add the command ``fedstrata completion``."""
-    help = "print the script with which a shell completes commands, settings and names"
-    more = "Put a line into your shell's start-up file:\n\n" + "\n".join(f"  {line}" for line in SHELLS.values())
+    help = "print the script that makes a shell complete commands, settings and names"
+    more = "Add the line for your shell to its start-up file:\n\n" + "\n".join(f"  {line}" for line in SHELLS.values())
     parser = add_command(commands, "completion", help, "fedstrata completion bash", more, work=_completion)
     parser.add_argument("shell", choices=SHELLS, help="name of the shell")
 

@@ -55,14 +55,14 @@ class Callback(Setting):
         """Handle the end of a round; ``record`` contains the round's metrics and counts."""
 
     def on_end(self, simulation: Simulation, history: History) -> None:
-        """Handle the end of the last round; the final model is stored after this call."""
+        """Handle the end of the last round, before the final model is stored."""
 
     def on_close(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
         """Release resources at the very end, also after an error.
 
         Args:
             simulation: The run.
-            history: The records of its rounds.
+            history: The records of the run's rounds.
             error: The exception that ended the run; None if the run ended normally and all its files are written.
         """
 
@@ -71,7 +71,7 @@ class _Best(Callback):
     """Base class of callbacks that find the best evaluation of a run.
 
     Args:
-        metric: Metric to compare: ``accuracy``, ``loss`` or another of ``evaluation.metrics``. Default:
+        metric: Metric to compare: ``accuracy``, ``loss`` or another metric in ``evaluation.metrics``. Default:
             ``evaluation.primary``.
         mode: Which value of the metric is best: the largest (``max``) or the smallest (``min``). Default: the direction
             that the metric defines.
@@ -93,7 +93,7 @@ class _Best(Callback):
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric on the validation samples or, without these, on the test set; None if not measured."""
+        """Return the metric on the validation samples, or on the test set if there are none; None if not measured."""
         metrics: Mapping[str, Any] = record.get("validation") or {}
         if simulation.spec.evaluation.validation is None:
             metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}
@@ -153,9 +153,10 @@ class EarlyStopping(_Best):
 
 
 class KeepBest(_Best):
-    """Stores the model of the best evaluation so far as ``best.safetensors`` in the run folder.
+    """Stores the model with the best evaluation so far as ``best.safetensors`` in the run folder.
 
-    It compares results on validation samples or, without these, on the test set, which makes test results optimistic.
+    It compares results on the validation samples. If there are none, it uses the test set, which makes test results
+    optimistic.
     """
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
@@ -167,8 +168,8 @@ class KeepBest(_Best):
         if simulation.folder is not None:
             weights = simulation.evaluated()
             tensors = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
-            # safetensors writes several entries of metadata in random order. With one entry, equal models are equal
-            # files.
+            # safetensors writes several entries of metadata in random order. A single entry makes files of equal
+            # models equal.
             metadata = {"round": str(record["round"])}
             replace_file(simulation.folder / BEST, safetensors.torch.save(tensors, metadata))
 
@@ -184,7 +185,7 @@ AnyCallback = Annotated[Callback, FromRegistry(CALLBACKS)]
 
 @contextmanager
 def named(callback: object, history: History) -> Iterator[None]:
-    """Add two things to an exception in the ``with`` block: a note with the callback's name, and the history so far."""
+    """Add the callback's name and the history so far to an exception that is raised in the ``with`` block."""
     try:
         yield
     except Exception as error:

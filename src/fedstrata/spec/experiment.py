@@ -36,35 +36,35 @@ COMPARE = "compare"
 """The section of a spec file for comparisons; each table ``[compare.LABEL]`` changes the spec for one experiment."""
 
 EXCLUSIVE = {"local_epochs": "local_steps", "local_steps": "local_epochs", "indices": "file", "file": "indices"}
-"""A mapping from each key to the key that it excludes: if one of them is overridden, the other is removed."""
+"""Pairs of keys that exclude each other: an override of one key removes the other key."""
 
 ACCEPTED = re.compile(r"(.*[.?]) ((?=[A-Z]).*\b[Uu]se (?:one|some) of: .*)", re.DOTALL)
-"""A problem, in two parts, that ends with a sentence that lists all accepted words."""
+"""A pattern of an error's text: the problem, and a last sentence that lists all accepted words."""
 
 LARGEST_SEED = 2**128 - 1
-"""The largest seed. Random generators have keys of 128 bits, so larger seeds would not give more different numbers."""
+"""The largest seed. Random generators use 128 bits, so larger seeds would only repeat random numbers."""
 
 
 class Experiment(Setting):
     """All settings of an experiment.
 
     Args:
-        seed: Seed of all random numbers.
-        data: The data set.
+        seed: Seed of all random numbers of the experiment.
+        data: Data set, with its training and test samples.
         task: What a model learns: ``classification``, ``regression``, ``multilabel``, ``next-token``,
             ``segmentation``, or a task of your own. Default: ``regression`` if targets have fractions, otherwise
             ``classification``.
         partition: Assignment of samples to clients.
-        availability: Rule that decides which clients answer, and how fast.
-        attack: Attack that some clients make, only in simulations. Default: all clients are honest.
+        availability: Model of dropouts and delays: which clients answer in a round, and how fast.
+        attack: Attack by some of the clients, only in simulations. Default: all clients are honest.
         method: Federated method.
         model: Architecture of the model.
-        training: Settings of local training, rounds and hardware.
+        training: Settings of rounds, local training and hardware.
         evaluation: Settings of evaluations and checkpoints.
         communication: Compression of models and updates.
-        privacy: Smallest number of samples that may contribute to anything that a client sends.
+        privacy: Smallest number of samples behind each value that a client sends, and differential privacy of samples.
         callbacks: Callbacks that observe the run and may stop it, such as ``["early-stopping"]``.
-        tracking: Other programs that show the run; they have no effect on results.
+        tracking: Programs that show the run, such as TensorBoard; they do not change results.
 
     >>> spec = Experiment(method="scaffold", training={"rounds": 3})
     >>> spec.method.name, spec.training.rounds, spec.data.name
@@ -94,7 +94,7 @@ class Experiment(Setting):
         return self
 
     def with_task(self, task: Task) -> Experiment:
-        """Return the experiment for the task of its data, if the spec names none."""
+        """Return the experiment with the task that its data imply, if the spec does not set a task."""
         if self.task is not None or task == Classification():
             return self
         evaluation = self.evaluation.of_task(task)
@@ -115,7 +115,7 @@ class Experiment(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return nested tables. Four sections, unknown to early versions, are left out if they have no effect."""
+        """Return nested tables. Sections that early versions do not know are left out if they have no effect."""
         without_effect = {
             "communication": self.communication.plain,
             "privacy": self.privacy == Privacy(),
@@ -185,7 +185,8 @@ class Experiment(Setting):
 def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read the tables of a spec file and apply overrides to them.
 
-    A file that the partition names is first searched in the folder of the spec, because a run folder contains both.
+    A file that the partition names is first looked for in the spec's folder, because a run folder contains copies of
+    both.
 
     Args:
         path: The spec file; None to apply the overrides to empty tables.
@@ -199,7 +200,7 @@ def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[s
     for sections in (table, *(compared.values() if isinstance(compared, dict) else ())):
         partition = sections.get("partition") if isinstance(sections, dict) else None
         if isinstance(partition, dict) and isinstance(file := partition.get("file"), str):
-            with suppress(OSError):  # is_file raises it if the name is too long
+            with suppress(OSError):  # is_file raises this error if the name is too long
                 if (local := Path(path or "").parent / file).is_file():
                     partition["file"] = str(local)
     for override in overrides:
@@ -212,7 +213,7 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
 
     Args:
         path: The file.
-        key: The key that errors name, such as ``spec``.
+        key: The key that error messages show, such as ``spec``.
 
     Raises:
         SpecError: The file is missing, cannot be read or is not valid TOML.
@@ -240,7 +241,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         raise
-    except ValueError:  # Python limits the digits of a whole number; its own message would not help a user
+    except ValueError:  # Python limits the digits of a whole number, but its message does not say what to do
         raise ValueError("a whole number has too many digits") from None
     except RecursionError:
         raise ValueError("tables or lists are nested too deeply") from None
@@ -249,7 +250,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 def with_location(error: SpecError, path: Path | str) -> SpecError:
     """Add to an error the path of the spec file and the line of the error's key, if the file contains the key.
 
-    The place stands last, or before a list of all accepted words, which may be long.
+    The path and line stand at the end of the message, or before its list of accepted words, which may be long.
     """
     line = line_of(Path(path).read_text(encoding="utf-8-sig"), error.key)
     if not line:
@@ -337,8 +338,8 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
 def line_of(text: str, key: str) -> int | None:
     r"""Return the line of a dotted key in a TOML text, counted from 1.
 
-    If the text does not contain the key, return the line of the innermost section of the key that it contains, or None.
-    The tables of a list, ``[[section]]``, have the keys ``section.0``, ``section.1`` …
+    If the text does not contain the key, return the line of the key's innermost section, or None if there is none. The
+    tables of a list, ``[[section]]``, have the keys ``section.0``, ``section.1`` …
 
     >>> line_of("seed = 1\n[partition]\nalpha = 0", "partition.alpha")
     3
@@ -404,8 +405,8 @@ def variants(
                 f"none of the methods has this setting: {', '.join(merged)}. Check the key with 'fedstrata explain'.",
                 override,
             )
-        # Change the spec's tables too, because this override may set the key ``name`` of a section, such as data.name.
-        # For later overrides, _accepts compares this key in an experiment with its value in these tables.
+        # An override may set the name of a section, such as data.name. Apply it to the spec's tables too, because
+        # _accepts compares the names in both tables for later overrides.
         for sections in (*accepting, tables):
             apply_override(sections, override)
     result: dict[str, Experiment] = {}
@@ -455,7 +456,7 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
     """Return True if an override applies to an experiment.
 
     An override of ``method`` applies if the experiment's method has the key. An override of another section applies if
-    it sets the section's ``name``, or if this name is the same as in the spec.
+    it sets the section's ``name``, or if the experiment and the spec have the same ``name`` in this section.
 
     Args:
         merged: The tables of the experiment.
@@ -472,9 +473,10 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
 
 
 def deep_merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of nested tables in which the overlay's values replace those of the base.
+    """Return a copy of the nested tables ``base`` in which values of ``overlay`` replace values of ``base``.
 
-    If an inner table of the overlay has another ``name`` than that of the base, it replaces the whole inner table.
+    If an inner table has different values of ``name`` in the two, the table of ``overlay`` replaces the whole table of
+    ``base``.
     """
     result = {key: value for key, value in base.items() if EXCLUSIVE.get(key) not in overlay}
     for key, value in overlay.items():

@@ -63,7 +63,7 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "method.aggregator": AGGREGATORS,
     "method.aggregator.server": ServerOptimizer,
 }
-"""A mapping from each section of a spec to its class of settings, or to the registry of classes it can choose from."""
+"""A mapping from each section of a spec to its class of settings, or to a registry of several such classes."""
 
 PAGES: dict[str, list[str]] = {
     page: [section for section in SECTIONS if section == page or section.startswith(f"{page}.")]
@@ -76,17 +76,17 @@ PAGES: dict[str, list[str]] = {
     "objective": ["method.objective"],
     "aggregator": ["method.aggregator", "method.aggregator.server"],
 }
-"""A mapping from the name of each page of the reference in Markdown to its sections."""
+"""A mapping from each page of the generated reference to the sections of a spec that it describes."""
 
 NOT_SET = "not set"
-"""The default of an optional key that has no value unless a spec sets it."""
+"""The word for the default of an optional key that has no value until a spec sets it."""
 
 Row = tuple[str, str, str, str]
 """A key, the values that it accepts, its default ("" if the key is required), and its description."""
 
 
 def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
-    """Yield each name that a section accepts, with its class; for a section with only one class, yield ("", class).
+    """Yield each name that a section accepts and the name's class, or ("", class) if the section has only one class.
 
     Raises:
         SpecError: The section does not exist.
@@ -101,7 +101,7 @@ def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
 
 
 def common(section: str) -> list[Row]:
-    """Return the rows of the keys that all classes of a section share; for methods, those of most: of a ``Recipe``."""
+    """Return the rows of the keys that all classes of a section share; for methods, the keys of ``Recipe``."""
     settings = SECTIONS[section]
     if not isinstance(settings, Registry):
         return []
@@ -109,7 +109,7 @@ def common(section: str) -> list[Row]:
 
 
 def specific(section: str, cls: type[Setting]) -> list[Row]:
-    """Return the rows of a class that ``common`` does not contain, or contains with, for example, another default."""
+    """Return the rows of a class that differ from all rows of ``common``, for example in the default."""
     shared = common(section)
     return [row for row in rows(cls) if row not in shared]
 
@@ -148,7 +148,7 @@ def write_pages(folder: Path) -> None:
 
 
 def markdown(page: str) -> str:
-    """Return a page's sections in Markdown. Each setting is described once; other kinds and methods link to it."""
+    """Return a page's sections in Markdown. Each setting is described once, and repetitions are links."""
     return "\n\n".join(paragraph for section in PAGES[page] for paragraph in _paragraphs(section))
 
 
@@ -176,11 +176,11 @@ def _paragraphs(section: str) -> Iterator[str]:
 
 
 def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
-    """Return the settings of a recipe that are described elsewhere: with the choice to which each belongs.
+    """Return the settings of a method that are described on the pages of its four choices, such as the objective.
 
     Returns:
-        A mapping from the setting's name to the choice and the setting's name in the choice. A choice itself is in it,
-        too, with an empty name.
+        A mapping from the setting's name in the method to the choice and the setting's name in the choice. A choice
+        that the method makes has an empty name.
     """
     recipe = _default_recipe(cls)
     if recipe is None:
@@ -195,7 +195,7 @@ def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
 
 
 def _links(cls: type[Setting]) -> str:
-    """Return a sentence with links to a recipe's choices, and the names of their settings."""
+    """Return a sentence with links to a method's choices, and the names of their settings."""
     recipe, belongs = _default_recipe(cls), _of_choices(cls)
     choices = [key for key, (_, name) in belongs.items() if not name]
     if recipe is None or not choices:
@@ -222,7 +222,7 @@ def _items(rows: Iterable[Row]) -> str:
 
 
 def _accepts(accepted: str, default: str, text: str) -> str:
-    """Return a setting's accepted values, except names that its description contains, and its default."""
+    """Describe a setting's accepted values and default; leave out names that its description already lists."""
     names = accepted.startswith("`") and all(name in _plain(text) for name in accepted.split(", "))
     status = {"": "required", NOT_SET: "optional"}.get(default, f"default `{default}`")
     return status if names else f"{accepted}; {status}"
@@ -231,7 +231,7 @@ def _accepts(accepted: str, default: str, text: str) -> str:
 def _descriptions(cls: type[Setting]) -> dict[str, str]:
     """Return a mapping from each key of a class to its description in a docstring.
 
-    The docstring is that of the class, of a base class, or, for a recipe, of the class of one of its choices.
+    Descriptions come from the docstrings of the class, of its base classes and, for a method, of its choices.
     """
     descriptions: dict[str, str] = {}
     if recipe := _default_recipe(cls):
@@ -252,7 +252,7 @@ def _accepted(field: FieldInfo) -> str:
 
 
 def _type(kind: Any, plural: str = "") -> str:
-    """Describe a type; ``plural`` is "s" for several values of the type."""
+    """Describe a type in words; with ``plural="s"``, in the plural."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return f"{_type(arguments[0], plural)}{_limits(arguments[1:])}"
@@ -271,12 +271,12 @@ def _type(kind: Any, plural: str = "") -> str:
 
 
 def _is_group(kind: Any) -> bool:
-    """Return True if a type is a class of settings that a spec can only give as a table, not by name."""
+    """Return True if a type is a class of settings that a spec must give as a table, and cannot give by name."""
     return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name and kind is not ServerOptimizer
 
 
 def _limits(items: Iterable[Any]) -> str:
-    """Describe the limits of a number, such as `` > 0`` or `` in (0, 1]``; the text is empty without a limit."""
+    """Describe the limits of a number, such as `` > 0`` or `` in (0, 1]``; the text is empty if there are none."""
     limits = {name: _number(getattr(item, name)) for item in items for name in LIMITS if hasattr(item, name)}
     match sorted(limits):
         case []:
@@ -294,7 +294,7 @@ def _number(value: float) -> str:
 
 
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-"""The sign of each limit."""
+"""A mapping from the name of each limit in pydantic to its sign."""
 
 
 def _default(field: FieldInfo) -> str:

@@ -1,8 +1,8 @@
 """Trackers, which show a running experiment in TensorBoard and MLflow.
 
-Trackers are callbacks that do not store state in checkpoints, and they only read what a run records anyway. They are
-not part of a run's identity (the settings that may not change when a run is resumed). A run writes exactly the same
-files with and without trackers. A tracker shows a run and its resumption as one run, in which each round appears once.
+Trackers are callbacks that only read the records of a run, and do not store state in checkpoints. A run may be resumed
+with other trackers, because they are not part of its identity (the settings that must not change). A run writes exactly
+the same files with and without trackers. A tracker shows a resumed run as one run, in which each round appears once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOKEN = "tracking.json"
 """A file in a run folder. It contains the names under which trackers show the run, which a resumed run uses again."""
 
 LONGEST = 500
-"""The number of characters after which the text of a setting is cut off, so that every tracker accepts it."""
+"""The largest number of characters of a setting's text; longer texts are cut, so that every tracker accepts them."""
 
 
 class Tracker(Callback):
@@ -52,7 +52,7 @@ class Tracker(Callback):
     name: ClassVar[str] = ""
 
     def on_start(self, simulation: Simulation) -> None:
-        """Begin to show the run, or continue to show a run that was resumed."""
+        """Begin to show a new run, or continue to show a resumed run."""
         self.failed = False
         self._try(lambda: self.begin(simulation))
 
@@ -90,7 +90,7 @@ class Tracker(Callback):
 
 
 class TensorBoard(Tracker):
-    """Event files for TensorBoard: every number of a round, the settings, and the spec as text.
+    """Writes event files for TensorBoard: all numbers of each round, the settings, and the spec as text.
 
     Needs the extra ``tracking``.
 
@@ -106,7 +106,7 @@ class TensorBoard(Tracker):
             raise ExtraMissingError("TensorBoard", "tracking")
 
     def begin(self, simulation: Simulation) -> None:
-        """Open the event files; after a resume, let TensorBoard ignore the earlier records of rounds that run again."""
+        """Open the event files; after a resume, make TensorBoard ignore earlier records of repeated rounds."""
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
@@ -145,13 +145,13 @@ class TensorBoard(Tracker):
 
 
 class MLflow(Tracker):
-    """A run of MLflow: every number of a round as metrics, settings as parameters, the run folder's files as artifacts.
+    """Logs a run in MLflow: numbers of each round as metrics, settings as parameters, and files as artifacts.
 
     Needs the extra ``tracking``.
 
     Args:
         uri: Address of the tracking server or store, such as ``http://localhost:5000`` or ``sqlite:///mlflow.db``.
-            Default: MLflow's own (``MLFLOW_TRACKING_URI``).
+            Default: the address that MLflow uses (``MLFLOW_TRACKING_URI``).
         experiment: Name of the experiment in MLflow, created if it does not exist.
         run: Name of the run in MLflow. Default: its method, data and seed.
         tags: Additional tags of the run: a table from each name to its value.
@@ -177,8 +177,8 @@ class MLflow(Tracker):
         with _locked_store(self.uri or get_tracking_uri()):
             self.client: MlflowClient = MlflowClient(tracking_uri=self.uri)
             experiment = self._experiment_id()
-        # The token identifies the run in MLflow. It is stored before MLflow creates the run. So even if the process is
-        # killed just after that, a resumed run finds the run in MLflow and does not create a second one.
+        # The token identifies the run in MLflow. It is stored before MLflow creates the run. So a resumed run finds
+        # the run in MLflow even if the process was killed before MLflow's answer was stored.
         token, spec = stored_name(simulation.folder, "mlflow", lambda: uuid.uuid4().hex), simulation.spec
         runs = self.client.search_runs([experiment], f"tags.`fedstrata.run` = '{token}'", max_results=1)
         if runs:
@@ -262,7 +262,7 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
 
 @contextmanager
 def _locked_store(uri: str) -> Iterator[None]:
-    """Lock MLflow's store during the ``with`` block if it is an SQLite file, which two processes must not create."""
+    """Lock MLflow's store in the ``with`` block if it is an SQLite file, so that only one process creates it."""
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield
@@ -282,7 +282,7 @@ def _switched(value: object) -> object:
 
 
 class Tracking(Setting):
-    """Programs that show a run. You may change them when you resume.
+    """Programs that show a run. They may change when a run is resumed.
 
     Args:
         tensorboard: Settings of TensorBoard, or ``true`` for the defaults.
@@ -301,7 +301,7 @@ class Tracking(Setting):
 
 
 def title(simulation: Simulation) -> str:
-    """Return a name for a run, made of its method, data, seed and a hash of its identity."""
+    """Return a name for a run that consists of its method, data, seed and a hash of its identity."""
     spec, data = simulation.spec, Path(str(simulation.spec.data.name)).stem
     digest = sha256(json.dumps(simulation.identity, sort_keys=True).encode()).hexdigest()[:8]
     return re.sub(r"[^\w\-.]", "_", f"{spec.method.name}-{data}-seed-{spec.seed}-{digest}")

@@ -1,4 +1,4 @@
-"""An aggregator: how replies are combined. Try it:
+"""An aggregator, which combines the clients' replies. Try it:
 
 fedstrata run --set method.aggregator={module}:BySquareRoot
 """
@@ -18,7 +18,7 @@ class BySquareRoot(fs.Aggregator):
         power: With 1, all samples have equal weights. With 0, all clients have equal weights.
     """
 
-    needs_counts: ClassVar[bool] = True  # an error is raised if clients keep their sizes private
+    needs_counts: ClassVar[bool] = True  # raises an error if the server does not know the clients' numbers of samples
     power: float = Field(default=0.5, ge=0, le=1)  # a setting: --set method.aggregator.power=1
 
     def coefficients(self, selection, returned, samples):

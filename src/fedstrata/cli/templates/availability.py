@@ -1,4 +1,4 @@
-"""An availability model: which clients are online in which round. Try it:
+"""An availability model, which decides which clients are online in a round. Try it:
 
 fedstrata run --set availability={module}:Nights
 """
@@ -10,7 +10,7 @@ import fedstrata as fs
 
 
 class Nights(fs.Availability):
-    """Clients are online at night, in their own time zone, and with a small probability by day.
+    """Clients are online during the night of their time zone, and with a small probability by day.
 
     Args:
         day: The number of rounds in a day.
@@ -24,7 +24,7 @@ class Nights(fs.Availability):
 
     def online(self, clients, round, seed):
         """Return an array of booleans: whether each of ``clients`` is online in a round."""
-        zone = fs.uniforms(seed, "zone", 0, clients)  # one number in [0, 1) for each client, for the whole run
+        zone = fs.uniforms(seed, "zone", 0, clients)  # a random number in [0, 1) per client
         hour = (round / self.day + zone) % 1
-        draws = fs.uniforms(seed, "luck", round, clients)  # one number for each client and round
+        draws = fs.uniforms(seed, "luck", round, clients)  # a new random number per client and round
         return np.where(hour < self.night, True, draws < self.by_day)

@@ -1,4 +1,4 @@
-"""A data sampler: the samples that a client uses in a round. Try it:
+"""A data sampler, which chooses the samples that a client uses in a round. Try it:
 
 fedstrata run --set method.data_sampler={module}:Half
 """
@@ -9,7 +9,7 @@ import fedstrata as fs
 
 
 class Half(fs.DataSampler):
-    """Every sample is used in a round with the same probability.
+    """Each sample is used in a round with the same probability.
 
     Args:
         share: The probability that a sample is used.
@@ -18,5 +18,5 @@ class Half(fs.DataSampler):
     share: float = Field(default=0.5, gt=0, le=1)  # a setting: --set method.data_sampler.share=0.2
 
     def keep(self, federation, state, clients):
-        """Return the probability of using a sample, the unchanged state, and values for the round's record."""
+        """Return the probability with which a sample is used, the state (here unchanged), and values to record."""
         return self.share, state, {"kept": self.share}

@@ -1,4 +1,4 @@
-"""A method: four choices under a name. Try it:
+"""A method, which combines four choices under a name. Try it:
 
 fedstrata run --set method={module}:Steady
 fedstrata compare --methods fedavg,{module}:Steady
@@ -12,11 +12,11 @@ import fedstrata as fs
 class Steady(fs.Recipe):
     """Clients with more samples are invited more often, and training stays close to the global model.
 
-    A method is four choices: client_sampler, data_sampler, objective, aggregator.
+    The four choices of a method are client_sampler, data_sampler, objective and aggregator.
     """
 
     mu: float = Field(0.1, ge=0)  # a setting of the method: --set method.mu=0.5
 
     def parts(self):
-        """Return the choices in which the method differs from FedAvg."""
+        """Return the choices that differ from those of FedAvg."""
         return {"client_sampler": fs.Weighted(), "objective": fs.Proximal(mu=self.mu)}

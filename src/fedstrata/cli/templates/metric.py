@@ -1,11 +1,11 @@
-"""A metric: how good the model is. Try it:
+"""A metric, which measures how good the model is. Try it:
 
 fedstrata run --set 'evaluation.metrics=["accuracy", "{module}:worst_recall"]'
 """
 
 
 def worst_recall(labels, probabilities):
-    """Return the lowest recall of all classes.
+    """Return the recall of the class with the lowest recall.
 
     Args:
         labels: The true class of each sample, (N,), a NumPy array of whole numbers.

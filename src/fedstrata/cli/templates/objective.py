@@ -1,4 +1,4 @@
-"""An objective: what a client minimises. Try it:
+"""An objective, which is the loss that a client minimises. Try it:
 
 fedstrata run --set method.objective={module}:Smoothed
 """
@@ -13,13 +13,13 @@ class Smoothed(fs.Objective):
     """Cross-entropy with smoothed labels.
 
     Args:
-        smoothing: The part of the probability that is divided equally among all classes.
+        smoothing: The fraction of the target probability that is divided equally among all classes.
     """
 
     smoothing: float = Field(default=0.1, ge=0, lt=1)  # a setting: --set method.objective.smoothing=0.2
 
     def loss(self, model, params, batch, context):
-        """Return the mean loss over a batch. The loss must be a pure function of the parameters.
+        """Return the mean loss over a batch. The loss must depend only on the arguments.
 
         The context also has context.start (the global parameters) and context.counts (the client's samples by class).
         """

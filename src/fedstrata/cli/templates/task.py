@@ -1,5 +1,5 @@
-"""A task: what a model learns. This one predicts a quantile, such as how long 9 of 10 patients stay at most. Try it;
-here, the numbers are the digits 0 to 9:
+"""A task, which defines what a model learns. Here, it is a quantile, such as the days that 9 of 10 patients stay at
+most. Try it with the digits 0 to 9 as targets:
 
 fedstrata run --set task={module}:Quantile --set task.level=0.9 --set partition=iid --set training.lr=0.01
 """
@@ -11,10 +11,10 @@ import fedstrata as fs
 
 
 class Quantile(fs.Regression):
-    """The prediction of a quantile of each target; metrics and predictions are those of a regression.
+    """Predict a quantile of the target; metrics and predictions are the same as in a regression.
 
     Args:
-        level: The share of the targets that should lie below the prediction.
+        level: The fraction of the targets that should lie below the prediction.
     """
 
     level: float = Field(default=0.5, gt=0, lt=1)  # a setting: --set task.level=0.9
