@@ -206,9 +206,9 @@ def test_digits_are_learned_with_a_moderate_epsilon():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "bsm-fedavg"}, "uses more than single samples"),
-        ({"method": "rebafl"}, "uses more than single samples"),
-        ({"method": "moon"}, "uses more than single samples"),
+        ({"method": "bsm-fedavg"}, "is not a sum of losses of single samples"),
+        ({"method": "rebafl"}, "is not a sum of losses of single samples"),
+        ({"method": "moon"}, "is not a sum of losses of single samples"),
         ({"method": "stratify"}, "which have no noise"),
         ({"method": {"name": "fedsts", "strata": 2}}, "which have no noise"),
         ({"method": "power-of-choice"}, "replies to SizeReport, LossReport"),

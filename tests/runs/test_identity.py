@@ -215,9 +215,9 @@ def test_another_environment_warns_and_is_noted(folder: Path) -> None:
     made = json.loads((folder / "run.json").read_text())
     made["made_with"]["torch"] = "1.0"
     (folder / "run.json").write_text(json.dumps(made))
-    with pytest.warns(UserWarning, match=r"begun with torch 1\.0"):
+    with pytest.warns(UserWarning, match=r"changed: torch 1\.0"):
         fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
-    assert "begun with torch 1.0" in " ".join(event["reason"] for event in read_jsonl(folder / "events.jsonl"))
+    assert "changed: torch 1.0" in " ".join(event["reason"] for event in read_jsonl(folder / "events.jsonl"))
 
 
 @pytest.mark.parametrize("key", ["spec", "data", "code", "results_version", None])

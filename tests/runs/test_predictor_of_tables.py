@@ -268,10 +268,10 @@ def test_what_is_no_table(trained: Path) -> None:
 
 DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
     "order": ({"features": ["age", "dose"]}, "table.features are not the features of table.schema"),
-    "imputed": ({"imputed": {"dose": 300.0}}, "table.imputed lacks a column that sets 'impute', or has another column"),
+    "imputed": ({"imputed": {"dose": 300.0}}, "table.imputed does not have exactly the columns that set 'impute'"),
     "number": ({"imputed": {"dose": "many"}}, "could not convert string to float"),
     "schema": ({"schema": {"label": 5}}, "label = 5: "),
-    "open": ({"schema": {"label": "ill", "columns": {"kind": "category"}}}, "no categories of a category"),
+    "open": ({"schema": {"label": "ill", "columns": {"kind": "category"}}}, "lacks the categories of a column"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The ε that clients spend with ``privacy.dp``, by Rényi differential privacy (Mironov et al. 2019)."""
+"""Compute the ε of clients with ``privacy.dp``, by Rényi differential privacy (Mironov et al. 2019)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fedstrata.base.errors import ExtraMissingError
 from fedstrata.federation.settings import DPSGD, Training
 
 ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512]
-"""The orders of the Rényi differences. Whole numbers, because the sum for other orders may not converge."""
+"""The orders of the Rényi divergences. They are whole numbers, because the sum for other orders may not converge."""
 
 
 class Accountant:
-    """Computes ε of the clients from the number of rounds in which they trained.
+    """Computes the ε of clients from the number of rounds in which they trained.
 
-    The sampling of clients does not count, because the server knows who takes part. Each step of a client is a
-    Gaussian mechanism over a Poisson sample of its data; Rényi differences add up over steps.
+    The random choice of clients does not reduce ε, because the server knows which clients take part. Each step of a
+    client is a Gaussian mechanism on a Poisson sample of its data. The Rényi divergences of all steps are added.
 
     Args:
-        dp: The settings, which give the noise and δ.
-        training: The settings of local training, which give the steps of a round.
-        sizes: Number of samples of every client, shape (N,). They count as public.
+        dp: The settings of differential privacy, which contain the noise and δ.
+        training: The settings of local training, which determine the number of steps in a round.
+        sizes: Number of samples of each client, shape (N,). These numbers are assumed to be public.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.
@@ -40,7 +40,7 @@ class Accountant:
 
         @cache
         def differences(rate: float) -> Any:
-            """The Rényi differences of one step, for each order."""
+            """Return the Rényi divergence of one step for each order."""
             accountant = rdp.RdpAccountant(ORDERS)
             accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(dp.noise)))
             return accountant.rdp
@@ -48,7 +48,7 @@ class Accountant:
         self._differences = differences
 
     def largest(self, rounds: Ints) -> float:
-        """Return the largest ε of a client.
+        """Return the largest ε of all clients.
 
         Args:
             rounds: Number of rounds in which each client trained, shape (N,).

@@ -1,11 +1,11 @@
 """Save and load checkpoints.
 
-Checkpoints stay usable if the process is killed at any moment. Damaged files are detected.
+Saved checkpoints stay usable if the process is killed at any moment. Damaged files are detected.
 
-``checkpoint/round-R/`` holds the server's state and a manifest, which lists the checkpoint's files with their
-checksums. The state of each client is in a file of its own under ``checkpoint/clients/`` and is written only if it
-changed. The cost of a checkpoint therefore depends on how many clients took part since the last one. Each file is
-written under a temporary name, synced to the disk and then renamed. The two newest checkpoints are kept.
+The folder ``checkpoint/round-R/`` contains the server's state and a manifest, which lists the checkpoint's files and
+their checksums. Each client's state is a separate file in ``checkpoint/clients/``, which is only written if the state
+changed. The cost of a checkpoint therefore depends on the number of clients that took part since the last checkpoint.
+Each file is written under a temporary name, synced to the disk and then renamed. The two newest checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from fedstrata.clients.store import StateStore
 KEEP = 2
 STATE, MANIFEST, CLIENTS = "state.bin", "manifest.json", "clients"
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, WireError)
-"""The exceptions that may occur when a damaged checkpoint is read."""
+"""The exceptions that reading a damaged checkpoint may raise."""
 
 
 @record("Stored")
 class Stored:
-    """The server's state in a checkpoint's file.
+    """The server's state, as a checkpoint stores it.
 
     Args:
         state: The method's state.
-        own: The state of the loop over rounds; see ``fedstrata.runs.loop_state``.
+        own: The state of the run itself (its loop over rounds); see ``fedstrata.runs.loop_state``.
     """
 
     state: Tree
@@ -52,10 +52,10 @@ class Checkpoint:
         round: The last round that was complete when the checkpoint was saved.
         state: The method's state.
         clients: A mapping from each client that has a state to the state's file.
-        remote: Whether the clients' own machines (sites) keep the clients' states, so that the checkpoint has none.
+        remote: Whether the sites (the clients' own machines) keep the clients' states, so that the checkpoint has none.
         identity: The run's identity; None if the checkpoint has none.
-        logs: A mapping from the names of the run's logs, such as ``metrics.jsonl``, to the checksum of the last line
-            that they had when the checkpoint was saved.
+        logs: A mapping from the name of each log of the run, such as ``metrics.jsonl``, to the checksum of the log's
+            last line when the checkpoint was saved.
         loop_state: The state of the loop over rounds; None if the checkpoint has none.
     """
 
@@ -68,7 +68,7 @@ class Checkpoint:
     loop_state: Tree = None
 
     def only(self, clients: Collection[int]) -> Checkpoint:
-        """Return a copy of this checkpoint that has only the states of these clients."""
+        """Return a copy of this checkpoint that contains only the states of these clients."""
         return replace(self, clients={client: path for client, path in self.clients.items() if client in clients})
 
     def restore(self, store: StateStore) -> None:
@@ -96,14 +96,14 @@ def save(
         round: The last complete round.
         state: The method's state.
         store: The clients' states. Only states that changed since the last checkpoint are written.
-        remote: Whether the clients' own machines (sites) keep the clients' states, so that ``store`` has none.
+        remote: Whether the sites (the clients' own machines) keep the clients' states, so that ``store`` has none.
         identity: The run's identity; see ``fedstrata.runs.identity``.
-        logs: A mapping from the names of the run's logs to the checksum of their last line.
+        logs: A mapping from the name of each log of the run to the checksum of its last line.
         loop_state: The state of the loop over rounds.
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
-    # Remove checkpoints of this round and later ones. They are damaged: otherwise the run would have resumed from them.
+    # Remove checkpoints of this round and of later rounds. They are damaged, because the run did not resume from them.
     for stale in _complete(folder):
         if stale.name >= _name(round):
             shutil.rmtree(stale)
@@ -135,7 +135,7 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
 
     Args:
         folder: The folder that ``save`` wrote to.
-        last: Ignore checkpoints of rounds after this one; None to consider all.
+        last: The last round to consider: checkpoints of later rounds are ignored. None to consider all checkpoints.
 
     Raises:
         CheckpointError: There are checkpoints, but all of them are damaged.
@@ -158,7 +158,7 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
 def _read(path: Path) -> Checkpoint:
     manifest = _manifest(path)
     if _name(manifest["round"]) != path.name:
-        # Refuse a renamed folder, because the next checkpoint would otherwise list clients' states of another round.
+        # A renamed folder would make the next checkpoint list clients' states of another round.
         raise ValueError(f"it is the checkpoint of round {manifest['round']}")
     data = (path / STATE).read_bytes()
     if _digest(data) != manifest["state"]:
@@ -212,7 +212,7 @@ def _write(path: Path, data: bytes) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Make sure that files that were renamed in a folder keep their new names after a power cut."""
+    """Sync a folder to the disk, so that files renamed in it keep their new names after a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

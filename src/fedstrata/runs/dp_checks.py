@@ -1,4 +1,4 @@
-"""Checks, before the first round, that differential privacy of samples (``privacy.dp``) holds for a method."""
+"""Checks before the first round that a run can guarantee differential privacy of samples (``privacy.dp``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
     """Check the method, the model and the settings against ``privacy.dp``.
 
     Raises:
-        SpecError: A sample would affect the gradients of other samples, or would leave a client without noise.
+        SpecError: A sample would affect the gradients of other samples, or a client would send values without noise.
     """
     training, objective, dp = config.training, method.objective_in_use(), config.privacy.dp
     assert dp is not None
@@ -34,18 +34,18 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
     if training.clip is not None:
         refuse("privacy.dp clips the gradient of each sample. Remove training.clip.", "training.clip", training.clip)
     if training.accumulate > 1:
-        problem = "with privacy.dp, gradients are computed in parts anyway. Use a larger batch_size."
+        problem = "is not needed, because privacy.dp computes gradients in parts. Use a larger batch_size."
         refuse(problem, "training.accumulate", training.accumulate)
     if has_batchnorm(config.model.module):
-        refuse("BatchNorm lets a sample affect the gradients of others. Use a model with GroupNorm or none.")
+        refuse("BatchNorm lets a sample affect the gradients of other samples. Use a model without BatchNorm.")
     if config.task.weighted:
         refuse(f"does not support the task {config.task.name!r}, whose samples have different weights.")
     if not vars(type(objective)).get("single_samples", False):
-        refuse(f"the objective of {method.name!r} uses more than single samples. {USE}")
+        refuse(f"the objective of {method.name!r} is not a sum of losses of single samples. {USE}")
     asked = method.declared(config)
     unprotected = [each.label for each in asked or () if _innermost(each) is not Fit]
     if asked is None or unprotected:
-        replies = "replies that it does not declare" if asked is None else f"replies to {', '.join(unprotected)}"
+        replies = "replies that fedstrata does not know" if asked is None else f"replies to {', '.join(unprotected)}"
         refuse(f"the method {method.name!r} needs {replies}, which have no noise. {USE}")
     _try_gradient(method, config, data)
 
@@ -66,6 +66,6 @@ def _try_gradient(method: Method, config: FederationConfig, data: Dataset) -> No
     try:
         with model.loaded(params, model.buffers(), train=True) as loaded:
             gradient(loaded, names, batch)
-    except Exception as error:  # PyTorch raises many kinds
+    except Exception as error:  # PyTorch raises many kinds of exceptions
         problem = f"PyTorch cannot compute the gradients of single samples of this model ({error}). Use another model."
         raise SpecError("privacy.dp", problem, dp.noise) from error

@@ -33,14 +33,14 @@ from fedstrata.models.model import Model
 from fedstrata.spec.experiment import Experiment
 
 RESULTS = 2
-"""The version of the results of specs. A commit that changes the results of any spec increases it.
+"""The version of fedstrata's results, which a commit increases if it changes the results of any spec.
 
 ``tests/integration/test_golden.py`` detects such changes. The commit also increases the ``version`` of each table in
 ``fedstrata.papers`` whose results it changes.
 """
 
 LONG = 20
-"""A list in a spec with more than ``LONG * LONG`` characters is replaced with its checksum in the identity."""
+"""In the identity, a list of a spec with more than ``LONG * LONG`` characters is replaced with its checksum."""
 
 
 def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assignment) -> dict[str, Any]:
@@ -73,20 +73,20 @@ def well_formed(identity: object) -> bool:
 
 
 def about_data(data: Dataset) -> str:
-    """Return the text that represents a user's own data in a spec: checksum, numbers of samples and shape."""
+    """Return the text that replaces the user's data in a spec: checksum, numbers of samples and shape."""
     outputs = "classes" if data.task.has_classes else "outputs"
     sizes = f"{data.train_size} training and {len(data.y_test)} test samples of shape {data.shape}"
     return f"sha256 {fingerprint_of_data(data)}: {sizes}, {data.outputs} {outputs}"
 
 
 def about_model(model: Model) -> str:
-    """Return the text that represents the user's own module in a spec: its checksum, class and number of parameters."""
+    """Return the text that replaces the user's module in a spec: its checksum, class and number of parameters."""
     cls, count = type(model.module), sum(w.numel() for w in model.params().values())
     return f"sha256 {fingerprint_of_model(model)}: {cls.__module__}.{cls.__qualname__}, {count} parameters"
 
 
 def fingerprint_of_data(data: Dataset) -> str:
-    """Return the SHA-256 of the samples, labels, class names, normalisation and, if there are any, client ids."""
+    """Return the SHA-256 of a data set: samples, labels, class names, normalisation and any client ids."""
     tensors = [data.x_train, data.y_train, data.x_test, data.y_test, data.shift, data.scale]
     names = [*data.class_names]
     if data.client_train is not None:
@@ -96,7 +96,7 @@ def fingerprint_of_data(data: Dataset) -> str:
 
 
 def fingerprint_of_model(model: Model) -> str:
-    """Return the SHA-256 of the architecture and of the initial parameters and buffers, including the frozen ones."""
+    """Return the SHA-256 of a model's architecture and of all its initial parameters and buffers."""
     named = {**model.params(), **model.untrained.all}
     parts = [part for name, tensor in named.items() for part in (name.encode(), tensor)]
     return _digest(str(model.module).encode(), *parts)
@@ -108,11 +108,11 @@ def fingerprints_of_frozen(model: Model) -> dict[str, str]:
 
 
 def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose: str) -> None:
-    """Raise ``SpecError`` about the first frozen tensor that differs.
+    """Raise ``SpecError`` if a frozen tensor differs from the tensor of an earlier run.
 
     Args:
-        before: The fingerprints of the frozen tensors that are needed; see ``fingerprints_of_frozen``.
-        now: The fingerprints of the frozen tensors of the given model.
+        before: The fingerprints of the expected tensors; see ``fingerprints_of_frozen``.
+        now: The fingerprints of the given model's frozen tensors.
         whose: The owner of the tensors ``before``, for the error message.
     """
     for name in {**before, **now}:
@@ -124,7 +124,7 @@ def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose
 
 @cache
 def environment() -> dict[str, str]:
-    """Return the versions of fedstrata, PyTorch and Python, and the processor, which are recorded with a run."""
+    """Return what is recorded about a run's environment: versions of fedstrata, PyTorch and Python, and processor."""
     return {
         "fedstrata": importlib.metadata.version("fedstrata"),
         "torch": torch.__version__,
@@ -137,7 +137,7 @@ def environment() -> dict[str, str]:
 def processor() -> str:
     """Return the name and the instruction sets of the processor. Machines with equal processors compute the same bits.
 
-    The name alone is not enough, because some clouds give the same name to processors of several generations.
+    The name is not enough, because some clouds give the same name to processors of several generations.
     """
     name = platform.processor() or platform.machine()
     with suppress(OSError):
@@ -153,7 +153,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
 
     Args:
         before: The identity of the run, as read from JSON.
-        now: The identity of the experiment that would continue it.
+        now: The identity of the experiment that would continue the run.
         where: The run folder, for the error message.
 
     Returns:
@@ -218,7 +218,7 @@ def _grows(was: Any, will: Any) -> bool:
 
 
 def _rounds_decide(spec: Mapping[str, Any]) -> str | None:
-    """Return a setting that makes every round depend on the total number of rounds; None if there is none."""
+    """Return a setting that makes each round depend on the total number of rounds; None if no setting does."""
     for key, value in spec.items():
         if key.rpartition(".")[2] == "schedule" and value == "cosine":
             return f"{key} = 'cosine'"
@@ -237,7 +237,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _code(spec: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield the name and the SHA-256 of each module of the user's own that implements settings of the spec."""
+    """Yield the name and the SHA-256 of each of the user's modules that implement settings of the spec."""
     for code in (value.implementation for value in _settings(spec)):
         if code.__module__.partition(".")[0] == "fedstrata":
             continue
@@ -259,7 +259,7 @@ def _settings(value: Any) -> Iterator[Setting]:
 
 
 def _digest(*parts: bytes | Inputs | None) -> str:
-    """Return one SHA-256 of all parts and their lengths, so that ("ab", "c") and ("a", "bc") differ."""
+    """Return the SHA-256 of several parts and their lengths, so that ("ab", "c") and ("a", "bc") differ."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Mapping):
@@ -274,14 +274,14 @@ def _digest(*parts: bytes | Inputs | None) -> str:
 
 
 def _add(digest: hashlib._Hash, *pieces: Any) -> None:
-    """Add the length of a part to a digest, and then its pieces, which are bytes or arrays of bytes."""
+    """Add a part's length, and then the bytes of all its pieces, to a digest."""
     digest.update(sum(map(len, pieces)).to_bytes(8, "little"))
     for piece in pieces:
         digest.update(piece)
 
 
 def _pieces(tensor: Tensor) -> tuple[bytes, NDArray[np.uint8]]:
-    """Return the type and shape of a tensor as bytes, and its values as bytes without a copy of them."""
+    """Return a tensor's type and shape as bytes, and a view of its values as bytes."""
     flat = tensor.detach().cpu().contiguous()
     # View the values as bytes, because NumPy lacks some types of PyTorch.
     values = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

@@ -1,6 +1,6 @@
-"""The state of the loop over rounds: evaluations, the clients' last replies, and the memory of callbacks.
+"""The state of a run's loop over rounds: evaluations, the rounds of last replies, and the memory of callbacks.
 
-The loop is that of ``Simulation``. The state of the run's method is separate.
+The loop is in ``Simulation``. The method's state is stored separately.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedstrata.federation.messages import Weights
 
 @record("Measured")
 class Measured:
-    """The part of an evaluation that is stored in checkpoints.
+    """The results of an evaluation that checkpoints store.
 
     Args:
         round: The round after which the model was evaluated.
@@ -37,16 +37,16 @@ class Measured:
 
 @record("LoopState")
 class SavedLoopState:
-    """The part of ``LoopState`` that is stored in checkpoints; fields with the same name are explained there.
+    """The fields of ``LoopState`` that checkpoints store, some under other names.
 
     Args:
-        heard: ``LoopState.last_reply``.
+        heard: The field ``last_reply`` of ``LoopState``.
         evaluated: The last evaluated rounds.
         last: The last evaluation.
         best: The best evaluation.
         memory: The memory of callbacks.
         stopped: The reason why the run was stopped.
-        channel: The server's state of the codecs that compress messages; None without compression.
+        channel: The server's state of the codecs, which compress messages; None without compression.
     """
 
     heard: NDArray[np.int64]
@@ -63,16 +63,17 @@ class LoopState:
     """The state of the loop over rounds.
 
     Args:
-        last_reply: The last round in which the server used a reply of each client, or 0 before the first, shape (N,).
-            Empty if the clients have no test parts of their own.
+        last_reply: For each client, the last round in which the server used its reply, shape (N,); 0 if there is none.
+            Empty if clients have no test samples of their own.
         evaluated: The last evaluated rounds, at most ``evaluation.unheard`` of them.
         last: The last evaluation.
-        best: The evaluation that is best by the primary metric; the first of them if several are equal.
-        memory: A mapping from the names of callbacks to what they remember between rounds.
-        stopped: The reason why the run ends before its last round; empty if it does not.
+        best: The evaluation with the best primary metric; if several are equally good, the first of them.
+        memory: A mapping from the name of each callback to its state between rounds.
+        stopped: The reason why the run was stopped before its last round; empty if it was not stopped.
         final_model: The model to save at the end of the run, and its round; None to save the model of the last round.
         score: The last evaluation in this process, with all its results.
-        late_events: Events that happened after the events of their round had been written to the log.
+        late_events: Events that are not in the log yet, because they happened after the events of their round were
+            written.
     """
 
     last_reply: NDArray[np.int64]
@@ -86,18 +87,18 @@ class LoopState:
     late_events: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, channel: CompressionState | None) -> SavedLoopState:
-        """Return the part to store in a checkpoint. It includes ``channel``, the server's state of compression."""
+        """Return the state to store in a checkpoint, including ``channel``, the server's state of compression."""
         return SavedLoopState(self.last_reply, self.evaluated, self.last, self.best, self.memory, self.stopped, channel)
 
     def restore(self, saved: SavedLoopState) -> None:
-        """Replace this state with the state that a checkpoint contains."""
+        """Replace this state with the state in a checkpoint."""
         if len(saved.heard) == len(self.last_reply):
             self.last_reply = saved.heard.copy()
         self.evaluated, self.last, self.best = list(saved.evaluated), saved.last, saved.best
         self.memory, self.stopped = dict(saved.memory), saved.stopped
 
     def add_score(self, score: Score, round: int, settings: Evaluation) -> None:
-        """Store an evaluation as the last one and, if it is the best so far by the primary metric, as the best one."""
+        """Store an evaluation as the last and, if its primary metric is the best so far, also as the best."""
         self.score = score
         self.evaluated = [*self.evaluated, round][-settings.unheard :]
         values = {"accuracy": score.accuracy, "loss": score.loss, **score.more.get("test", {})}
@@ -110,19 +111,19 @@ class LoopState:
             self.best = self.last
 
     def unheard(self, evaluations: int) -> list[int]:
-        """Return the ids of the clients of which the server has not used a reply recently.
+        """Return the ids of unheard clients, whose replies the server has not used recently.
 
-        "Recently" means after the first of the last ``evaluations`` evaluations or, if there were fewer evaluations,
-        since the start.
+        "Recently" means since the first of the last ``evaluations`` evaluations. If there were fewer evaluations, it
+        means since the start of the run.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()
         return clients
 
     def confusions(self) -> dict[str, Confusion]:
-        """Return the confusion matrices of the last evaluation (key ``last``) and of the best one (key ``best``).
+        """Return the confusion matrices of the evaluations ``last`` and ``best``, by these names.
 
-        They are left out if the task has no classes.
+        The mapping is empty if the task has no classes.
         """
         kept = {"last": self.last, "best": self.best}
         measured = {key: m for key, m in kept.items() if m is not None and m.confusion.numel()}

@@ -1,4 +1,4 @@
-"""Inference with the final model of a run, which ``model.json`` describes."""
+"""Inference with the final model of a run; ``model.json`` describes the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CUSTOM = "custom"
 """The value of ``model.name`` in a spec if the model is the user's own module."""
 
 OF_ROWS = ("label", "columns", "missing", "delimiter")
-"""The keys of a table's schema that are needed to read new rows; the others only say how a run divides its rows."""
+"""The keys of a table's schema that inference needs; other keys only concern the division of rows in a run."""
 
 
 def describe_model(prepared: Prepared) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
         about |= {"task": data.task.to_spec(), "keep": data.keep}
     if isinstance(x := data.inputs(slice(0, 0)), Mapping):
         about["inputs"] = _several(x, data)
-    # Frozen parameters are not in the file. They are built again, from the seed, when the model is loaded.
+    # Frozen parameters are not in the file. They are computed again, from the seed, when the model is loaded.
     frozen = prepared.identity.get("frozen")
     return about | {"frozen": {"seed": spec.seed, "fingerprints": frozen}} if frozen else about
 
@@ -94,7 +94,7 @@ def _normalisation(shift: Inputs | None, scale: Inputs | None) -> dict[str, Any]
 
 
 def _several(x: Mapping[str, Tensor], data: Dataset) -> dict[str, Any]:
-    """Describe several inputs: the shape, type and normalisation of each."""
+    """Return the shape, type and normalisation of each input of a model with several inputs."""
     shift, scale = data.shift or {}, data.scale or {}
     assert isinstance(shift, Mapping)
     assert isinstance(scale, Mapping)
@@ -109,7 +109,7 @@ def _several(x: Mapping[str, Tensor], data: Dataset) -> dict[str, Any]:
 
 
 def _read_normalisation(about: Mapping[str, Any] | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return the shift and the scale that ``_normalisation`` wrote."""
+    """Return the shift and the scale of a normalisation in ``model.json``."""
     if about is None:
         return None, None
     dtype = {"float32": torch.float32, "float64": torch.float64}[about["dtype"]]
@@ -121,7 +121,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
-    """Write ``model.json`` and ``model.safetensors``; ``model.json`` contains checksums of both files.
+    """Write ``model.safetensors``, and ``model.json``, which contains checksums of both files.
 
     Args:
         folder: The run folder.
@@ -130,7 +130,7 @@ def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
     """
     about = describe_model(prepared) | {"parameters": hashlib.sha256(content).hexdigest()}
     write_json(folder / MODEL, about | {"checksum": _checksum(about)})
-    replace_file(folder / WEIGHTS, content)  # last, because the existence of this file shows that the run has ended
+    replace_file(folder / WEIGHTS, content)  # last, because this file shows that the run has ended
 
 
 def _checksum(about: Mapping[str, Any]) -> str:
@@ -145,12 +145,13 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
 
     Args:
         run_dir: The run folder, or any folder with these two files.
-        model: A module with the same architecture, if the run trained a module of your own; or its class, or a function
-            that makes it, as for ``fedstrata.run``. Its trainable parameters are ignored, and it is not changed. Its
-            frozen parameters must be those of the run, because the folder does not contain them.
+        model: A module with the same architecture, if the run trained a module of your own; or the module's class, or a
+            function that creates it, as for ``fedstrata.run``. The module is not changed, and its trainable parameters
+            are ignored. Its frozen parameters must be equal to those in the run, because the folder does not contain
+            them.
 
     Raises:
-        SpecError: The folder has no run, the run has not ended, or ``model`` is missing or does not fit.
+        SpecError: The folder has no finished run, or ``model`` is missing or does not fit the run.
         DataError: A file is damaged.
 
     >>> import tempfile, fedstrata as fs
@@ -182,16 +183,16 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
 class Predictor:
     """A trained model for inference, which prepares new samples in the same way as the training samples.
 
-    The model of a table takes rows with the columns of ``schema``, as they are in the file or data frame. It imputes
-    missing values and encodes categories as the run did. The error about an invalid cell names its row and column.
+    A model that was trained on a table takes rows with the columns of ``schema``, as in a file or data frame. The
+    predictor imputes missing values and encodes categories as the run did. The error about an invalid cell names its
+    row and column.
 
-    On the run's test set, the predictions have exactly the run's ``final_accuracy``, because they are computed in the
-    same batches. To compute on a GPU, move ``module`` there.
+    On the run's test set, the accuracy is exactly ``final_accuracy``, because predictions are computed in the same
+    batches. To compute on a GPU, move ``module`` there.
 
-    With ``training.batch_norm = "local"``, clients do not share BatchNorm's running statistics, and those of ``module``
-    have their initial values. A run then evaluates the model with the statistics of each test batch, and ``predict``
-    does the same. The prediction for a sample then depends on the other samples, so give many samples of all classes at
-    once.
+    With ``training.batch_norm = "local"``, clients do not share BatchNorm's running statistics, so ``module`` has their
+    initial values. A run then evaluates the model with the statistics of each test batch, and ``predict`` does the
+    same. A prediction then depends on the other samples in the batch, so pass many samples of all classes at once.
 
     Args:
         module: The module with its final parameters.
@@ -202,15 +203,15 @@ class Predictor:
         self.module = module
         """The ``nn.Module``, in evaluation mode. It takes normalised samples, which ``inputs`` returns."""
         self.classes: tuple[int | str, ...] = _labels(about["class_names"])
-        """The labels that ``predict`` may return, in the order of the columns of ``predict_proba``."""
+        """The labels that ``predict`` may return, in the order of the columns in ``predict_proba``."""
         self.shape: Shape = _shape_of(about)
-        """Shape of one sample in the input of ``module``: (channels, height, width) or (features,); or of each."""
+        """Shape of one sample for ``module``: (channels, height, width) or (features,); for several inputs, of each."""
         self.task: Task = _task_of(about)
         """The task, which says what ``predict`` returns."""
         self._keep = bool(about.get("keep", False))
         self._features = _features_of(about)
         self.schema: Schema | None = None if self._features is None else self._features.schema
-        """The columns of a table, and the cells that each accepts; None if the run trained on arrays.
+        """The columns of a table and the values that each column accepts; None if the run trained on arrays.
 
         ``schema.names()`` are the names of the features, in the order in which ``module`` takes them.
         """
@@ -218,7 +219,7 @@ class Predictor:
         self._shift, self._scale = _all_normalisation(about)
 
     def predict(self, x: Any) -> NDArray[Any]:
-        """Return the most likely class of each sample; for other tasks, the numbers, labels or tokens.
+        """Return the most likely class of each sample; for other tasks, predicted numbers, labels or tokens.
 
         Args:
             x: For a model of a table, its rows: a data frame of pandas or polars, a mapping of column names to lists,
@@ -229,10 +230,10 @@ class Predictor:
 
         Returns:
             The labels, shape (N,): integers if all class names are integers, otherwise the names as strings. A data set
-            stores class names as text. Labels that were the strings "0" and "1" are therefore returned as integers, and
-            labels that were True and False as strings.
+            stores class names as text. Therefore, the labels "0" and "1" are returned as integers, and the labels True
+            and False as strings.
 
-            Regression: the numbers in the unit of the targets, (N,), or (N, K) for several targets. Several labels: 1
+            Regression: numbers in the unit of the targets, (N,), or (N, K) for several targets. Several labels: 1
             for each label that is predicted, (N, K). Next token and segmentation: a class for each token or pixel.
 
         Raises:
@@ -247,7 +248,7 @@ class Predictor:
             return whole[:, 0] if key == "values" and whole.shape[1] == 1 else whole
         numbers = np.concatenate([logits.argmax(dim=1).cpu().numpy() for logits in self._logits(x)])
         labels: NDArray[Any] = np.array(self.classes)
-        if labels.dtype.kind == "f":  # NumPy makes floats of integers if some are negative and some at least 2**63
+        if labels.dtype.kind == "f":  # NumPy makes floats of integers if some are < 0 and some ≥ 2**63
             labels = np.array(self.classes, dtype=object)
         predicted: NDArray[Any] = labels[numbers]
         return predicted
@@ -262,7 +263,7 @@ class Predictor:
             The probabilities, shape (N, C), float32; column c belongs to ``classes[c]``.
 
         Raises:
-            SpecError: The task has no probabilities.
+            SpecError: The task does not predict probabilities.
             FedstrataError: See ``predict``.
         """
         parts = [self.task.predictions(outputs) for outputs in self._logits(x)]
@@ -273,9 +274,9 @@ class Predictor:
         return np.concatenate([part["probabilities"].cpu().numpy() for part in parts])
 
     def inputs(self, x: Any) -> Inputs:
-        """Return samples in the form that ``module`` takes: normalised, float32, shape (N, F) or (N, C, H, W).
+        """Return samples as input of ``module``: normalised, float32, shape (N, F) or (N, C, H, W).
 
-        For several inputs, this is a mapping from their names to tensors (N, …).
+        For a model with several inputs, return a mapping from their names to tensors (N, …).
 
         Args:
             x: See ``predict``.
@@ -292,7 +293,8 @@ class Predictor:
         if self._batch_statistics and n == 1:
             problem = "has one sample, but this model was trained with batch_norm = 'local' and normalises each batch"
             raise DataError(f"x: {problem} with its own statistics. Give several samples at once.")
-        # Make batches as a run's evaluation does: of nearly equal size, so that the last is never a single sample.
+        # Make batches of nearly equal size, as evaluation in a run does, so that the last batch is never a single
+        # sample.
         bounds = np.linspace(0, n, -(-n // self._batch_size) + 1).astype(int).tolist()
         with _batch_statistics(self.module) if self._batch_statistics else nullcontext():
             for begin, end in pairwise(bounds):
@@ -351,7 +353,7 @@ class Predictor:
 
 @contextmanager
 def _batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Let BatchNorm normalise with the statistics of each batch, without a change of its running statistics."""
+    """Let BatchNorm normalise with each batch's statistics, and leave its running statistics unchanged."""
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     tracked = [layer.track_running_stats for layer in norms]
     try:
@@ -366,7 +368,7 @@ def _batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def _labels(names: list[str]) -> tuple[int | str, ...]:
-    """Return the labels that class names stand for: integers if all names are integers, otherwise the names.
+    """Convert class names to labels: to integers if all names are integers; otherwise, return the names.
 
     >>> _labels(["-1", "7"]), _labels(["1", "1.5"]), _labels(["07", "7"])
     ((-1, 7), ('1', '1.5'), ('07', '7'))
@@ -431,7 +433,7 @@ def _task_of(about: Mapping[str, Any]) -> Task:
 
 
 def _trial_of(about: Mapping[str, Any], samples: int = 1) -> Trial:
-    """Return a trial for a model: samples of zeros, and a function that says which shape its outputs should have."""
+    """Return a trial of a model: samples of zeros, and a function that returns the expected shape of the outputs."""
     shape = _shape_of(about)
     if isinstance(shape, Mapping):
         types = {name: getattr(torch, one["dtype"]) for name, one in about["inputs"].items()}
@@ -449,7 +451,7 @@ def _shape_of(about: Mapping[str, Any]) -> Shape:
 
 
 def _all_normalisation(about: Mapping[str, Any]) -> tuple[Inputs | None, Inputs | None]:
-    """Return the shift and the scale of inputs; for several inputs, mappings with those that are normalised."""
+    """Return the shift and the scale of the inputs; for several inputs, mappings by the names of normalised inputs."""
     if "inputs" not in about:
         return _read_normalisation(about["normalisation"])
     read = {name: _read_normalisation(one["normalisation"]) for name, one in about["inputs"].items()}
@@ -462,7 +464,7 @@ def _features_of(about: Mapping[str, Any]) -> Features | None:
     """Return the rule that computes the features of a table; None if the run trained on arrays.
 
     Raises:
-        ValueError: Schema, imputed values and features do not belong together.
+        ValueError: Schema, imputed values and features do not match.
         SpecError: The schema is invalid.
     """
     if (table := about.get("table")) is None:
@@ -470,11 +472,11 @@ def _features_of(about: Mapping[str, Any]) -> Features | None:
     schema = build(Schema, table["schema"])
     columns, imputed = schema.inputs, {name: float(value) for name, value in table["imputed"].items()}
     if any(column.type == "category" and column.categories is None for column in columns.values()):
-        raise ValueError("table.schema lists no categories of a category")
+        raise ValueError("table.schema lacks the categories of a column")
     if schema.names() != table["features"] or about["input_shape"] != [len(table["features"])]:
         raise ValueError("table.features are not the features of table.schema and input_shape")
     if [name for name, column in columns.items() if column.impute is not None] != list(imputed):
-        raise ValueError("table.imputed lacks a column that sets 'impute', or has another column")
+        raise ValueError("table.imputed does not have exactly the columns that set 'impute'")
     return Features(schema, imputed)
 
 
@@ -487,11 +489,11 @@ def _check(about: Mapping[str, Any]) -> None:
         if not isinstance(getattr(torch, one["dtype"], None), torch.dtype):
             raise ValueError(f"inputs.{name}.dtype is {one['dtype']!r}")
     task = about.get("task") or ""
-    if ":" not in (task if isinstance(task, str) else task["name"]):  # a task of the user's own is imported later
+    if ":" not in (task if isinstance(task, str) else task["name"]):  # the user's own task is imported later
         _task_of(about)
     unnamed = about.get("task") is not None and not names
     if not unnamed and (not names or not all(isinstance(n, str) for n in names) or len(names) != about["classes"]):
-        raise ValueError("class_names is not a list with a text for each class")
+        raise ValueError("class_names is not a list with the name of each class")
     if type(about["batch_size"]) is not int or about["batch_size"] < 1 or type(about["batch_statistics"]) is not bool:
         raise ValueError("batch_size or batch_statistics has the wrong type")
     if not isinstance(about["model"]["name"], str):
@@ -509,9 +511,9 @@ def _check_input(key: str, shape: Any, normalisation: Any, *, image: bool) -> No
     Args:
         key: The key of the shape.
         shape: The shape of a sample.
-        normalisation: Its normalisation.
-        image: Whether the input is an image, whose channels are its first axis, or a vector. Other inputs are
-            normalised along their last axis.
+        normalisation: The normalisation of the input.
+        image: True for an image, which is normalised along its first axis (channels), and for a vector. Other inputs
+            are normalised along their last axis.
     """
     if (image and len(shape) not in (1, 3)) or not all(type(side) is int and side > 0 for side in shape):
         raise ValueError(f"{key} is {shape}")
@@ -550,7 +552,7 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
     """Return the user's own module in the memory format that training uses, after a test on two samples.
 
     Raises:
-        SpecError: The module does not take the samples, or does not return a logit for each class.
+        SpecError: The module fails on the samples, or does not return one logit per class.
     """
     shape, name = _shape_of(about), type(model.module).__name__
     needed = f"must take batches of shape {described(shape)} and return logits (B, {about['classes']})"
@@ -561,7 +563,7 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
             trial = _trial_of(about, 2)
             assert trial is not None
             output = forward(laid_out.module, trial[0])
-    except Exception as error:  # the user's own module may raise anything
+    except Exception as error:  # the user's own module may raise any exception
         raise SpecError("model", f"{needed}, but failed: {error}", name) from error
     if trial[1](output):
         raise SpecError("model", f"{needed}, but returned {tuple(output.shape)} for two samples", name)
@@ -569,9 +571,9 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
 
 
 def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise ``SpecError`` about the first tensor that differs in name, dtype or shape between module and file.
+    """Raise ``SpecError`` if a tensor's name, dtype or shape differs between module and file.
 
-    Files of earlier versions contain frozen parameters. The model then uses the parameters of the file.
+    Files of earlier versions also contain frozen parameters. The model then uses these parameters.
     """
     stored_frozen = {name: tensor for name, tensor in model.untrained.frozen.items() if name in tensors}
     expected = {**model.params(), **model.buffers(), **stored_frozen}
@@ -581,7 +583,8 @@ def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> N
             problem = f"does not fit the run in {folder}: {name} is {here} in the module, but {stored} in {WEIGHTS}"
             raise SpecError("model", f"{problem}. Pass the module of the run.", type(model.module).__name__)
     for name, tensor in stored_frozen.items():
-        # These tensors share memory with the user's module, so give them new memory instead of copying in place.
+        # These tensors share memory with the user's module, so copy them to new memory instead of changing them in
+        # place.
         tensor.data = torch.empty_like(tensor).copy_(tensors[name])
 
 

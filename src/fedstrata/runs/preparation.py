@@ -53,7 +53,7 @@ class Prepared:
         data: The data set.
         assignment: The training samples of each client.
         config: The configuration that the server and the clients share.
-        held: The samples that are held out of training.
+        held: The samples that are held out of training, such as validation samples.
     """
 
     spec: Experiment
@@ -64,7 +64,7 @@ class Prepared:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The identity of the run; see ``fedstrata.runs.identity``."""
+        """The identity of the run, which must not change when it is resumed; see ``fedstrata.runs.identity``."""
         return identity_of(self.spec, self.data, self.config.model, self.assignment)
 
 
@@ -96,8 +96,7 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | N
         validation = cut_validation(dataset, share, spec.seed)
         divided, numbers = without(dataset, validation)
     if dataset.task.fits:
-        # It is not known yet which client trains on which samples. The partition needs strata, so compute them from all
-        # samples.
+        # The partition needs strata before it is known which client trains on which samples, so use all samples.
         divided = fit_targets(divided, [np.arange(divided.train_size)])
 
     def split(partition: Partition) -> Assignment:
@@ -128,13 +127,13 @@ def assemble(
     Args:
         spec: The experiment.
         dataset: The data set.
-        assignment: The samples of each client that are in ``dataset``.
+        assignment: The indices of each client's samples in ``dataset``.
         model: See ``prepare``.
-        sizes_known: Whether ``assignment`` has the samples of all clients; False if sites keep their own data.
+        sizes_known: Whether ``assignment`` has the samples of all clients; False at real sites, which keep their data.
         validation: The indices of training samples that were held out before the partition.
-        brought: The test samples of each client, if a site or the data set provides them.
-        fitting: The samples that decide how features are normalised and missing values replaced: the training samples
-            of some clients, or the statistics of these samples. None if neither is known yet.
+        brought: The test samples of each client, if a site or the data set has separate test samples for it.
+        fitting: The samples from which normalisation and imputed values are computed, or the statistics of these
+            samples. None if neither is known yet.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -192,7 +191,7 @@ def assemble(
     )
     if config.augment is not None:
         config.augment.check(dataset)
-    # ``availability.check`` stores values of this run in the object. Copy it, so that the user's spec does not change.
+    # ``availability.check`` stores values in the object. Copy it, so that the user's spec does not change.
     spec = spec.model_copy(update={"availability": spec.availability.model_copy()})
     known = assignment if sizes_known else None
     population = Population(config.clients, config.strata, known, dataset.strata, spec.seed)
@@ -208,10 +207,10 @@ def assemble(
         check_privacy(spec.method, config, dataset)
     for allowed in spec.method.declared(config) or ():
         if limit := allowed.limit_below(spec.privacy):
-            problem = f"the reply to {allowed.label} {limit.reason}, so that no client could answer. "
+            problem = f"the reply to {allowed.label} {limit.reason}, so no client could answer. "
             raise SpecError("privacy.min_samples", f"{problem}Use at most {limit.samples}.", spec.privacy.min_samples)
     if not spec.communication.plain and not spec.method.asks_for_changes():
-        problem = "has no effect, because clients of this method do not send changes of a model. Remove this section."
+        problem = "has no effect, because clients of this method do not send model updates. Remove this section."
         raise SpecError("communication", problem, spec.method.name)
     return Prepared(spec, dataset, assignment, config, held)
 
@@ -228,7 +227,7 @@ def refuse_attack(spec: Experiment) -> None:
 
 
 def _attacked(attack: Attack, method: Method, dataset: Dataset, assignment: Assignment, seed: int) -> Dataset:
-    """Check an attack, and return the data set with the labels on which the attackers train.
+    """Check an attack, and return the data set with the attackers' training labels.
 
     The labels of samples that are held out of training do not change.
     """
@@ -272,7 +271,7 @@ def trained_on(data: Dataset, assignment: Assignment, held: HeldOut) -> Iterator
 
 
 def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:
-    """Return an assignment of all samples that the server may not use: those of clients, and held-out samples."""
+    """Return an assignment of all samples that the server may not use: clients' samples and held-out samples."""
     if held.validation is None:
         return assignment
     used = np.union1d(assignment.indices, held.validation)
@@ -286,7 +285,7 @@ def _check_start(model: Model, spec: Experiment) -> None:
             problem = (
                 f"{name} contains NaN or infinity, which the server refuses. Initialise it with other numbers, or "
             )
-            raise SpecError("model", problem + "register a constant with persistent=False.")
+            raise SpecError("model", problem + "register constants with persistent=False.")
     local = spec.training.batch_norm == "local" and has_batchnorm(model.module)
     if local and spec.evaluation.batch_size == 1:
         problem = "with training.batch_norm = 'local', statistics are computed from each batch. Use at least 2."
@@ -294,14 +293,14 @@ def _check_start(model: Model, spec: Experiment) -> None:
 
 
 def _check_task(method: Method, config: FederationConfig) -> None:
-    """Raise ``SpecError`` if the method, or an objective with a loss of its own, is not for the task."""
+    """Raise ``SpecError`` if the method, or the loss of its objective, does not support the task."""
     task = config.task.name
     for objective in (method.objective_in_use(), method.personal_objective()):
         if is_plain(objective, "loss") or objective.tasks is None:
             continue
         if task not in objective.tasks:
             problem = (
-                f"has a loss of its own for the tasks {', '.join(sorted(objective.tasks))}, and the task is {task!r}."
+                f"has a loss of its own for the tasks {', '.join(sorted(objective.tasks))}, but the task is {task!r}."
             )
             raise SpecError("method", f"{problem} Use another method, such as fedavg or fedprox.", method.name)
         if config.task.has_classes and not config.task.plain:
@@ -334,7 +333,7 @@ def _one(samples: Tensor) -> Tensor:
 
 
 def _trial_of(dataset: Dataset) -> Trial:
-    """Return a sample for a trial of a model, and a function that says which shape the outputs should have."""
+    """Return a trial of a model: a sample, and a function that returns the expected shape of the outputs."""
     split: Split = "train" if dataset.train_size else "test"
     x, y = dataset.inputs(slice(0, 1), split), dataset.targets(slice(0, 1), split)
     if not len(y):  # the server of a deployment may have no samples
@@ -343,7 +342,7 @@ def _trial_of(dataset: Dataset) -> Trial:
 
 
 def _check_outputs(model: Model, dataset: Dataset) -> None:
-    """Raise ``SpecError`` if the user's own module does not return outputs of the shape that the task needs."""
+    """Raise ``SpecError`` if the outputs of the user's own module do not have the shape that the task needs."""
     x, y = dataset.inputs(slice(0, 2)), dataset.targets(slice(0, 2))
     form = dataset.task.check_outputs(torch.empty(0), y, dataset.outputs)
     needed = f"must take batches of shape {described(dataset.shape)} and return outputs of shape {form}"
@@ -367,7 +366,7 @@ def as_dataset(data: Arrays, spec: Experiment) -> Dataset:
     if isinstance(data, Mapping):
         accepted = inspect.signature(from_arrays).parameters
         if wrong := [key for key in data if key not in accepted] + [key for key in ARRAYS if key not in data]:
-            problem = f"a mapping must have {', '.join(ARRAYS)}, and otherwise only arguments of from_arrays"
+            problem = f"a mapping must have {', '.join(ARRAYS)}, and may only add arguments of from_arrays"
             raise SpecError("data", problem, sorted(map(str, wrong)))
         return from_arrays(**{"normalize": spec.data.normalize, "task": spec.task, **data})
     if not isinstance(data, Sequence) or len(data) != len(ARRAYS):

@@ -50,14 +50,14 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""A mapping from each column that counts missing replies, without its prefix ``clients_``, to the reason in words."""
+"""Why replies were missing: a mapping from the end of a column's name ``clients_…`` to the reason in words."""
 
 LONG = 100
 """If a ``given`` partition has more sample indices than this, they are written to a separate file."""
 
 
 def rounds_done(folder: Path) -> int:
-    """Return the number of rounds that a run has recorded so far. The run may still be running in another process."""
+    """Return the number of rounds that a run has recorded so far; the run may be in progress in another process."""
     try:
         with (folder / METRICS).open("rb") as file:
             return sum(1 for _ in file)
@@ -66,9 +66,9 @@ def rounds_done(folder: Path) -> int:
 
 
 def last_number(folder: Path, column: str) -> float | None:
-    """Return the last number that a run has recorded in a column so far; None if there is none.
+    """Return the last number that a run has recorded in a column; None if there is none.
 
-    The run may still be running in another process. The last line may therefore be incomplete.
+    The run may be in progress in another process, so the last line may be incomplete.
     """
     with suppress(OSError):
         for line in reversed((folder / METRICS).read_bytes().splitlines()):
@@ -79,7 +79,7 @@ def last_number(folder: Path, column: str) -> float | None:
 
 
 def is_over(path: Path, rounds: int) -> bool:
-    """Return True if a folder has the model and summary of a run that did all ``rounds`` or was stopped early."""
+    """Return True if a folder contains a finished run, which did all ``rounds`` or was stopped early."""
     if not ((path / SUMMARY).exists() and (path / WEIGHTS).exists()):
         return False
     history = History.load(path)
@@ -87,13 +87,13 @@ def is_over(path: Path, rounds: int) -> bool:
 
 
 class RunFolder:
-    """The folder of a run. If no folder is wanted, this class only keeps the run's history in memory.
+    """The folder of a run. If ``path`` is None, no files are written, and only the history is kept in memory.
 
     Args:
         path: The folder; None to write no files.
         prepared: The experiment.
-        checkpoint: The checkpoint that the run continues from; None for a new run.
-        notes: Texts to record as events when the run is resumed, such as a changed setting.
+        checkpoint: The checkpoint from which the run continues; None for a new run.
+        notes: Texts to record as events when the run is resumed, such as the description of a changed setting.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class RunFolder:
         spec = prepared.spec
         self.history = History(path=path, **about(spec))
         self._saved: int | None = None
-        """The round of the last checkpoint that this process saved; None if it has saved none."""
-        # Keep each log open for the whole run, because opening one reads the whole file to find its last line.
+        """The round of the last checkpoint that this process saved; None if it has not saved any."""
+        # Keep each log open for the whole run, because opening a log reads the whole file to find its last line.
         self._logs = {} if path is None else {name: MetricsLog(path / name) for name in (METRICS, EVENTS)}
 
     @classmethod
     @contextmanager
     def open(cls, path: Path | None, prepared: Prepared, *, resume: bool = False) -> Iterator[RunFolder]:
-        """Lock a folder during a ``with`` block. No file of a run in it is changed before ``begin`` is called.
+        """Lock a folder during the ``with`` block; files in the folder only change when ``begin`` is called.
 
         Args:
             path: The folder; None to write no files.
@@ -118,7 +118,7 @@ class RunFolder:
             resume: Whether to continue the run in the folder.
 
         Raises:
-            SpecError: The folder holds a run and ``resume`` is False, or it holds a run of another experiment.
+            SpecError: The folder contains a run although ``resume`` is False, or a run of another experiment.
             CheckpointError: Every checkpoint is damaged.
         """
         if path is None:
@@ -159,14 +159,14 @@ class RunFolder:
         if self.path is None:
             return
         done, notes = simulation.round, self._notes + self._other_environment()
-        # Write the identity before the spec. Even if the process is killed here, a folder with a spec then has an
-        # identity.
+        # Write the identity before the spec. So a folder with a spec has an identity, even if the process is killed
+        # here.
         write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment()})
         self._write_spec(self.path)
         for log in self._logs.values():
             if log.path.exists() and (damage := log.salvage()):
                 notes.append(f"{damage} The damaged file was kept under another name.")
-            # Without a checkpoint, round 0 (the method's ``init``) is repeated: remove its events too.
+            # Without a checkpoint, round 0 (the method's ``init``) is repeated, so remove its events too.
             log.truncate_after(done if done else -1)
         if (self.path / METRICS).exists():
             for record in read_jsonl(self.path / METRICS):
@@ -181,8 +181,8 @@ class RunFolder:
         rounds, values = history.points(f"validation.{history.primary}" if validated else column_of(history.primary))
         known = dict(zip(rounds.tolist(), values.tolist(), strict=True))
         if loop_state.best is not None and loop_state.best.value != known.get(loop_state.best.round):
-            loop_state.best = None  # it was chosen by the primary metric of an earlier spec
-        # Compare the last lines too: the checksums within a log do not reveal missing lines, or a log of another run.
+            loop_state.best = None  # the best evaluation was chosen by the primary metric of an earlier spec
+        # Compare the last lines too, because checksums in a log do not reveal missing lines or a log of another run.
         for name, last in self.checkpoint.logs.items() if self.checkpoint is not None else ():
             if last and not self._logs[name].holds(last):
                 problem = (
@@ -191,18 +191,18 @@ class RunFolder:
                 )
                 if name == METRICS:
                     raise DataError(problem)
-                notes.append(f"{problem}: some of what had happened is lost")
+                notes.append(f"{problem}: the records of some events are lost")
         self._log(EVENTS, *({"round": done, "kind": "resumed", "reason": note} for note in notes))
         # Remove the files that exist only if a run is over.
         for name in (SUMMARY, WEIGHTS, EVALUATIONS, CLIENTS):
             (self.path / name).unlink(missing_ok=True)
         if self.prepared.config.sizes is not None and not (self.path / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.path / "partition.png")
-        # Write the events of round 0 (the method's ``init``) or, in a resumed run, those about lost client states.
+        # Write the events of round 0 (the method's ``init``) or, in a resumed run, the events about lost client states.
         self.write_events(simulation)
 
     def _write_spec(self, folder: Path) -> None:
-        """Write ``spec.toml``; a long list of sample indices is written to a separate file."""
+        """Write ``spec.toml``, and a separate file for a long list of sample indices."""
         table, partition = self.prepared.spec.to_spec(), self.prepared.spec.partition
         if isinstance(partition, Given) and sum(map(len, partition.indices)) > LONG:
             replace_file(folder / INDICES, partition.packed())
@@ -211,7 +211,7 @@ class RunFolder:
         replace_file(folder / SPEC, tomli_w.dumps(table).encode())
 
     def _other_environment(self) -> list[str]:
-        """Warn, and return a note, if the run was begun with other software versions or on another processor."""
+        """Warn, and return a note, if the run began with other software versions or on another processor."""
         assert self.path is not None
         try:
             before = json.loads((self.path / RUN).read_text(encoding="utf-8"))["made_with"]
@@ -221,12 +221,12 @@ class RunFolder:
             return []
         if not differ:
             return []
-        note = f"results may differ in the last bits, because the run was begun with {'; '.join(differ)}"
+        note = f"results may differ in the last bits, because the software or processor changed: {'; '.join(differ)}"
         warnings.warn(note, stacklevel=2)
         return [note]
 
     def write_events(self, simulation: Simulation) -> None:
-        """Append to ``events.jsonl`` the events of the last round, or of the round that has just failed."""
+        """Append the events of the last round, or of a round that has just failed, to ``events.jsonl``."""
         self._log(EVENTS, *simulation.events)
 
     def log(self, record: Mapping[str, Any], simulation: Simulation) -> None:
@@ -236,20 +236,20 @@ class RunFolder:
         self._log(METRICS, record)
 
     def save_checkpoint(self, simulation: Simulation, *, force: bool = False) -> None:
-        """Append the events that happened after the round's events were written, and save a checkpoint if one is due.
+        """Write events that happened after the round's events were written, and save a checkpoint if it is due.
 
-        With ``force``, a checkpoint is saved even if none is due, but not if ``evaluation.checkpoint_every`` is 0.
+        With ``force``, a checkpoint is saved even if it is not due, except if ``evaluation.checkpoint_every`` is 0.
         """
         self._log(EVENTS, *simulation.take_late_events())
         every, round = self.prepared.spec.evaluation.checkpoint_every, simulation.round
         if self.path is None or not every or not (force or simulation.done or round % every == 0):
             return
         if round == self._saved:
-            return  # the engine forgets which clients changed when it saves, so a second checkpoint would lack them
+            return  # a second checkpoint would lack states, because the engine saves only changes
         self._saved = round
         simulation.engine.save(round)
         for log in self._logs.values():
-            log.sync()  # before the checkpoint, which must never contain rounds whose records are lost
+            log.sync()  # records must be on disk before the checkpoint, which must not contain rounds without records
         checkpoint.save(
             self.path / CHECKPOINT,
             round,
@@ -262,7 +262,7 @@ class RunFolder:
         )
 
     def finish(self, simulation: Simulation) -> History:
-        """Write the model, the last evaluations and the summary, and return the history with all of them."""
+        """Write the model, the last evaluations and the summary, and return the history that contains these."""
         history, loop_state = self.history, simulation.loop_state
         weights, history.model_round = loop_state.final_model or (simulation.evaluated(), None)
         history.kept, history.stopped = jsonable(simulation.evaluate_saved()), simulation.stopped
@@ -278,7 +278,7 @@ class RunFolder:
         return history
 
     def _untrained(self, simulation: Simulation) -> str:
-        """Return a warning if the model never changed, because no reply could be used; otherwise an empty string."""
+        """Return a warning if the model never changed because no reply could be used; otherwise, an empty text."""
         history, initial = self.history, self.prepared.config.model.params()
         absent = {column: int(history.total(f"clients_{column}")) for column in ABSENT}
         trained = any(isinstance(record.get("train_loss"), (int, float)) for record in history)
@@ -291,9 +291,9 @@ class RunFolder:
         return f"the model never changed, because no reply could be used in {len(history)} rounds ({why})"
 
     def _broken_down(self) -> str:
-        """Return a warning if clients failed and no reply could be used in the last rounds; otherwise an empty text.
+        """Return a warning if clients failed and no reply could be used in the last rounds; otherwise, an empty text.
 
-        There must be at least two such rounds, because a single one may be chance.
+        There must be at least two such rounds, because a single round without replies may be chance.
         """
         dead = list(takewhile(lambda r: r["clients_failed"] and not r["clients_returned"], reversed(self.history)))
         if len(dead) < 2:
@@ -308,7 +308,7 @@ class RunFolder:
 
 
 def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> list[str]:
-    """Refuse a folder whose run would be overwritten, or would be resumed as another experiment.
+    """Raise ``SpecError`` if a run in a folder would be overwritten, or resumed as another experiment.
 
     Args:
         path: The folder; None if no files are written.
@@ -316,10 +316,10 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
         resume: Whether to continue the run in the folder.
 
     Returns:
-        Descriptions of the permitted differences from the experiment of the run in the folder.
+        Descriptions of the permitted differences between the two experiments.
 
     Raises:
-        SpecError: The folder holds a run and ``resume`` is False, or it holds a run of another experiment.
+        SpecError: The folder contains a run although ``resume`` is False, or a run of another experiment.
     """
     if path is None:
         if resume:
@@ -339,8 +339,8 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
 def identity_in(path: Path) -> dict[str, Any] | None:
     """Return the identity of the run in a folder, or None if it cannot be read.
 
-    It is read from the newest checkpoint or, without one, from ``run.json``. It is not computed from ``spec.toml``,
-    because the file may have been edited since the run began.
+    It is read from the newest checkpoint or, if there is none, from ``run.json``. It is not computed from
+    ``spec.toml``, because this file may have been edited since the run began.
     """
     with suppress(CheckpointError):
         newest = checkpoint.load(path / CHECKPOINT)
@@ -373,7 +373,7 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
     Args:
         folder: The run folder.
         key: The name of the option that gave the folder, for the error message.
-        overrides: Changed settings as ``section.key=value``; only some may change when a run is resumed.
+        overrides: Changed settings as ``section.key=value``. Only some settings may change when a run is resumed.
 
     Raises:
         SpecError: The folder is not a run folder.
@@ -388,14 +388,14 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
 
 
 def prepare_again(folder: Path, key: str) -> Prepared:
-    """Prepare the experiment of a run again, to examine the run.
+    """Prepare the experiment of a run again, for example to show its strata.
 
     Args:
         folder: The run folder.
         key: The name of the option that gave the folder, for the error message.
 
     Raises:
-        SpecError: It is not a run folder, or its spec, data or code have changed since the run.
+        SpecError: The folder is not a run folder, or its spec, data or code have changed since the run.
         DataError: The data are missing or damaged, or the run used arrays that were passed to it in Python.
     """
     prepared = prepare(spec_of(folder, key))

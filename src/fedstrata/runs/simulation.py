@@ -1,4 +1,4 @@
-"""A run in one process: the loop over its rounds, with callbacks, checkpoints and the run folder."""
+"""A run in this process: the loop over its rounds, with callbacks, checkpoints and the run folder."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from fedstrata.stratify import client_batch, client_single
 from fedstrata.stratify.masking import client as masking
 
 Watcher = Callable[[Mapping[str, Any]], None]
-"""A callback that is a plain function; it is called with the record of every round."""
+"""The type of a callback that is a function, which is called with the record of each round."""
 
 PRIVACY = "privacy.dp"
-"""The key in ``Simulation.memory`` of the number of rounds in which each client trained with noise."""
+"""The key in ``Simulation.memory`` under which each client's number of rounds with noise is stored."""
 
 HANDLERS = Handlers(
     [
@@ -74,15 +74,15 @@ HANDLERS = Handlers(
         masking.report_shares,
     ]
 )
-"""The client functions that answer fedstrata's own requests. ``make_context`` adds the handlers of a method to them."""
+"""Functions by which clients answer fedstrata's own requests; ``make_context`` adds those of a method."""
 
 
 def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
-    """Return the context: the settings, data and handlers that all clients of a process share.
+    """Return the context of a process's clients: the settings, data and handlers that they share.
 
     Args:
         prepared: The experiment.
-        keys: The store of the keys that mask labels. Default: the store of this machine.
+        keys: The store of the secret keys that mask labels. Default: the store of this machine.
     """
     method = prepared.spec.method
     handlers = HANDLERS + method.all_handlers()
@@ -102,13 +102,13 @@ def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
 
 
 class Simulation:
-    """A run that does one round per ``step``; ``fedstrata.run`` uses it, and you may use it directly.
+    """A run of which each call of ``step`` does one round; ``fedstrata.run`` uses it, and so may you.
 
     Args:
         prepared: The experiment.
         engine: The name of an engine, or an engine object. The engine is closed when the simulation is closed.
-        checkpoint: The checkpoint to continue from; None for a new run.
-        listener: A function that is called with the round and the replies of every exchange with clients.
+        checkpoint: The checkpoint from which the run continues; None for a new run.
+        listener: A function that is called after each exchange with clients, with the round and the replies.
 
     Raises:
         SpecError: The engine is unknown, or it cannot continue from the checkpoint; see ``refuse_elsewhere``.
@@ -141,7 +141,7 @@ class Simulation:
             closing.callback(self.engine.close)
             method, availability = self.spec.method, self.spec.availability
             self.compression: Compression | None = None
-            """The codecs that encode requests and decode replies; None if messages are sent without compression."""
+            """The codecs that compress requests and decode replies; None without compression."""
             legs: Legs = one_leg
             if not self.spec.communication.plain:
                 clients, objective = prepared.config.clients, method.objective_in_use()
@@ -183,33 +183,33 @@ class Simulation:
                 model = prepared.config.model
                 self.state = method.init(self.federation, Weights(model.params(), model.buffers()))
             self.events: list[dict[str, Any]] = []
-            """The events of the last round. Before the first round: the events of ``method.init``, which is round 0."""
+            """The events of the last round; before the first round, the events of ``method.init`` (round 0)."""
             self._collect_events()
             self._closing = closing.pop_all()
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """The run's spec, and checksums of its data, model, partition and code; see ``fedstrata.runs.identity``."""
+        """The identity of the run, such as its spec and checksums of its data; see ``fedstrata.runs.identity``."""
         return self.prepared.identity
 
     @property
     def memory(self) -> dict[str, Tree]:
-        """A mapping from the names of callbacks to what they remember; it is stored in checkpoints."""
+        """A mapping from the name of each callback to its state, which checkpoints contain."""
         return self.loop_state.memory
 
     @property
     def stopped(self) -> str:
-        """The reason why the run ends before its last round; empty if it does not."""
+        """The reason why the run was stopped before its last round; empty if it was not stopped."""
         return self.loop_state.stopped
 
     @property
     def score(self) -> Score | None:
-        """The last evaluation in this process; None before the first."""
+        """The results of the last evaluation in this process; None before the first evaluation."""
         return self.loop_state.score
 
     @property
     def done(self) -> bool:
-        """Whether the run has done all its rounds or was stopped."""
+        """Whether the run has ended: it has done all its rounds, or it was stopped."""
         return bool(self.stopped) or self.round >= self.spec.training.rounds
 
     def step(self) -> dict[str, Any]:
@@ -227,19 +227,19 @@ class Simulation:
             if self.round in self._evaluated_rounds:
                 record |= self._record_evaluation()
         finally:
-            self._collect_events()  # also if an error or an interruption ends the round
+            self._collect_events()  # also if an error or an interrupt ends the round
         record |= federation.log.metrics()
         if self._accountant is not None:
             record["epsilon"] = self._spend(self._accountant)
-        # Put the method's metrics after these columns. If a metric has the name of a column, the column is kept.
+        # The method's metrics follow these columns. A metric with the name of a column is left out.
         record = {**record, **metrics, **record}
         record["seconds"] = time.perf_counter() - began
         return record
 
     def _spend(self, accountant: Accountant) -> float:
-        """Count the round for the clients that trained, and return the largest ε of a client.
+        """Count the round for the clients that trained, and return the largest ε of all clients.
 
-        A client that was late or failed trained, too. The run is stopped if another round could exceed the budget.
+        Clients that were late or failed are counted too. The run is stopped if another round could exceed the budget.
         """
         dp, log = self.spec.privacy.dp, self.federation.log
         rounds = self.memory.get(PRIVACY)
@@ -251,16 +251,16 @@ class Simulation:
         return accountant.largest(rounds)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Run the rounds that are left, and yield the record of each."""
+        """Run the remaining rounds, and yield the record of each round."""
         while not self.done:
             yield self.step()
 
     def evaluated(self) -> Weights:
-        """Return the global model that is evaluated, and that is saved at the end of the run."""
+        """Return the current global model, in the form that is evaluated and saved."""
         return self.spec.method.evaluated(self.prepared.config, self.state)
 
     def evaluate(self) -> Score:
-        """Evaluate the global model on the test set and on the other samples that ``evaluation`` of the spec names."""
+        """Evaluate the global model on the test set and on other samples that the section ``evaluation`` selects."""
         return self._evaluate(self.evaluated(), self.round)
 
     def _evaluate(self, weights: Weights, round: int) -> Score:
@@ -295,24 +295,24 @@ class Simulation:
             self.loop_state.late_events.append({"round": self.round, "kind": "stopped", "reason": reason})
 
     def leave(self, weights: Weights, round: int) -> None:
-        """Choose the model that is saved at the end of the run; by default, it is the model of the last round.
+        """Choose the model that is saved at the end of the run instead of the model of the last round.
 
         Args:
             weights: The parameters and buffers to save.
-            round: The round after which this model was evaluated.
+            round: The round after which the chosen model was evaluated.
         """
         self.loop_state.final_model = weights, round
 
     def take_late_events(self) -> list[dict[str, Any]]:
-        """Return the events that happened after the round's events had been written, and remove them from the state."""
+        """Return events that happened after the round's events were written, and remove them from the state."""
         events, self.loop_state.late_events = self.loop_state.late_events, []
         return events
 
     def client_table(self) -> list[dict[str, Any]]:
         """Return one row per client: its sample counts, and its results in the last evaluation.
 
-        If ``leave`` was called, the results are those of the model that it chose. The list is empty if clients have no
-        test parts of their own.
+        If ``leave`` has chosen a model, the results are of this model. The list is empty if clients have no test
+        samples of their own.
         """
         held, sizes = self.prepared.held, self.prepared.config.sizes
         if held.own_test is None:
@@ -320,7 +320,7 @@ class Simulation:
         score, final = self.score, self.loop_state.final_model
         if final is not None and final[1] not in self.loop_state.evaluated[-1:]:
             score = self._evaluate(*final)
-        elif score is None:  # the run was resumed after its last round
+        elif score is None:  # a run that was resumed after its last round
             score = self.evaluate()
         if not score.table:
             return []
@@ -345,7 +345,7 @@ class Simulation:
                 self.compression.state = saved.channel
 
     def _record_evaluation(self) -> dict[str, Any]:
-        """Evaluate the model, store the result in the loop's state, and return its columns of the round's record."""
+        """Evaluate the model, store the result in the loop's state, and return it as columns of the round's record."""
         score = self.evaluate()
         self.loop_state.add_score(score, self.round, self.spec.evaluation)
         return self._columns(score)
@@ -356,14 +356,14 @@ class Simulation:
         return record | score.more
 
     def evaluate_saved(self) -> dict[str, Any]:
-        """Evaluate the model that ``leave`` chose. The dict is empty if there is none, or its round was evaluated."""
+        """Evaluate the model that ``leave`` chose, if any; the dict is empty if its round was already evaluated."""
         final = self.loop_state.final_model
         if final is None or final[1] in self._evaluated_rounds:
             return {}
         return {"round": final[1]} | self._columns(self._evaluate(*final))
 
     def close(self) -> None:
-        """Close the engine, which frees its processes and memory, and restore the number of threads of this process."""
+        """Close the engine to free its processes and memory, and restore this process's number of threads."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -375,7 +375,7 @@ class Simulation:
         self.close()
 
     def _collect_events(self) -> None:
-        """Set ``events`` to the engine's events, followed by the events of the round."""
+        """Set ``events`` to the engine's events and the events of the round."""
         self.events = []
         for kind, clients, reason in self.engine.events():
             event = {"round": self.federation.round, "kind": kind, "clients": clients, "reason": reason}
@@ -424,15 +424,15 @@ def run_prepared(
                 folder.write_events(simulation)
                 raise
             folder.log(record, simulation)
-            # Call callbacks before the round's checkpoint, which contains their memory. Functions have no memory and
-            # are called after the checkpoint.
+            # Call callbacks before the checkpoint of the round, because it contains their states. Functions have no
+            # state and are called after the checkpoint.
             failed = None
             for callback in watching:
                 try:
                     with named(callback, folder.history):
                         callback.on_round(simulation, folder.history[-1])
                 except Exception as error:
-                    failed = failed or error  # raised below, after all callbacks were called for the round
+                    failed = failed or error  # the error is raised below, after all callbacks were called for the round
             folder.save_checkpoint(simulation, force=failed is not None)
             if failed is not None:
                 raise failed
@@ -457,7 +457,7 @@ def _close(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """Let all callbacks close their resources. If the run did not fail, raise the first error of a callback."""
+    """Call ``on_close`` of all callbacks. If the run did not fail, raise the first error of a callback."""
     failed = error
     for callback in watching:
         try:
@@ -470,15 +470,16 @@ def _close(
 
 
 def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
-    """Refuse to continue a run with an engine that would not find the clients' states.
+    """Raise ``SpecError`` if the engine that would continue a run could not find the clients' states.
 
     Args:
-        was: Whether the clients' own machines (sites) kept the clients' states so far, so that the checkpoint has none.
-        will: Whether the sites keep the clients' states with the engine that would continue the run.
+        was: Whether the sites (the clients' own machines) have kept the clients' states so far, so that the checkpoint
+            has none.
+        will: Whether the sites keep the clients' states when this engine continues the run.
         engine: The name of the engine.
 
     Raises:
-        SpecError: The engine would not find the states.
+        SpecError: The engine could not find the states.
     """
     if was and not will:
         problem = (
