@@ -56,7 +56,7 @@ def test_the_best_cell_by_hand() -> None:
     assert found.best == "b"  # 0.6, 0.7 and 0.7: the first of those that are alike
     assert [each.mean for each in found.values.values()] == pytest.approx([0.6, 0.7, 0.7])
     assert "| b | **70.00 ± 14.14** |" in to_markdown(found)
-    assert "Best: b; its test accuracy is 50.00 %. By the last evaluation; 2 seeds" in to_markdown(found)
+    assert "Best: b; its test accuracy is 50.00 %. Models of the last evaluation; 2 seeds" in to_markdown(found)
     told = figures(found)
     assert told["best"] == "b"
     assert told["cells"][0]["settings"] == {"training.lr": "a"}
@@ -79,7 +79,7 @@ def test_the_primary_metric_picks_the_best_cell_in_its_direction(primary: str, b
     assert f"| training.lr | validation {primary}{', %' if unit else ''} |" in text
     assert f"**{value * 100:.2f}**" in text if unit else f"**{value:.4f}**" in text
     on_test = {"accuracy": "50.00 %", "auroc": "0.6000", "loss": "2.0000", "ece": "0.4000"}
-    assert f"Best: {best}; its test {primary} is {on_test[primary]}. By the last" in text
+    assert f"Best: {best}; its test {primary} is {on_test[primary]}. Models of the last" in text
     assert figures(found)["cells"][0][f"validation.{primary}"]["n"] == 1
 
 
@@ -142,7 +142,7 @@ def test_a_cell_of_which_a_seed_diverged_is_not_best() -> None:
     assert "| a | 90.00 (1 of 2) |" in to_markdown(found)
     none = judge(planned("a"), {"a": [broken]})
     assert none.best is None
-    assert "No setting has a validation accuracy of every seed." in to_markdown(none)
+    assert "None of the settings has a validation accuracy for every seed." in to_markdown(none)
 
 
 def test_a_cell_that_never_took_a_step_is_said_and_is_not_best() -> None:
@@ -150,9 +150,9 @@ def test_a_cell_that_never_took_a_step_is_said_and_is_not_best() -> None:
     histories["a"][1].warning = "the model never changed"
     found = judge(planned(*histories), histories)
     assert found.best == "b"
-    assert "| a | 90.00 | no reply could be used, at all or from some round on |" in to_markdown(found)
+    assert "| a | 90.00 | broke down: no reply could be used from some round to the end |" in to_markdown(found)
     assert "| b | **25.00 ± 7.07** |  |" in to_markdown(found)
-    assert figures(found)["cells"][0]["note"] == "no reply could be used, at all or from some round on"
+    assert figures(found)["cells"][0]["note"] == "broke down: no reply could be used from some round to the end"
 
 
 def test_nothing_is_judged_by_the_test_set() -> None:

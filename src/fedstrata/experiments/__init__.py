@@ -1,1 +1,1 @@
-"""The functions that users call to run experiments (run, compare, sweep, search), and references for comparisons."""
+"""Functions that run experiments (``run``, ``compare``, ``sweep``, ``search``), and references for comparisons."""

@@ -1,4 +1,4 @@
-"""Comparisons of several experiments, each of which runs with several seeds."""
+"""Comparisons of several experiments, each with several seeds."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Key = tuple[str, int]
-"""The label and the seed of a run."""
+"""The type of a run's key in a comparison: its label and its seed."""
 Watcher = Callable[[str, int, int], None]
-"""A function that is called with the label, the seed and the number of finished rounds of a run."""
+"""The type of a function that shows progress. Its arguments: a run's label, seed and number of finished rounds."""
 
 
 class Comparison(dict[str, list[History]]):
-    """The histories of a comparison: a mapping from labels to the runs of each label, in the order of the seeds.
+    """The histories of a comparison: a mapping from each label to its runs, in the order of the seeds.
 
     Notebooks show a comparison as a table.
     """
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with one row per run: label, the content of ``summary.json``, all metrics.
+        """Return a pandas data frame with a row per run: its label, the content of ``summary.json``, and all metrics.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
@@ -87,15 +87,15 @@ def compare(
         seeds: Each experiment runs once with each seed. Default: the seed of the specs.
         out: The folder of the comparison. The files of a run are in ``LABEL/seed-S/``.
         data: Your own data for all experiments; see ``prepare``.
-        model: Your own model for all experiments, preferably as its class; see ``prepare``.
+        model: Your own model for all experiments, preferably a class; see ``prepare``.
         engine: The engine that runs the clients of each run.
-        references: References to add to the comparison: ``"local"``, in which each client trains alone (its results
-            are means over the clients), and ``"centralised"``, in which one client trains on all samples. See
+        references: References to add to the comparison. In ``"local"``, each client trains alone, and results are means
+            over the clients. In ``"centralised"``, one client trains on all samples. See
             ``fedstrata.experiments.references``.
         jobs: The number of simultaneous runs, each in its own process. Default: the number of processors, or 1 if the
             engine is not ``local``. Results do not depend on this number. If you pass data, a model or classes that
-            only this program defines, the processes are forks of this process. If this process cannot fork, it executes
-            one run after another.
+            only this program defines, the processes are forks of this process. If this process cannot be forked, it
+            executes one run after another.
         watch: A function that is called with the progress of each run; see ``Watcher``.
         progress: Show the progress: bars in a terminal and in a notebook, otherwise a line from time to time.
         report: Whether to write a report into ``out``: tables, figures and an HTML page about all runs.
@@ -105,7 +105,7 @@ def compare(
 
     Raises:
         SpecError: A setting is wrong; every experiment is checked before the first one starts.
-        FedstrataError: The process of a run was killed; the other runs have finished.
+        FedstrataError: The process of a run was killed; all other runs have ended.
     """
     out, make = Path(out), partial(prepare, data=data, model=model)
     for label, spec in experiments.items():
@@ -212,7 +212,7 @@ def folder_of(out: Path, key: Key) -> Path:
 
 
 def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) -> str:
-    """Return the last value of a run's primary metric as text; empty if the run was not evaluated yet.
+    """Return the last value of a run's primary metric as text; the text is empty before the first evaluation.
 
     Args:
         out: The folder of the comparison.
@@ -226,7 +226,7 @@ def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) 
 
 
 def is_done(folder: Path, spec: Experiment) -> bool:
-    """Return True if a folder contains a finished run: it has all rounds of the spec, or a callback stopped it."""
+    """Return True if a folder contains a finished run, which has all rounds of the spec or was stopped early."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return bool(summary["rounds"] == spec.training.rounds or summary.get("stopped"))
@@ -274,33 +274,31 @@ def _run_all(
 
 
 def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
-    """Raise ``FedstrataError`` if processes of runs were killed.
+    """Raise ``FedstrataError`` if the process of any run was killed.
 
     Args:
-        failures: A mapping from the folder of each lost run to the reason.
+        failures: A mapping from the folder of each run whose process was killed to the reason.
         runs: The number of all runs.
     """
     if failures:
-        lost = "; ".join(f"that of {folder} {reason}" for folder, reason in failures.items())
-        advice = (
-            "Repeat the same call to resume them from their last checkpoints. Fewer jobs at a time need less memory."
-        )
+        lost = "; ".join(f"the run in {folder} {reason}" for folder, reason in failures.items())
+        advice = "Repeat the same call to resume these runs from their last checkpoints. Fewer jobs need less memory."
         raise FedstrataError(f"the processes of {len(failures)} of {runs} runs ended unexpectedly: {lost}. {advice}")
 
 
 def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
     """Decide how to run several experiments at the same time.
 
-    A new process cannot use arrays and modules of this process, or classes that only this program defines. Runs that
-    use these need forks of this process.
+    A new process cannot use arrays, modules or classes that exist only in this process. Runs that use such objects need
+    forks of this process.
 
     Args:
         specs: The experiments to run.
-        in_memory: Whether the caller passes data or a model.
+        in_memory: Whether the runs use data or a model that the caller passes.
 
     Returns:
-        False to use new processes, and True to use forks of this process. None if forks are needed but not possible;
-        the runs then follow one another in this process.
+        False to use new processes, and True to use forks of this process. None if forks are needed but not possible, so
+        that this process must execute one run after another.
     """
     specs = list(specs)
     if not in_memory and not any(part in spec.to_toml() for spec in specs for part in ("__main__:", "<locals>")):
@@ -308,20 +306,20 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
     if can_fork() and all(spec.training.threads == 1 for spec in specs):
         return True
     why = "training.threads is not 1" if can_fork() else "this process cannot be forked"
-    warnings.warn(f"runs take turns in this process, because they use its objects and {why}.", stacklevel=4)
+    warnings.warn(f"runs follow one another in this process, because they use its objects and {why}.", stacklevel=4)
     return None
 
 
 def run_to_end(spec: Experiment, folder: Path, callbacks: Sequence[Any] = (), **given: Any) -> None:
-    """Start or resume an experiment in its folder, and run it to its end. ``given`` are arguments of ``carry_out``."""
+    """Start or resume an experiment in its folder, and run it to its end; pass ``given`` to ``carry_out``."""
     carry_out(spec, out=folder, resume=folder.exists(), callbacks=callbacks, **given)
 
 
 def run_text(spec: str, folder: Path, engine: str = "local") -> None:
-    """Run an experiment to its end, in a process that receives only the text of the spec."""
+    """Run an experiment to its end in a new process, which receives the spec as text."""
     run_to_end(Experiment.from_table(tomllib.loads(spec)), folder, engine=engine)
 
 
 def report_rounds(watch: Watcher, key: Key) -> Callable[[Mapping[str, Any]], None]:
-    """Return a callback that calls ``watch`` after every round of the run ``key``."""
+    """Return a callback that calls ``watch`` with the run's key after each round."""
     return lambda record: watch(*key, record["round"])

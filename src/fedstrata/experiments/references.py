@@ -1,9 +1,9 @@
 """References for federated methods: local training of each client, and centralised training on all samples.
 
-A reference shows how much better or worse federated training is than training without a federation. The runs of a
-reference use the data, the model and the training settings of an experiment, but have only one client (the partition
-``SingleClient``). This client has the samples of all clients (``centralised``, one run), or those of one client
-(``local``, one run per client). ``fold`` combines the runs of a reference into one run folder.
+A reference shows how much better or worse federated training is than training without federated learning. The runs of a
+reference use the data, the model and the training settings of an experiment. They have only one client (the partition
+``SingleClient``). In ``centralised``, this client has the samples of all clients. In ``local``, each client has a run
+with only its own samples. ``fold`` combines the runs of a reference into one run folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedstrata.runs.run_folder import METRICS, SPEC, SUMMARY
 from fedstrata.spec.experiment import Experiment
 
 REFERENCES = ("local", "centralised")
-"""The names that ``compare(references=…)`` accepts."""
+"""The names of references that ``compare(references=…)`` accepts."""
 
 SHARED: dict[str, Callable[[Experiment], object]] = {
     "data": lambda spec: spec.data,
@@ -42,17 +42,17 @@ SHARED: dict[str, Callable[[Experiment], object]] = {
         spec.training.samples_per_step,
     ),
 }
-"""A mapping from descriptions of settings to functions that return their values. These settings must be equal in all
-compared experiments, so that one reference fits all of them."""
+"""A mapping from descriptions of settings to functions that return their values. All compared experiments must have
+equal values of these settings, because a reference must fit all of them."""
 
 SUMMED = ("samples", "seconds")
-"""Columns that are summed over the runs of a reference, as counts of clients are. Other numbers are averaged."""
+"""Columns that are summed over the runs of a reference, as counts of clients are; other columns are averaged."""
 
 MEASURED = ("test", "validation")
 """The keys of a record whose values are tables of metrics."""
 
 COMMUNICATION = ("exchanges", "hops", "bytes_up", "bytes_down")
-"""The measures of communication, which are 0 for a reference."""
+"""The columns about communication, which are 0 for a reference."""
 
 
 def reference_runs(
@@ -60,13 +60,13 @@ def reference_runs(
 ) -> dict[str, Experiment]:
     """Return the experiments of a reference, as a mapping from the name of each run to its experiment.
 
-    The name of a run is also the name of its folder. ``centralised`` has one run, ``everything``. In a round, it
-    computes the gradients of as many samples as all invited clients of the federated experiment do on average.
+    The name of a run is also the name of its folder. ``centralised`` has one run, ``everything``. In each round, it
+    computes as many gradients of samples as all invited clients of the federated experiment compute on average.
     ``local`` has a run ``client-K`` for every client, in which the client trains in every round. All other settings,
     such as the learning rate, are those of the first experiment.
 
     Args:
-        name: A name in ``REFERENCES``.
+        name: The name of the reference, such as ``local``.
         experiments: The experiments that are compared, by label.
         data: Your own data; see ``prepare``.
 
@@ -99,11 +99,11 @@ def reference_runs(
 
 
 def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
-    """Return changes of ``training`` with which one client does as much work per round as all invited clients together.
+    """Return settings of ``training`` with which one client does as much work per round as all invited clients.
 
     Args:
         spec: The federated experiment.
-        samples: The number of all training samples.
+        samples: The total number of training samples.
         clients: The number of clients.
     """
     training = spec.training
@@ -138,8 +138,7 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
     combined.kept = _combined(kept, lower) if kept else {}
     if untrained := [history for history in histories if history.warning]:
         combined.warning = f"{len(untrained)} of its {len(histories)} runs: {untrained[0].warning}"
-    # A client that trains alone has number 0 in its own run. The name of its folder contains its number in the
-    # federation.
+    # A client that trains alone has the number 0 in its run. Its number in the federation is in the folder's name.
     combined.clients = [
         {**row, "client": int(folder.name.removeprefix("client-"))}
         for folder, history in zip(folders, histories, strict=True)
@@ -151,7 +150,7 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
     new.unlink(missing_ok=True)
     MetricsLog(new).append(*records)
     new.replace(out / METRICS)
-    others = "; the others differ in partition.only alone" if len(folders) > 1 else ""
+    others = "; the specs of the other runs only differ in partition.only" if len(folders) > 1 else ""
     note = f"# The spec of {folders[0].name}{others}.\n"
     replace_file(out / SPEC, (note + (folders[0] / SPEC).read_text(encoding="utf-8")).encode())
     write_json(out / SUMMARY, combined.summary)
@@ -189,5 +188,5 @@ def _combined(records: Sequence[Record], lower: Collection[str]) -> Record:
         higher = np.array([label not in lower for label in labels])
         combined["clients"] = dict(zip(labels, over_clients(means, np.ones(len(means)), higher), strict=True))
         for statistic in combined["clients"].values():
-            del statistic["weighted_mean"]  # computed with equal weights, because the records lack them
+            del statistic["weighted_mean"]  # the records lack the weights
     return combined

@@ -36,7 +36,7 @@ def run(
         spec: An experiment, a path to a TOML file, or nested tables.
         out: The run folder. Default: no files are written.
         data: Your own data; see ``prepare``.
-        model: Your own model, preferably as its class; see ``prepare``.
+        model: Your own model, preferably a class; see ``prepare``.
         engine: The engine that runs the clients.
         resume: Continue the run in ``out`` from its last checkpoint.
         callbacks: Callbacks in addition to those of the spec. Each is a ``fedstrata.Callback``, or a function that is
@@ -44,8 +44,8 @@ def run(
         progress: Show the progress: a bar in a terminal and in a notebook, otherwise a line from time to time.
 
     Returns:
-        The records of the rounds. ``params`` holds the final model's parameters and buffers. ``warning`` is empty,
-        unless the server could not use any client's reply from some round to the end.
+        The records of the rounds. ``params`` contains the final model's parameters and buffers. ``warning`` is empty,
+        except if the run broke down: from some round to the end, the server could not use any client's reply.
 
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.
@@ -75,13 +75,13 @@ def carry_out(
     resume: bool = False,
     callbacks: Sequence[Callback | Watcher] = (),
 ) -> History:
-    """Run an experiment as ``run`` does, but without a warning at the end and without showing the progress."""
+    """Run an experiment like ``run``, but do not show the progress, and do not warn at the end."""
     folder = None if out is None else Path(out)
     if engine == "nvflare":
-        # NVFlare runs the rounds in another process, to which this process cannot pass data, a model or callbacks.
+        # NVFlare runs the rounds in another process, which cannot get data, models or callbacks of this process.
         if data is not None or model is not None:
             problem = (
-                "loads data and model at each site, and so cannot use objects of this process. Name data and model in "
+                "loads data and model at each site, and so cannot use objects of this process. Set data and model in "
                 "the spec."
             )
             raise SpecError("engine", problem, engine)
@@ -89,7 +89,7 @@ def carry_out(
         if len(watchers) < len(callbacks):
             problem = (
                 "this engine runs the rounds in another process, which cannot call objects of this process. "
-                "Name the callbacks in the spec."
+                "Set callbacks in the spec."
             )
             raise SpecError("callbacks", problem, engine)
         simulate = outer.load("sites.simulator:simulate")

@@ -1,4 +1,4 @@
-"""A search for good settings: Optuna proposes settings, and results on validation samples show which are best."""
+"""A search for good settings: Optuna proposes settings, and validation samples show which settings are best."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ if TYPE_CHECKING:
     from fedstrata.runs.simulation import Simulation
 
 STUDY, NAME = "study.db", "sweep"
-"""Optuna's file in the folder of a search, and the name of the study in it. Optuna's dashboard reads this file."""
+"""The name of Optuna's file in a search's folder, and of the study in the file, which Optuna's dashboard reads."""
 
 PRUNED = "pruned"
-"""The first word of the stored reason why a run was stopped, if its trial was pruned (stopped early as a bad one)."""
+"""The word that begins the stored reason for a stop, if the trial was pruned (stopped early because it was bad)."""
 
 STARTUP = 5
 """The number of trials that run to their end before any trial is pruned."""
 
 REFUSED = "refused"
-"""The name of the attribute of a trial in Optuna that contains an error, if the spec refused the trial's settings."""
+"""The name of the attribute of Optuna's trial that contains the error, if the trial's settings are invalid."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Range:
 
     Args:
         kind: ``uniform`` or ``log`` (numbers), ``int`` (whole numbers, both ends included) or ``choice``.
-        low: The smallest value; unused by ``choice``.
-        high: The largest value; unused by ``choice``.
+        low: The smallest value; not used by ``choice``.
+        high: The largest value; not used by ``choice``.
         choices: The values of ``choice``, written as in a spec.
     """
 
@@ -77,7 +77,7 @@ class Range:
 
     @classmethod
     def parse(cls, key: str, text: str) -> Range:
-        """Parse ``log:0.001..0.5``, ``uniform:0..1``, ``int:1..8`` or ``choice:16,32,64``.
+        """Parse a range: ``log:0.001..0.5``, ``uniform:0..1``, ``int:1..8`` or ``choice:16,32,64``.
 
         Raises:
             SpecError: The text has another form.
@@ -120,7 +120,7 @@ class Range:
 
     @property
     def ends(self) -> list[Any]:
-        """Both ends of a range, or all choices. These values are checked before a search."""
+        """Both ends of a range, or all choices; a search checks these values before it begins."""
         return [self.value(end) for end in self.choices or (self.low, self.high)]
 
     def value(self, proposed: Any) -> Any:
@@ -132,7 +132,7 @@ class Range:
         return min(max(float(f"{proposed:.4g}"), self.low), self.high)
 
     def propose(self, trial: optuna.trial.Trial, key: str) -> Any:
-        """Return the value that Optuna proposes for a key of a trial.
+        """Return the value that Optuna proposes for a trial's key.
 
         Later calls for the trial return the same value.
         """
@@ -155,14 +155,14 @@ def search(
     watch: Watcher | None = None,
     progress: bool = False,
 ) -> Sweep:
-    """Let Optuna propose settings, run these, and write a table, the best spec, and the best spec of each method.
+    """Run settings that Optuna proposes, and write a table, the best spec, and the best spec of each method.
 
-    A trial is one proposal, which runs with every seed. Its result is the mean over the seeds of the metric
-    ``evaluation.primary`` on the validation samples, for the model that each run saves. A trial is pruned if its first
-    run is worse than the median of the earlier trials in the same round. After a kill, the same call continues the
-    search: finished trials are not repeated, and an interrupted trial continues from its last checkpoint. With
-    ``jobs=1`` the result is the same as without a kill. With more jobs, the proposals depend on the order in which
-    trials end.
+    A trial is one proposal, which runs with every seed. The result of a trial is the mean over its seeds of the metric
+    ``evaluation.primary``. It is measured on the validation samples, with the model that each run saves. A trial is
+    pruned (stopped early) if its first run is worse than the median of the earlier trials in the same round. After a
+    kill, the same call continues the search: finished trials are not repeated, and an interrupted trial continues from
+    its last checkpoint. With ``jobs=1``, a search that was killed and repeated has the same result as a search without
+    a kill. With more jobs, the proposals depend on the order in which trials end.
 
     Args:
         table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
@@ -172,7 +172,7 @@ def search(
         trials: The number of trials, including the trials that the folder already contains.
         seeds: Each trial runs once with each seed. Default: the spec's seed.
         jobs: The number of simultaneous trials. Default: the number of processors.
-        prune: Whether bad trials are pruned, that is, stopped early.
+        prune: Whether to stop bad trials early.
         watch: A function that is called with the label, the seed and the finished rounds of a run.
         progress: Show the progress.
 
@@ -220,18 +220,18 @@ class Setup:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The arguments that must not change when a search continues: their command-line names, and values as texts."""
+        """The arguments that must not change when a search continues: a mapping from options to values as texts."""
         spec = {key: value for key, value in Experiment.from_table(self.table).to_spec().items() if key != "tracking"}
         ranges = {key: str(span) for key, span in self.space.items()}
         return {"SPEC": json.dumps(spec), "--search": json.dumps(ranges), "--seeds": json.dumps(self.seeds)}
 
     def folder(self, number: int, seed: int) -> Path:
-        """Return the folder of the run of a trial with one seed."""
+        """Return the folder of a trial's run with a seed."""
         return folder_of(self.out, (called(number), seed))
 
 
 def called(number: int) -> str:
-    """Return the label of the trial with this number.
+    """Return a trial's label for its number.
 
     >>> called(7)
     'trial-007'
@@ -242,7 +242,7 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Return the spec's experiment if the search space is valid.
 
-    For each end of each range, an experiment is built whose other settings have the first ends of their ranges.
+    Each end of each range is checked in an experiment in which all other settings have the first ends of their ranges.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -263,12 +263,12 @@ def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
 def opened(
     path: Path, identity: Mapping[str, Any] | None = None, direction: str = "maximize"
 ) -> Iterator[optuna.Study]:
-    """Open a file with Optuna's study (the record of all trials) during the ``with`` block.
+    """Open the file of Optuna's study (the record of all trials) during the ``with`` block.
 
     Args:
-        path: The file. It is created if it does not exist and ``identity`` is given.
-        identity: The attributes that the study must have, so that another search does not continue the study.
-        direction: ``"maximize"`` or ``"minimize"``; a study that exists keeps its own direction.
+        path: The file. If it does not exist and ``identity`` is given, it is created.
+        identity: The attributes that the study must have, so that a different search cannot continue the study.
+        direction: ``"maximize"`` or ``"minimize"`` for a new study; an existing study keeps its direction.
 
     Raises:
         SpecError: The file contains a study with other attributes.
@@ -313,7 +313,7 @@ def opened(
 
 
 def trial_of(study: optuna.Study, number: int) -> optuna.trial.Trial:
-    """Return the trial with this number from a study."""
+    """Return a study's trial by its number."""
     import optuna
 
     storage = study._storage
@@ -329,7 +329,7 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
         study: Optuna's study.
         trials: The number of trials that the study must have.
         jobs: The number of simultaneous trials.
-        watch: Is called with the progress of each run.
+        watch: A function that is called with the progress of each run.
 
     Raises:
         FedstrataError: The process of a trial was killed; the same call continues the trial.
@@ -371,9 +371,9 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
 
 
 def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
-    """Return the experiment that Optuna proposes for a trial.
+    """Return the experiment with the settings that Optuna proposes for a trial.
 
-    If the settings do not give a valid experiment, mark the trial as failed in the study and return None.
+    If the settings are not valid together, mark the trial as failed in the study and return None.
     """
     from optuna.trial import TrialState
 
@@ -397,9 +397,9 @@ def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
 
 
 def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSampler:
-    """Return Optuna's tree-structured Parzen estimator, which proposes values, with a seed per trial and key.
+    """Return Optuna's tree-structured Parzen estimator, which proposes values; its seed depends on trial and key.
 
-    With this seed, a proposal depends only on the trials that have ended, not on whether the search was interrupted.
+    So a proposal depends on the trials that have ended, but not on interruptions of the search.
     """
     from optuna.samplers import TPESampler
 
@@ -407,13 +407,13 @@ def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSa
 
 
 def run_trial(setup: Setup, number: int, text: str, watch: Watcher | None = None) -> None:
-    """Run a trial with every seed; if the run of the first seed is pruned, omit the others.
+    """Run a trial with every seed; if the run with the first seed is pruned, omit the other seeds.
 
     Args:
         setup: The settings of the search.
         number: The number of the trial.
         text: The experiment as TOML; its seed is replaced.
-        watch: Is called with the progress of each run.
+        watch: A function that is called with the progress of each run.
     """
     spec = Experiment.from_table(tomllib.loads(text))
     for seed in setup.seeds:
@@ -433,7 +433,7 @@ def is_pruned(history: History) -> bool:
 
 
 def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
-    """Report the result of a finished trial to the study: the mean of its primary metric, pruned, or failed."""
+    """Report a finished trial to the study: the mean of its primary metric, or that it was pruned or failed."""
     from optuna.trial import TrialState
 
     histories = runs_of(setup, number)
@@ -445,12 +445,12 @@ def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: C
         study.tell(number, state=TrialState.FAIL)
     else:
         study.tell(number, statistics.fmean(values))
-    for seed in setup.seeds:  # show all runs as finished, even those that were stopped early or never started
+    for seed in setup.seeds:  # show all runs as finished, even runs that were stopped early or never started
         watch(called(number), seed, cell.spec.training.rounds)
 
 
 def runs_of(setup: Setup, number: int) -> list[History]:
-    """Return the histories of a trial's finished runs, one per seed.
+    """Return the histories of a trial's finished runs, in the order of the seeds.
 
     A pruned trial has only the run of the first seed.
     """
@@ -498,17 +498,17 @@ class Pruning(Callback):
         self.trial = trial_of(study, self.number)
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Report the round's value to the study, and stop the run if Optuna prunes the trial."""
+        """Report the round's result to the study, and stop the run if Optuna prunes the trial."""
         primary, rounds = simulation.spec.evaluation.primary, simulation.spec.training.rounds
         value = numbers(record).get(measure(primary))
         if value is None or record["round"] == rounds:
             return
-        with warnings.catch_warnings():  # Optuna warns if a resumed run reports the same round again
+        with warnings.catch_warnings():  # Optuna warns if a resumed run reports a round again
             warnings.simplefilter("ignore")
             self.trial.report(value, record["round"])
         if self.trial.should_prune():
             side = "above" if primary in simulation.spec.evaluation.lower else "below"
-            simulation.stop(f"{PRUNED}: its validation {primary} is {side} the median of the trials before it")
+            simulation.stop(f"{PRUNED}: its validation {primary} is {side} the median of earlier trials")
 
     def on_close(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
         """Close the study."""

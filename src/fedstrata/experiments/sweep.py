@@ -1,4 +1,4 @@
-"""Run every combination (cell) of values of some settings, and find the best cell on validation samples."""
+"""Run all combinations (cells) of several settings' values, and find the best cell on validation samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TABLE, FIGURES, BEST = "sweep.md", "sweep.json", "best.toml"
-"""The files in a sweep's folder in addition to the runs: the table, its numbers, and the spec of the best cell."""
+"""The files of a sweep, in addition to its runs: the table, its numbers, and the spec of the best cell."""
 
 TUNED = "compare.toml"
 """The file of a sweep over several methods: a spec that compares the methods, each with its best settings."""
@@ -49,7 +49,7 @@ class Cell:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], settings: Mapping[str, Any]) -> Cell:
-        """Build a cell from a spec, given as nested tables, and settings that replace those of the spec."""
+        """Build a cell from a spec (nested tables) and from settings that replace settings of the spec."""
         tables = copy.deepcopy(dict(table))
         for key, value in settings.items():
             set_key(tables, key, value, f"{key}={value}")
@@ -63,10 +63,10 @@ class Sweep:
     Args:
         cells: A mapping from each label to its cell, in the order of the grid or of the trials.
         histories: A mapping from each label to the histories of its runs, one per seed.
-        values: A mapping from each label to the mean and spread over its seeds of the primary metric on the validation
-            samples.
+        values: A mapping from each label to its primary metric on the validation samples: mean and spread over the
+            seeds.
         best: The label of the best cell; None if no cell has a value for every seed.
-        notes: A mapping from labels to the reason why the cell cannot be the best, such as that it was pruned.
+        notes: A mapping from the labels of cells that cannot be the best to the reason, such as pruning.
         primary: The primary metric, ``evaluation.primary`` of the first cell.
         best_of_methods: A mapping from each method to the label of its best cell, if it has one.
     """
@@ -81,7 +81,7 @@ class Sweep:
 
     @property
     def tuned(self) -> dict[str, Experiment]:
-        """A mapping from each method to its experiment with the best settings, which ``compare`` can run."""
+        """A mapping from each method to the experiment with the method's best settings; ``compare`` can run it."""
         return {method: self.cells[label].spec for method, label in self.best_of_methods.items()}
 
 
@@ -95,12 +95,12 @@ def sweep(
     watch: Watcher | None = None,
     progress: bool = False,
 ) -> Sweep:
-    """Run every cell of a grid with every seed, and write one table and the best spec.
+    """Run every cell of a grid with every seed, and write a table of results and the best spec.
 
     Cells run as in ``compare``: finished runs in ``out`` are not repeated, and interrupted runs continue from their
     last checkpoint. The best cell has the best mean of the metric ``evaluation.primary`` on the validation samples. If
-    several cells have the same mean, the first of them is the best. If the grid has several methods, each method has a
-    best cell of its own, and ``compare`` can run the experiments in ``tuned`` of the result.
+    several cells have the best mean, the first of them is chosen. If the grid has several methods, a best cell is found
+    for each method. ``compare`` can then run the experiments ``tuned`` of the result.
 
     Args:
         table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
@@ -139,7 +139,7 @@ def write(result: Sweep, out: Path) -> None:
 
 
 def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[str, Cell]:
-    """Return a mapping from each label, such as ``lr=0.1,mu=1``, to its cell; the last key changes fastest.
+    """Return the cells of a grid by their labels, such as ``lr=0.1,mu=1``; the last key changes fastest.
 
     Raises:
         SpecError: The grid is empty, a setting is wrong, or no samples are held out for validation.
@@ -148,8 +148,8 @@ def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[s
         raise SpecError(
             "--set", "a sweep needs a setting with several values. Use, for example, --set training.lr=0.01,0.1."
         )
-    # Labels show only the last part of a key, such as lr for training.lr. If two keys have the same last part, labels
-    # show the whole keys.
+    # Labels show only the last part of a key, such as lr for training.lr. If two keys end with the same part, labels
+    # show whole keys.
     ends = [key.rpartition(".")[2] for key in grid]
     names = {key: end if ends.count(end) == 1 else key for key, end in zip(grid, ends, strict=True)}
     result: dict[str, Cell] = {}
@@ -178,17 +178,17 @@ def judge(
 ) -> Sweep:
     """Compute the primary metric of each cell on the validation samples, and find the best cell.
 
-    A cell cannot be the best if it has a note, or if a run has a warning or no value.
+    A cell cannot be the best if it has a note, or if one of its runs has a warning or no value.
 
     Args:
         planned: A mapping from each label to its cell.
         histories: The histories of each label.
-        notes: A mapping from labels to the reason why the cell cannot be the best.
+        notes: A mapping from the labels of cells that cannot be the best to the reason.
     """
     notes = dict(notes or {})
     for label in planned:
         if any(history.warning for history in histories[label]):
-            notes.setdefault(label, "no reply could be used, at all or from some round on")
+            notes.setdefault(label, "broke down: no reply could be used from some round to the end")
     settings = next((cell.spec.evaluation for cell in planned.values()), Evaluation())
     primary, sign = settings.primary, -1 if settings.primary in settings.lower else 1
     bounds = tables.bounds(measure(primary))
@@ -214,12 +214,12 @@ def measure(primary: str) -> str:
 
 
 def validated(history: History, primary: str) -> float | None:
-    """Return the primary metric of a run's saved model on the validation samples; None if it was not measured."""
+    """Return the primary metric of the model that a run saved, on the validation samples; None if not measured."""
     return history.final(measure(primary))
 
 
 def figures(result: Sweep) -> dict[str, Any]:
-    """Return the content of ``sweep.json``: the best labels, and the settings and the result of each cell."""
+    """Return the content of ``sweep.json``: the label of the best cell, and each cell's settings and result."""
     return {
         "best": result.best,
         "best_of_methods": result.best_of_methods,
@@ -235,8 +235,7 @@ def figures(result: Sweep) -> dict[str, Any]:
 def to_markdown(result: Sweep) -> str:
     """Return a Markdown table with a row per cell, and a sentence about the best cell and its test result.
 
-    If the cells differ in their method, and a method has several cells, the best cell of each method follows below the
-    table.
+    If the grid has several methods, and a method has several cells, a second table shows each method's best cell.
     """
     headings, lines = _lines(result)
     left = len(_keys(result))
@@ -250,7 +249,7 @@ def to_markdown(result: Sweep) -> str:
 
 
 def to_screen(result: Sweep, every: bool = False) -> ScreenTable:
-    """Return the table of ``to_markdown`` for a terminal; with ``every``, it shows all columns even if it is narrow."""
+    """Return the tables of ``to_markdown`` for a terminal; ``every`` shows all columns in a narrow terminal too."""
     from rich.text import Text
 
     headings, lines = _lines(result)
@@ -269,7 +268,7 @@ def _keys(result: Sweep) -> list[str]:
 
 
 def _lines(result: Sweep) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the headings of the table, and its cells by label; the last column has notes if there are any."""
+    """Return the table's headings and, by label, its rows; notes are in the last column, if there are any."""
     how = tables.measure(f"final_{result.primary}")
     headings = [*_keys(result), how.heading.replace("final", "validation", 1)]
     lines = {
@@ -282,7 +281,7 @@ def _lines(result: Sweep) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _of_methods(result: Sweep, rows: Mapping[str, T]) -> list[T]:
-    """Return the row of each method's best cell; empty if there is one method, or one cell per method."""
+    """Return the rows of the methods' best cells; the list is empty for one method, or for one cell per method."""
     bests = [rows[label] for label in result.best_of_methods.values()]
     return bests if 1 < len(bests) < len(rows) else []
 
@@ -291,17 +290,17 @@ def verdict(result: Sweep) -> str:
     """Return a sentence about the best cell and its test result."""
     metric, final = result.primary, f"final_{result.primary}"
     if result.best is None:
-        return f"No setting has a validation {metric} of every seed."
+        return f"None of the settings has a validation {metric} for every seed."
     how, runs = tables.measure(final), result.histories[result.best]
     unit = how.heading.removeprefix(f"final {metric}").replace(",", "")
     test = shown(Estimate.over(tables.value(run, final) for run in runs), how, len(runs)) + unit
-    by = "By the last evaluation" if tables.kept(runs) is None else "By the models kept"
+    by = "Models of the last evaluation" if tables.kept(runs) is None else "Models that the runs saved"
     seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds, mean ± sample standard deviation"
     return f"Best: {printable(result.best)}; its test {metric} is {test}. {by}; {seeds}."
 
 
 def comparison_toml(specs: Mapping[str, Experiment]) -> str:
-    """Return a spec that compares these experiments: ``[compare.LABEL]`` has the sections in which they differ."""
+    """Return a spec that compares experiments; its tables ``[compare.LABEL]`` contain the sections that differ."""
     every = {label: spec.to_spec() for label, spec in specs.items()}
     first = next(iter(every.values()))
     shared = {key: value for key, value in first.items() if all(spec.get(key) == value for spec in every.values())}

@@ -309,11 +309,11 @@ def of_stuck(stuck: Mapping[str, int]) -> list[str]:
         stuck: A mapping from each label to its number of runs whose clients' replies could not be used.
 
     >>> of_stuck({"fedavg": 0, "wild": 2})
-    ['† In 2 runs of wild, no reply could be used, at all or from some round to the end.']
+    ['† 2 runs of wild broke down: no reply could be used from some round to the end.']
     """
     counts = [f"{count} run{'' if count == 1 else 's'} of {label}" for label, count in stuck.items() if count]
     return (
-        [f"{STUCK} In {', '.join(counts)}, no reply could be used, at all or from some round to the end."]
+        [f"{STUCK} {', '.join(counts)} broke down: no reply could be used from some round to the end."]
         if counts
         else []
     )
