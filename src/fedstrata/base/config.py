@@ -1,8 +1,8 @@
-"""Settings that validate themselves, and registries that find them by name.
+"""Classes of settings, which check their values, and registries, which find such classes by name.
 
-A spec describes an experiment. Everything that it can name (a method, a partition, a sampler …) is a frozen pydantic
-model: its fields are the settings, and its methods are the behaviour. ``Registry`` turns ``{"name": "dirichlet",
-"alpha": 0.1}`` into such a model and imports its class only then. Users name their own classes by ``"module:Class"``.
+A spec describes an experiment. Each method, partition or sampler that it names is a frozen pydantic model: the fields
+are the settings, and the methods are the behaviour. ``Registry`` converts ``{"name": "dirichlet", "alpha": 0.1}`` to
+such a model, and imports its class only then. Users name their own classes by ``"module:Class"``.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ T = TypeVar("T", bound="Setting")
 R = TypeVar("R")
 
 MOST = 2**31 - 1
-"""The largest value of a whole-number setting that declares no limit. Counts computed from it fit into 64 bits."""
+"""The largest value of a whole-number setting without a limit; counts computed from it fit into 64 bits."""
 
 LARGEST = 1e18
-"""The largest value of a float setting that declares no limit. Its square fits into float32."""
+"""The largest value of a float setting without a limit; the square of the value fits into float32."""
 
 _NAMES: dict[str, str] = {}
 """A mapping from the path ``"module:Class"`` of a class to its name in specs."""
 
 _REGISTRIES: list[Registry[Any]] = []
-"""All registries."""
+"""A list of all registries."""
 
 
 class _SpecName:
     """A descriptor that returns the name of a class in specs.
 
-    For a class in a registry, this is its name there; for a user's own class, ``"module:Class"``; otherwise, an empty
-    text.
+    A class in a registry has the name under which it is registered. A user's own class has the name ``"module:Class"``.
+    For other classes, the text is empty.
     """
 
     def __get__(self, instance: object, owner: type) -> str:
@@ -59,7 +59,7 @@ class _SpecName:
 
 @dataclass(frozen=True)
 class MayChange:
-    """A mark for settings that may change when a run is resumed, because finished rounds do not depend on them.
+    """A mark for settings that may change when a run is resumed, because they do not affect finished rounds.
 
     Args:
         upwards: Whether the setting may only grow.
@@ -69,7 +69,7 @@ class MayChange:
 
 
 class Setting(BaseModel):
-    """Base class of groups of settings, which are frozen and validated; an unknown key is an error.
+    """Base class of groups of settings, which are checked and cannot change; an unknown key is an error.
 
     Raises:
         SpecError: A setting is wrong; the message says what is accepted.
@@ -84,10 +84,10 @@ class Setting(BaseModel):
 
     @property
     def implementation(self) -> Any:
-        """The class or function that does the work. The source of its module is a part of a run's identity."""
+        """The class or function that implements the setting; its source code is a part of a run's identity."""
         return type(self)
 
-    if not TYPE_CHECKING:  # hidden from type checkers, which derive the arguments from the fields
+    if not TYPE_CHECKING:  # not for type checkers, which derive the arguments from the fields
 
         def __init__(self, /, **settings: Any) -> None:
             try:
@@ -118,14 +118,14 @@ class Setting(BaseModel):
         return value
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings as a table of a spec; reading it back gives an equal object."""
+        """Return the settings as a table of a spec, from which an equal object can be read."""
         values = ((key, getattr(self, key)) for key in type(self).model_fields)
         name = {"name": self.name} if self.name else {}
         return name | {key: plain(value) for key, value in values if value is not None}
 
 
 def _types(annotation: Any) -> Iterator[Any]:
-    """Iterate over the types of an annotation, such as int and None of ``int | None``."""
+    """Yield the types of which an annotation consists, such as int and None for ``int | None``."""
     inner = get_args(annotation)
     for each in inner:
         yield from _types(each)
@@ -160,16 +160,16 @@ def plain(value: Any) -> Any:
 
 
 class Registry(Generic[T]):
-    """Named classes of one kind, which are imported when they are first used.
+    """Classes of one kind by their names; a class is imported when it is first used.
 
     Args:
-        kind: The kind in the singular, for messages: ``"method"``.
+        kind: The word for the kind in messages, such as ``"method"``.
         base: The base class of this kind.
         known: A mapping from each name to the path ``"module:Class"`` of its class.
     """
 
     path_form = "class as 'module:Class'"
-    """How a spec names code of the user's own, for error messages."""
+    """The form in which a spec names a user's own class, for error messages."""
 
     def __init__(self, kind: str, base: type[T], known: Mapping[str, str]) -> None:
         self.kind, self.base, self._paths = kind, base, dict(known)
@@ -197,7 +197,7 @@ class Registry(Generic[T]):
         return cls
 
     def parse(self, value: object) -> T:
-        """Build an instance from a name or from a table with a ``name``; return an instance unchanged.
+        """Return an instance of a class of the registry, from a name, a table with a ``name``, or an instance.
 
         Raises:
             SpecError: The name is unknown, or a setting is wrong. The key in the error is relative to the table.
@@ -213,19 +213,19 @@ class Registry(Generic[T]):
         return self.make(str(value["name"]), {key: item for key, item in value.items() if key != "name"})
 
     def make(self, name: str, table: Mapping[str, Any]) -> T:
-        """Build an instance of the class called ``name`` with the settings of ``table``; raises as ``parse`` does."""
+        """Build an instance of the class ``name`` with the settings in ``table``; errors are as in ``parse``."""
         return build(self.find(name), table)
 
 
 @dataclass(frozen=True)
 class FromRegistry:
-    """An annotation of fields whose values are of classes in a registry: ``Annotated[Codec, FromRegistry(CODECS)]``.
+    """An annotation of fields whose values have classes of a registry: ``Annotated[Codec, FromRegistry(CODECS)]``.
 
-    Such a field accepts a name, a table with a name, or an instance. Its errors show the field's key.
+    Such a field accepts a name, a table with a name, or an instance. Errors show the field's key.
 
     Args:
         registry: The registry in which names are looked up.
-        default: The name that is used for tables without a name. By default, such tables are refused.
+        default: The name for tables without a name. By default, tables without a name are refused.
     """
 
     registry: Registry[Any]
@@ -247,11 +247,10 @@ class FromRegistry:
 
 
 def from_word(cls: type[Setting], key: str = "") -> BeforeValidator:
-    """Return an annotation of fields that hold settings of class ``cls``; errors show the field's key.
+    """Return an annotation of fields whose values are settings of class ``cls``; errors show the field's key.
 
-    Such a field accepts a table or an instance. If ``key`` is not empty, the field also accepts a text, which stands
-    for a table with only that key: ``Annotated[Data, from_word(Data, "name")]`` reads ``"adult"`` as
-    ``{"name": "adult"}``.
+    Such a field accepts a table or an instance. If ``key`` is not empty, the field also accepts a text, as the value of
+    this key in a table: ``Annotated[Data, from_word(Data, "name")]`` reads ``"adult"`` as ``{"name": "adult"}``.
     """
 
     def parse(value: object) -> object:
@@ -279,7 +278,7 @@ def build(cls: type[T], table: Mapping[str, Any]) -> T:
 
 def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
     """Convert the first problem of a pydantic error to a ``SpecError``."""
-    # Unknown keys come first: a misspelt key may be the reason why another one is missing.
+    # Unknown keys come first, because a misspelt key may be the reason why another key is missing.
     first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = [str(part) for part in first["loc"]]
     key = ".".join(path)
@@ -305,11 +304,11 @@ WORDS = {
     "a valid string": "a text",
     "a valid ": "a ",
 }
-"""Pydantic's words for what is accepted, and ours."""
+"""A mapping from pydantic's descriptions of accepted values to descriptions for users."""
 
 
 def _reworded(message: str) -> str:
-    """Return a message of pydantic as a sentence in the words of a spec."""
+    """Return a message of pydantic as a sentence in the terms of specs."""
     message = re.sub(r", (unable to|got a number with) .*", "", message)
     for theirs, ours in WORDS.items():
         message = message.replace(theirs, ours)
@@ -317,7 +316,7 @@ def _reworded(message: str) -> str:
 
 
 def _unknown(cls: type[BaseModel], word: str) -> str:
-    """Return the problem of an unknown key ``word``: the most similar key, and the keys that ``cls`` accepts."""
+    """Return the text of an error about an unknown key ``word``: the most similar key, and the keys of ``cls``."""
     accepted = list(cls.model_fields)
     others = _belongs(cls, word)
     if not accepted:
@@ -331,7 +330,7 @@ def _unknown(cls: type[BaseModel], word: str) -> str:
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
-    """Return a text with the classes in the registry of ``cls`` that have a setting ``word``, or an empty text."""
+    """Return a sentence about the classes in the registry of ``cls`` that have a setting ``word``, if any do."""
     for registry in _REGISTRIES:
         if issubclass(cls, registry.base):
             owners = []
@@ -345,7 +344,7 @@ def _belongs(cls: type[BaseModel], word: str) -> str:
 
 
 def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
-    """Return the settings class at a path of keys."""
+    """Return the class of the settings at a path of keys."""
     for part in path:
         field = cls.model_fields.get(part)
         inner = field.annotation if field else None
@@ -356,7 +355,7 @@ def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
 
 
 def under(section: str, work: Callable[[], R]) -> R:
-    """Return ``work()``; if it raises a ``SpecError``, put ``section`` in front of the error's key: ``section.key``."""
+    """Return the result of ``work()``; if it raises ``SpecError``, put ``section`` before the error's key."""
     try:
         return work()
     except SpecError as error:

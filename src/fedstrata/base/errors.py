@@ -1,4 +1,4 @@
-"""The errors that fedstrata raises, each of which says what to do next."""
+"""The errors that fedstrata raises; their messages say what to do."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Collection, Iterable
 from typing import Self
 
 LONGEST = 500
-"""The number of characters after which an error message cuts off a value."""
+"""The number of characters after which a value is cut off in error messages."""
 
 
 class FedstrataError(Exception):
-    """Base class of fedstrata's errors, each of which the command line prints as one line."""
+    """Base class of fedstrata's errors; the command line prints an error in one line."""
 
     public = ""
-    """A text for other parties, if the error is about one party's data.
+    """A text about the error that other parties may see, if the error is about one party's data.
 
-    It names the column and the rule that the data break, but shows no value of the data.
+    The text names the column and the rule that the data violate, but it does not contain values of the data.
     """
 
     def publicly(self, text: str) -> Self:
-        """Set the public text, which must not disclose values, lines, counts or paths of the data; return the error."""
+        """Set a text for other parties, which must not disclose values or counts of the data; return the error."""
         self.public = text
         return self
 
@@ -43,7 +43,7 @@ class SpecError(FedstrataError):
         return SpecError, (self.key, self.problem, self.value)
 
     def under(self, section: str) -> SpecError:
-        """Return the error with the section in front of its key."""
+        """Return the error with ``section`` before its key."""
         return SpecError(f"{section}.{self.key}" if self.key else section, self.problem, self.value)
 
 
@@ -56,7 +56,7 @@ class WireError(FedstrataError):
 
 
 class ReplyRefusedError(FedstrataError):
-    """A client's reply that cannot be used, because tensors are missing, not finite or of a wrong shape."""
+    """A client's reply that cannot be used, because tensors are missing, have a wrong shape or are not finite."""
 
 
 class WithheldError(FedstrataError):
@@ -64,11 +64,11 @@ class WithheldError(FedstrataError):
 
 
 class QuorumError(FedstrataError):
-    """An error for a round in which fewer clients answered than the method needs."""
+    """A round in which fewer clients answered than the method needs."""
 
 
 class ClientsFailedError(FedstrataError):
-    """An error for requests that raised an exception at every client, probably because the code has a fault."""
+    """A request that raised an exception at every client, probably because the code has a fault."""
 
 
 class CheckpointError(FedstrataError):
@@ -90,13 +90,13 @@ class ExtraMissingError(FedstrataError):
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # the value has thousands of nested levels, or is a number too long for Python
+    except (RecursionError, ValueError):  # nested in thousands of levels, or a number with too many digits
         return f"({type(value).__name__} too large to show)"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown ``word``, which suggests the most similar accepted word, if any.
+    """Return the end of a sentence about an unknown ``word``: a suggestion of a similar accepted word, if there is one.
 
     >>> nearest("alfa", ["alpha", "clients"]), nearest("rounds", ["alpha", "clients"])
     ("; did you mean 'alpha'?", '.')
@@ -107,7 +107,7 @@ def nearest(word: str, accepted: Iterable[str]) -> str:
 
 
 def not_among(problem: str, word: str, accepted: Collection[str], use: str = "Use one of") -> str:
-    """Return the problem of an unknown word, with the most similar accepted word and a list of all accepted words.
+    """Return the text of an error about an unknown word: the most similar accepted word, and all accepted words.
 
     >>> not_among("is not a known key", "alfa", ["alpha", "clients"])
     "is not a known key; did you mean 'alpha'? Use one of: alpha, clients."

@@ -12,21 +12,21 @@ Inputs = Tensor | Mapping[str, Tensor]
 """A batch: one tensor (B, …), or a mapping from the names of the module's arguments to tensors (B, …)."""
 
 Shape = tuple[int, ...] | Mapping[str, tuple[int, ...]]
-"""The shape of one sample: (channels, height, width), (features,) or another; or that of each of its tensors."""
+"""The shape of one sample, such as (channels, height, width) or (features,); for several inputs, of each input."""
 
 
 def each(x: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Return inputs with a function applied to each tensor."""
+    """Apply a function to each tensor of the inputs, and return the results as inputs."""
     return change(x) if isinstance(x, Tensor) else {name: change(tensor) for name, tensor in x.items()}
 
 
 def tensors_of(x: Inputs) -> list[Tensor]:
-    """Return the tensors of inputs, in the order of their names in the mapping."""
+    """Return a list of the inputs' tensors, in the order of the mapping."""
     return [x] if isinstance(x, Tensor) else list(x.values())
 
 
 def split(x: Inputs, parts: int | list[int]) -> list[Inputs]:
-    """Divide inputs along the first axis into a number of parts of nearly equal size, or into parts of given sizes."""
+    """Divide inputs along the first axis: into a number of nearly equal parts, or into parts of given sizes."""
     if not isinstance(x, Tensor):
         columns = [split(tensor, parts) for tensor in x.values()]
         return [dict(zip(x, column, strict=True)) for column in zip(*columns, strict=True)]
@@ -34,7 +34,7 @@ def split(x: Inputs, parts: int | list[int]) -> list[Inputs]:
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
-    """Return parts of inputs as one, along the first axis."""
+    """Concatenate parts of inputs along the first axis."""
     named = [part for part in parts if not isinstance(part, Tensor)]
     if named:
         return {name: torch.cat([part[name] for part in named]) for name in named[0]}
@@ -42,7 +42,7 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
 
 
 def single(x: Any) -> Tensor:
-    """Return inputs that are one tensor.
+    """Return the inputs if they are a single tensor.
 
     Raises:
         TypeError: The inputs are several tensors.

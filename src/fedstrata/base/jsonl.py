@@ -1,4 +1,4 @@
-"""Write and read files that survive crashes; most of them contain one record (a JSON object) per line."""
+"""Write and read files that survive crashes; most files contain one record (a JSON object) per line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 from fedstrata.base.errors import DataError
 
 CHECKSUM = "checksum"
-"""The last key of each line. Its value is a hash of the rest of the line and of the previous line's checksum."""
+"""The last key in each line; its value is a hash of the line's other text and of the previous line's checksum."""
 
 REPAIR = "Restore the file, or remove this line and the lines after it."
-"""The advice about a damaged file, of which the lines before the damage are intact."""
+"""The advice about a damaged line; all lines before it are intact."""
 
 _SEAL = re.compile(rb'(?:, )?"checksum": "([0-9a-f]{64})"\}$')
 
@@ -31,17 +31,17 @@ class Log:
 
     Args:
         path: The file; the first ``append`` creates it.
-        mode: The permissions of a new file, of which the process's umask removes some.
+        mode: The permissions of a new file, which the process's umask may reduce.
     """
 
     def __init__(self, path: Path | str, mode: int = 0o666) -> None:
         self.path, self._mode = Path(path), mode
         self.last, self.size = "", 0
-        """The checksum of the last line and the size of the file in bytes, after this object last wrote or read it."""
+        """The last line's checksum and the file's size in bytes, when this object last wrote or read the file."""
 
     @property
     def is_known(self) -> bool:
-        """Whether the file's size is still ``size``, so that nothing else was written and no write failed."""
+        """Whether the file's size is still ``size``: other programs have not written to it, and no write failed."""
         return self.size == (self.path.stat().st_size if self.path.exists() else 0)
 
     def append(self, *records: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class Log:
             with open(self.path, "ab", opener=lambda name, flags: os.open(name, flags, self._mode)) as file:
                 file.write(data)
         except OSError as error:
-            error.filename = str(self.path)  # an error such as a full disk does not name the file
+            error.filename = str(self.path)  # errors such as a full disk do not name the file
             raise
         self.last, self.size = last, self.size + len(data)
 
@@ -74,7 +74,7 @@ class Log:
 def checksum_of(line: bytes, after: str | None = None) -> str | None:
     """Return the checksum of a line.
 
-    Return None if there is none, or if it does not follow from ``after``, the previous one.
+    Return None if the line has no checksum, or if its checksum does not follow from the previous checksum ``after``.
     """
     match = _SEAL.search(line)
     if match is None or (after is not None and _checksum(after, line[: match.start()] + b"}") != match[1].decode()):
@@ -99,11 +99,11 @@ class MetricsLog(Log):
         super().append(*records)
 
     def holds(self, checksum: str) -> bool:
-        """Return True if a line has this checksum. That line and all lines before it are then unchanged."""
+        """Return True if a line has this checksum; then this line and all lines before it are unchanged."""
         return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
 
     def truncate_after(self, round: float) -> None:
-        """Remove the records of rounds after ``round`` and an incomplete last line; the file is replaced atomically.
+        """Remove records of rounds after ``round``, and an incomplete last line, by replacing the file atomically.
 
         Raises:
             DataError: A line before the last is damaged, or a record has no round.
@@ -155,8 +155,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
         try:
             record = json.loads(line, parse_constant=lambda _: None)
         except ValueError:
-            # A process that is killed while it writes leaves a last line without a newline, which is ignored. A power
-            # cut may leave zero bytes, which are reported as damage.
+            # If a process is killed while it writes, the last line has no newline, and is ignored. After a power cut,
+            # the file may contain zero bytes, which are reported as damage.
             if number == len(lines) and b"\0" not in line:
                 return
             raise DataError(f"{path}, line {number}: is not a JSON object. {REPAIR}") from None
@@ -191,7 +191,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     Args:
         path: The file.
         data: The new content.
-        mode: The permissions of the file, of which the process's umask removes some.
+        mode: The permissions of the file, which the process's umask may reduce.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove_leftovers(path.parent)
@@ -205,7 +205,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
         error.filename, error.filename2 = (
             str(path),
             None,
-        )  # an error such as a full disk does not name the file
+        )  # errors such as a full disk do not name the file
         raise
     finally:
         beside.unlink(missing_ok=True)
@@ -213,7 +213,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 @lru_cache(maxsize=256)
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files of killed processes. The cache lets each process do this only once per folder."""
+    """Remove temporary files of killed processes, only once per process and folder (because of the cache)."""
     for path in folder.glob(".*.tmp"):
         pid = path.name.split(".")[-2]
         if pid.isdigit() and not _is_running(int(pid)):
@@ -221,7 +221,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return False if no process has this id; True if a process has it, or if the system does not tell."""
+    """Return False if no process has this id; True if a process has it, or if this is unknown."""
     if os.name == "posix":  # on Windows, this call would send Ctrl-C to the process
         try:
             os.kill(pid, 0)
@@ -242,7 +242,7 @@ def jsonable(value: Any) -> Any:
     >>> jsonable({1: np.float32(0.5), "b": (float("nan"), np.arange(2))})
     {'1': 0.5, 'b': [None, [0, 1]]}
     """
-    # True for arrays and tensors. isinstance would need NumPy and PyTorch, whose import takes seconds.
+    # Arrays and tensors. A test with isinstance would have to import NumPy and PyTorch, which takes seconds.
     if hasattr(value, "tolist"):
         value = value.tolist()
     if value is None or isinstance(value, (bool, int, str)):

@@ -11,7 +11,7 @@ from typing import Any
 from fedstrata.base.errors import FedstrataError, SpecError
 
 _ALLOWED: ContextVar[tuple[frozenset[str], str] | None] = ContextVar("allowed", default=None)
-"""The packages that may be imported, and the text of errors about other packages; None allows any package."""
+"""The packages that may be imported (None: any package), and the text of errors about other packages."""
 
 
 @contextmanager
@@ -21,8 +21,8 @@ def only_from(packages: Collection[str] | None, advice: str = "") -> Iterator[No
     A site uses this limit when it reads specs that another party wrote.
 
     Args:
-        packages: The allowed top-level packages; None allows any.
-        advice: The text of errors about packages that are not allowed. By default, the text names the allowed packages.
+        packages: The allowed top-level packages; None allows any package.
+        advice: The text of errors about packages that are not allowed. Default: a text that names the allowed packages.
     """
     before = _ALLOWED.set(None if packages is None else (frozenset(packages), advice))
     try:
@@ -60,7 +60,7 @@ def import_object(path: str, kind: str) -> Any:
         module = importlib.import_module(module_name)
     except FedstrataError:
         raise
-    except (Exception, SystemExit) as error:  # a user's own module may raise anything
+    except (Exception, SystemExit) as error:  # a user's own module may raise any exception
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise SpecError(
                 "name",

@@ -13,12 +13,12 @@ from fedstrata.base.errors import SpecError
 LOCK = ".lock"
 """The name of the lock file in a run folder."""
 PATIENCE = 3.0
-"""The time to wait for the lock in seconds; a process that is about to end may still hold it."""
+"""Seconds to wait for the lock, because a process that is about to end may still have it."""
 
 
 @contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """Lock a folder while the ``with`` block runs. The system releases the lock if this process is killed.
+    """Lock a folder during the ``with`` block; the system releases the lock if this process is killed.
 
     Raises:
         SpecError: Another process has the lock, or the folder cannot be written.
@@ -41,5 +41,5 @@ def occupied(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / LOCK).unlink()  # a process that waits for the lock then creates a new lock file
+            (folder / LOCK).unlink()  # without the file, a process that waits for the lock creates a new lock file
         lock.release()

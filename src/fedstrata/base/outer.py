@@ -1,4 +1,4 @@
-"""Import the outer packages only when they are needed: an installation may leave them out."""
+"""Import optional packages of fedstrata, such as for real sites, only when they are needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fedstrata.base.errors import FedstrataError
 
 OUTER = ("papers", "audits", "sites")
-"""The outer packages. Each has a module ``cli`` with its commands for the command line."""
+"""The optional (outer) packages; the module ``cli`` of each package contains its commands."""
 
 
 def installed() -> list[str]:
@@ -18,7 +18,7 @@ def installed() -> list[str]:
 
 
 def commands() -> list[Any]:
-    """Return the module ``cli`` of each outer package that is installed."""
+    """Return the modules ``cli`` of the installed outer packages."""
     return [importlib.import_module(f"fedstrata.{name}.cli") for name in installed()]
 
 
@@ -26,7 +26,7 @@ def load(path: str) -> Any:
     """Return an object of an outer package.
 
     Args:
-        path: The module below ``fedstrata`` and the object's name, such as ``"sites.simulator:simulate"``.
+        path: The module in ``fedstrata`` and the object's name, such as ``"sites.simulator:simulate"``.
 
     Raises:
         FedstrataError: The package is not installed.

@@ -8,10 +8,10 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def printable(text: object) -> str:
-    r"""Replace line breaks, control characters and invisible characters in a text by their escapes, such as ``\n``.
+    r"""Replace line breaks, control characters and invisible characters with escapes, such as ``\n``.
 
-    The result cannot move the cursor of a terminal, change the direction of writing or add lines to a log. All other
-    characters, also backslashes, stay as they are.
+    The result cannot move a terminal's cursor, change the direction of writing or add lines to a log. All other
+    characters, including backslashes, stay as they are.
 
     >>> print(printable("α\nb\x1b[2J"))
     α\nb\x1b[2J
@@ -20,14 +20,14 @@ def printable(text: object) -> str:
 
 
 def print_lines(*lines: object, file: TextIO | None = None) -> None:
-    """Print each text in one line after making it printable; by default, to standard output."""
+    """Make texts printable, and print each in one line, by default to standard output."""
     print(*map(printable, lines), sep="\n", file=file, flush=True)
 
 
 def csv_cell(value: object) -> object:
     r"""Return a value for a CSV file.
 
-    A text becomes printable, and spreadsheets do not interpret the text as a formula.
+    Texts become printable, and spreadsheets do not read them as formulas.
 
     >>> csv_cell("=1+1"), csv_cell(-1.5)
     ("'=1+1", -1.5)

@@ -11,14 +11,14 @@ from functools import cache
 
 import torch
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # parameter numbers of the C function mallopt
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # numbers of parameters of the C function mallopt
 KEPT_FREE, GROWTH, LARGE = 256 << 20, 16 << 20, 32 << 20
 """The values of these parameters, in bytes: the free memory that the heap keeps; the step by which the heap grows; and
 the size from which a block is allocated outside the heap (the largest that the C library accepts)."""
 
 
 def prepare_process(threads: int) -> None:
-    """Set PyTorch's number of threads and default dtype (float32), and keep freed memory for the next batch.
+    """Set PyTorch's number of threads and default dtype (float32), and keep freed memory for later batches.
 
     Raises:
         RuntimeError: PyTorch does not accept the number of threads.
@@ -42,12 +42,12 @@ def training_process(threads: int) -> Iterator[None]:
 
 @cache
 def keep_freed_memory() -> bool:
-    """Let the C library keep memory that a batch frees, for later batches; return True if the library agrees.
+    """Let the C library keep freed memory for later batches; return True if the library accepts this setting.
 
-    Activations are blocks of a few megabytes. By default, glibc returns such blocks to the system at once, which then
-    provides zeroed pages at every step. With kept memory, a small convolutional network trains 1.5 times as fast and an
-    MLP 1.3 times (``benchmarks/fast_paths.py``). The process keeps up to 256 MB afterwards. Nothing is changed if the
-    environment already configures the allocator, or if the C library is not glibc.
+    Activations are blocks of a few megabytes. By default, glibc returns such blocks to the system at once, which must
+    provide zeroed pages again in every step. If the memory is kept, a small convolutional network trains 1.5 times as
+    fast, and an MLP 1.3 times as fast (``benchmarks/fast_paths.py``). The process then keeps up to 256 MB after
+    training. Nothing is changed if the environment already configures the allocator, or if the C library is not glibc.
     """
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if chosen or platform.libc_ver()[0] != "glibc":

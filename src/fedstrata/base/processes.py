@@ -1,8 +1,8 @@
 """Worker processes of this machine: new processes, or forks of this process.
 
-A new worker process shares nothing with this process: tasks and their errors are pickled. A fork starts with everything
-that this process has in memory. This includes objects that cannot be pickled, such as a class that was typed into a
-notebook, and large arrays, which are not copied.
+A new worker process shares nothing with this process: tasks and their errors are pickled. A fork starts with a copy of
+this process's memory. It can use objects that cannot be pickled, such as a class that was typed into a notebook, and
+large arrays, which are not copied.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fedstrata.base.process import prepare_process
 from fedstrata.base.signals import end_with_parent, ending_in_order, in_main_thread
 
 GRACE = 5.0
-"""Seconds that a worker has to end before it is killed."""
+"""Seconds after which a worker that should end is killed."""
 
 K = TypeVar("K", bound=Hashable)
 Task = Callable[[], None]
 
 
 def can_fork() -> bool:
-    """Return True if a fork of this process can train. The fork must then use a single thread.
+    """Return True if a fork of this process can train, with a single thread.
 
     Forks are safe only on Linux. A daemonic process may not have child processes. CUDA does not work after a fork.
     """
@@ -50,11 +50,11 @@ class Worker:
     The child process ends when its work is done, when this process closes the pipe, or when this process ends.
 
     Args:
-        work: The function that the child process calls with its end of the pipe. A new process imports it, so it must
-            be a function of a module.
+        work: The function that the child process calls with its end of the pipe. A new process imports the function, so
+            a module must define it.
         fork: Whether to fork this process; see ``can_fork``.
         daemon: Whether the child process is a daemon, which may have no child processes.
-        inherited: This process's pipes to other workers. A fork inherits them, and closes its copies.
+        inherited: This process's pipes to other workers. A fork inherits these pipes, and closes its copies.
 
     Raises:
         OSError: The process cannot be started.
@@ -75,8 +75,8 @@ class Worker:
         program = sys.modules["__main__"]
         try:
             if not fork:
-                # A new process imports __main__, which would run a script without a main guard again. An empty module
-                # prevents this.
+                # A new process imports __main__, and so would run a script again that has no main guard. An empty
+                # module prevents this.
                 sys.modules["__main__"] = ModuleType("__main__")
             with warnings.catch_warnings():
                 # Python warns of locks that other threads hold during the fork. Workers do not use these locks.
@@ -119,7 +119,7 @@ def _begin(
     inherited: Iterable[Connection],
     asked_by_main_thread: bool,
 ) -> None:
-    # Otherwise, signals to this process would wake the event loop of its parent, for example of a notebook.
+    # Without this, signals to this process would wake the event loop of its parent, such as a notebook.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C, because the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -131,7 +131,7 @@ def _begin(
 
 
 class TaskPool(Generic[K]):
-    """Workers that each do one task at a time, for use in a ``with`` block.
+    """Workers that do one task at a time each, for use in a ``with`` block.
 
     Tasks that still run at the end of the block are terminated. Without ``fork``, each worker is a new process, which
     does one task after another. With ``fork``, each task runs in its own fork of this process.
@@ -153,17 +153,18 @@ class TaskPool(Generic[K]):
         self._busy: dict[Connection, tuple[Worker, K]] = {}
 
     def run(self, tasks: Iterable[tuple[K, Task]], watch: Callable[[], None] = lambda: None) -> Iterator[tuple[K, str]]:
-        """Do tasks and yield them as they end.
+        """Do tasks, and yield each task when it ends.
 
         Args:
             tasks: Pairs of a key and a task. The next pair is taken from the iterator when a worker is free.
-            watch: A function to call repeatedly while tasks run.
+            watch: A function that is called repeatedly while tasks run.
 
         Yields:
-            The key of each task and a text: empty if the task was done; otherwise, how its process ended too early.
+            The key of each task and a text. The text is empty if the task was done. Otherwise, it says how the task's
+            process ended.
 
         Raises:
-            Exception: A task raised it.
+            Exception: The error that a task raised.
         """
         waiting = iter(tasks)
         while True:
@@ -205,7 +206,7 @@ class TaskPool(Generic[K]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Tasks that still run are terminated: they can be resumed later, and waiting for them could take hours.
+        # Terminate tasks that still run, because they could take hours. Their runs can be resumed later.
         workers = [*self._idle, *(worker for worker, _ in self._busy.values())]
         for worker in workers:
             worker.process.terminate()
@@ -223,7 +224,7 @@ def _serve(connection: Connection) -> None:
 
 def _do(task: Task, connection: Connection) -> None:
     """Do one task in a fork."""
-    # A fork does not inherit OpenMP's threads. With more than one thread, it would wait for them for ever.
+    # A fork does not inherit OpenMP's threads. If it used more than one thread, it would wait for ever.
     prepare_process(1)
     with threadpoolctl.threadpool_limits(1), ending_in_order():
         connection.send(_error_of(task))

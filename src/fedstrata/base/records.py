@@ -1,10 +1,10 @@
 """Encode trees of plain values and tensors as bytes.
 
 Every message and every checkpoint is a tree of records (frozen dataclasses), mappings, lists, plain values, tensors and
-arrays. ``encode`` writes three parts: the length of the second part; a JSON text with the structure of the tree (its
-"skeleton"); and one safetensors block with all tensors and numbers. The JSON text contains no numbers, so the length
-of a message does not depend on their values. ``decode`` reads only records that were declared with ``@record``, and
-checks the types of a message's fields. Nothing is pickled.
+arrays. ``encode`` writes a JSON text with the structure of the tree (its "skeleton"), and then one safetensors block
+with all tensors and numbers. The length of the JSON text comes first. The JSON text does not contain numbers, so the
+length of a message does not depend on the values of numbers. ``decode`` reads only records that were declared with
+``@record``, and checks the types of a message's fields. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing_extensions import TypedDict
 from fedstrata.base.errors import WireError
 
 Tree = Any
-"""A nested structure of records, mappings, lists, tuples, tensors, arrays, bytes, str, int, float, bool and None."""
+"""A nested structure of records, mappings, lists, tuples, tensors, arrays and plain values (bytes, str, int …)."""
 
 DEFAULT_LIMIT = 2 << 30
 """The largest message that ``decode`` accepts by default, in bytes."""
 
 RECORDS: dict[str, type] = {}
-"""A mapping from wire name to class, for all declared records. ``decode`` creates objects of these classes only."""
+"""A mapping from wire names to the classes of declared records; ``decode`` only creates objects of these classes."""
 _WIRE_NAMES: dict[type, str] = {}
 _FIELDS: dict[type, tuple[str, ...]] = {}
 _CHECKERS: dict[type, TypeAdapter[Any]] = {}
@@ -54,7 +54,7 @@ _SAFETENSORS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""A mapping from the common dtypes to their names in safetensors, in the order in which safetensors stores tensors."""
+"""A mapping from common dtypes to their names in safetensors, in the order in which safetensors sorts tensors."""
 T = TypeVar("T")
 
 
@@ -63,8 +63,8 @@ def record(name: str) -> Callable[[type[T]], type[T]]:
     """Declare a frozen dataclass that can be encoded and decoded.
 
     Args:
-        name: The wire name: the name of the class in encoded bytes. It stays the same when the class is moved or
-            renamed. Begin your own names with a prefix, such as ``"my/State"``.
+        name: The wire name, which stands for the class in encoded bytes. Do not change it when you move or rename the
+            class. Begin your own names with a prefix, such as ``"my/State"``.
 
     Raises:
         ValueError: Another class has this wire name.
@@ -73,7 +73,7 @@ def record(name: str) -> Callable[[type[T]], type[T]]:
     def declare(cls: type[T]) -> type[T]:
         new = dataclasses.dataclass(frozen=True)(cls)
         old = RECORDS.get(name, new)
-        # The same class may be declared again, such as by a notebook cell that runs twice. The newer one then counts.
+        # A notebook cell that runs twice declares a class again. The newer class then replaces the older class.
         if old.__qualname__ != new.__qualname__ or fields_of(old) != fields_of(new):
             problem = f"is the wire name of {old.__module__}.{old.__qualname__}. Choose another name"
             raise ValueError(f"@record({name!r}) of {new.__module__}.{new.__qualname__}: {problem}.")
@@ -108,7 +108,7 @@ def encode(tree: Tree) -> bytes:
     """Encode a tree as bytes.
 
     Raises:
-        TypeError: The tree holds something that is neither a record nor a plain value.
+        TypeError: The tree contains an object that is neither a record nor a plain value.
 
     >>> decode(encode({"a": (1, None), "b": torch.ones(2)}))
     {'a': (1, None), 'b': tensor([1., 1.])}
@@ -123,7 +123,7 @@ def encode(tree: Tree) -> bytes:
 def size(tree: Tree) -> int:
     """Return ``len(encode(tree))`` without copying the tensors.
 
-    The result is cached: trees of the same structure, with tensors of the same shapes, are measured only once.
+    Results are cached: trees with the same structure and the same shapes of tensors are measured only once.
     """
     form = _form(tree)
     length = _SIZES.get(form)
@@ -140,8 +140,8 @@ def size(tree: Tree) -> int:
 def _form(tree: Tree) -> Hashable:
     """Return a cache key for ``size``: trees with equal keys have encodings of equal length.
 
-    The key is a flat tuple that contains everything on which the length depends: the types of the nodes, mapping keys,
-    texts, shapes and dtypes, but not the values of numbers and tensors. The children of a node follow the node.
+    The key is a flat tuple of everything that determines the length: types of nodes, mapping keys, texts, shapes and
+    dtypes. It does not contain values of numbers and tensors. The children of a node follow the node.
     """
     form: list[Any] = []
     pending = [tree]
@@ -177,7 +177,7 @@ def _form(tree: Tree) -> Hashable:
 
 
 def _block_size(signature: list[tuple[str, torch.dtype, torch.Size]]) -> int:
-    """Compute the length of a safetensors block: a JSON header, padded to 8 bytes, and the data of the tensors."""
+    """Return the length of a safetensors block: its JSON header, padded to 8 bytes, and the tensors' data."""
     if not signature:
         return 0
     if any(dtype not in _SAFETENSORS for _, dtype, _ in signature):
@@ -196,7 +196,7 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
 
     Args:
         data: Bytes from ``encode``.
-        limit: The largest number of bytes that is accepted. None accepts any number, for bytes of this process itself.
+        limit: The largest number of bytes that is accepted. None accepts any number; use it only for your own bytes.
 
     Raises:
         WireError: The bytes are damaged or larger than ``limit``, a record is unknown, or the field of a message has
@@ -222,7 +222,7 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
 class _Parts:
     """The tensors and numbers of a tree, which are stored outside the tree's JSON skeleton.
 
-    Numbers are stored outside the skeleton, because the length of their JSON text would depend on their values.
+    In the skeleton, the length of a number's JSON text would depend on its value.
     """
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ def _neither(node: object) -> TypeError:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors. Copy those that share memory with an earlier tensor, because safetensors refuses these."""
+    """Return the tensors; copy tensors that share memory with an earlier tensor, which safetensors refuses."""
     seen: set[int] = set()
     result = {}
     for key, tensor in tensors.items():
@@ -299,7 +299,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rebuild(node: Any, tensors: dict[str, Tensor], ints: list[int], floats: list[float]) -> Tree:
-    # ``tensors.pop`` lets a message use each tensor only once. Otherwise a short message could repeat a large tensor.
+    # ``tensors.pop`` allows a message to use a tensor only once, so that a short message cannot repeat a large tensor.
     def rebuild(inner: Any) -> Tree:
         return _rebuild(inner, tensors, ints, floats)
 
@@ -359,8 +359,8 @@ def require_types(message: Message) -> None:
 def _obvious(message: Message) -> bool:
     """Return True if a quick test shows that all fields have the declared types.
 
-    False means that the quick test cannot tell, and pydantic must check the message. The quick test saves time: a
-    client with few samples answers within a millisecond, and pydantic's check takes a noticeable part of it.
+    If the result is False, pydantic must check the message. The quick test saves time, because a client with few
+    samples answers within a millisecond, of which pydantic's check takes a noticeable part.
     """
     cls = type(message)
     if cls not in _TESTS:
@@ -375,7 +375,7 @@ def _obvious(message: Message) -> bool:
 def _test_of(hint: Any) -> Callable[[Any], bool]:
     """Return a quick test of whether a value has the type ``hint``.
 
-    True means that the value has the type. False means that the quick test cannot tell.
+    True means that the value has the type. False means that pydantic must check the value.
     """
     if get_origin(hint) is dict and get_args(hint)[0] is str:
         item = get_args(hint)[1]
@@ -405,7 +405,7 @@ def _checker(cls: type) -> TypeAdapter[Any]:
 
 
 def leaves_of(tree: Tree) -> list[Any]:
-    """Return every leaf of a tree, in order: tensors, arrays and plain values."""
+    """Return the leaves of a tree (tensors, arrays and plain values) in order."""
     leaves: list[Any] = []
     pending = [tree]
     while pending:
@@ -447,7 +447,7 @@ def add(first: Any, second: Any) -> Any:
         return type(first)(map(add, first, second))
     if first is None or isinstance(first, (str, bytes)):
         if first != second:
-            problem = "cannot be added. Declare a field that is equal in all replies with same()"
+            problem = "cannot be added. Use same() to declare a field that is equal in all replies"
             raise TypeError(f"{first!r} and {second!r} {problem}")
         return first
     return first + second

@@ -1,8 +1,7 @@
-"""Randomness as a function of (seed, purpose, round, client).
+"""Random numbers that depend only on seed, purpose, round and client.
 
-In fedstrata, generators are never shared. Each use of random numbers names its purpose, and gets a new counter-based
-generator. All other random numbers therefore stay the same if a client is added, an evaluation is left out or the order
-of work changes.
+Generators are never shared: each use of random numbers names its purpose, and gets a new counter-based generator.
+Therefore, a new client, one evaluation less or another order of work does not change any other random number.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 SERVER = -1
-"""The value of ``client`` for random numbers of the server."""
+"""The value of the argument ``client`` for random numbers of the server."""
 
 
 @dataclass
 class Key(ISeedSequence):
     """The key of a generator: 128 bits as two whole numbers, shape (2,).
 
-    ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``, but without the random numbers of the
-    operating system that NumPy reads for ``key=`` and does not use. This makes ``rng`` three times as fast. Stratify
-    calls ``rng`` a thousand times in a round with 100 clients.
+    ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``. However, with ``key=``, NumPy also reads
+    random numbers of the operating system, which it does not use. Without these, ``rng`` is three times as fast.
+    Stratify calls ``rng`` a thousand times in a round with 100 clients.
     """
 
     words: NDArray[np.uint64]
 
     def generate_state(self, n_words: int, dtype: Any = np.uint64) -> NDArray[np.uint64]:
-        """Return the key, whatever the arguments are: ``Philox`` always asks for two words of 64 bits."""
+        """Return the key; the arguments are ignored, because ``Philox`` always requests two words of 64 bits."""
         return self.words
 
 
@@ -43,7 +42,7 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
 
     Args:
         seed: The experiment's seed.
-        purpose: The purpose of the numbers; two purposes never share numbers.
+        purpose: The purpose of the numbers. Different purposes get independent numbers.
         round: The round, counted from 1; 0 before the first round.
         client: The client's id, or ``SERVER``.
 
@@ -60,10 +59,10 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
 
 
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Draw a uniform number in [0, 1) for each client. The number does not depend on which other clients are given.
+    """Draw a uniform number in [0, 1) for each client, which does not depend on the other clients.
 
-    This is like ``rng(…, client).random()`` for each client, but faster and with different numbers. The time depends
-    only on how many clients are given, not on the largest id. Each number is a hash of the key and the client's id,
+    The function is faster than ``rng(…, client).random()`` for each client, and draws different numbers. Its time
+    depends on the number of clients, not on the largest id. Each number is a hash of the key and the client's id,
     computed by SplitMix64 (Steele et al. 2014).
 
     Args:
@@ -89,11 +88,11 @@ def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) ->
 def torch_seeded(
     seed: int, purpose: str, round: int = 0, client: int = SERVER, device: torch.device | None = None
 ) -> Iterator[None]:
-    """Seed PyTorch's global generators for the block, and restore their state after it.
+    """Seed PyTorch's global generators during the ``with`` block, and restore their state at its end.
 
     Use this function for code that draws from a global generator, such as the initialisation of modules and
-    ``nn.Dropout``. The generator of a GPU is seeded too. The default dtype is float32 in the block, because values that
-    are drawn with another default dtype differ.
+    ``nn.Dropout``. The generator of a GPU is seeded too. The default dtype is float32 in the block, because another
+    default dtype would change the drawn values.
     """
     cuda = device is not None and device.type == "cuda"
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()

@@ -1,6 +1,7 @@
-"""Tables for terminals, all in one style: bold headings with a rule below, and names and numbers that are never split.
+"""Tables for terminals, with bold headings, a rule below them, and names and numbers that are never split.
 
-If a terminal is too narrow for all columns, the least important ones are left out, and a line below the table says so.
+If a terminal is too narrow for all columns, the least important columns are left out, and a line below the table says
+so.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 NAME = 22
-"""The width to which longer names are cut if the terminal is too narrow."""
+"""The width in characters to which names are cut if the terminal is too narrow."""
 WORDS = 24
-"""The least width of a column of words, which wrap."""
+"""The smallest width, in characters, of a column with texts that wrap."""
 READABLE = 100
-"""The width at which notes wrap."""
+"""The width in characters at which notes wrap."""
 
 
 class Block(NamedTuple):
-    """Columns that stand side by side: the width of each column, and the number of spaces between two."""
+    """Columns that are printed side by side: the width of each column, and the spaces between two columns."""
 
     widths: dict[int, int]
     gap: int
@@ -34,19 +35,19 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class ScreenTable:
-    """A table that fits the terminal it is printed to.
+    """A table that fits the width of the terminal.
 
     Args:
         headings: The headings of the columns.
         rows: The cells of each row. A row with one cell is the title of the rows that follow it, and an empty row is a
-            rule. Cells that are ``Text`` keep their style.
-        left: The number of columns, from the first, that are aligned to the left and contain names.
+            rule. Cells of the type ``Text`` keep their style.
+        left: The number of first columns that contain names, which are aligned to the left.
         words: The columns that contain words, which wrap.
-        order: The columns by importance, without those that are only shown with ``every``. Default: all, from left to
-            right. The names are always shown.
-        every: Whether to show all columns, in several blocks if the terminal is too narrow.
-        one_line: Whether words are cut at the edge of a terminal, and not wrapped.
-        more: A text that says where to find the columns that are left out.
+        order: The columns by importance, without columns that are only shown with ``every``. Default: all columns, from
+            left to right. Names are always shown.
+        every: Whether to show all columns, if necessary in several blocks below each other.
+        one_line: Whether texts are cut at the edge of a terminal instead of wrapped.
+        more: A text about where to find the columns that are left out.
         title: The line above the table.
         note: The sentences below the table.
     """
@@ -110,7 +111,7 @@ class ScreenTable:
         return blocks
 
     def _fitting(self, columns: Sequence[int], least: Sequence[int], width: int, gap: int) -> int:
-        """Return how many of the columns, from the first, fit beside the names."""
+        """Return the number of first columns that fit beside the names."""
         total = sum(least[: self.left]) + gap * (self.left - 1)
         for count, column in enumerate(columns):
             total += gap + least[column]
@@ -119,7 +120,7 @@ class ScreenTable:
         return len(columns)
 
     def _widths(self, columns: Sequence[int], least: Sequence[int], room: int) -> dict[int, int]:
-        """Widen columns as far as there is room: first those of names and words, then headings of several lines."""
+        """Widen columns if there is room: first columns of names and texts, then columns with long headings."""
         widths = {column: least[column] for column in columns}
         flexible = [column for column in columns if column < self.left or column in self.words]
         for column in flexible:

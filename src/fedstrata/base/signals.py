@@ -17,15 +17,15 @@ TERMINATED = 128 + signal.SIGTERM
 """The exit code of a process that SIGTERM ended, by the convention of shells."""
 
 GRACE = 2.0
-"""Seconds in which a child process may clean up after its parent has ended, before it is killed.
+"""Seconds that a child process has to clean up after its parent has ended; then it is killed.
 
-It is less than ``fedstrata.base.locking.PATIENCE``, so that a new process gets the lock that the child may hold.
+The time is less than ``fedstrata.base.locking.PATIENCE``, so that a new process gets a lock that the child has.
 """
 
 AGAIN = 0.01
 """Seconds after which SIGTERM is sent again, if Python ignored the exception that the signal raised."""
 
-_PR_SET_PDEATHSIG = 1  # an option of the system call prctl: the signal to receive when the parent ends
+_PR_SET_PDEATHSIG = 1  # the option of the system call prctl that sets the signal to receive when the parent ends
 
 
 class Terminated(SystemExit):
@@ -59,7 +59,7 @@ def ending_in_order() -> Iterator[None]:
         raise Terminated
 
     def report_ignored(unraisable: sys.UnraisableHookArgs) -> None:
-        # Python calls this function for exceptions that it ignores, such as those in the finaliser of an object.
+        # Python calls this function for exceptions that it ignores, such as exceptions in an object's finaliser.
         nonlocal raised
         if isinstance(unraisable.exc_value, Terminated):
             raised = False
@@ -75,7 +75,7 @@ def ending_in_order() -> Iterator[None]:
     sender = threading.Thread(target=send_until_raised, name="fedstrata-sigterm", daemon=True)
 
     def send_again() -> None:
-        with suppress(RuntimeError):  # raised if the thread has already been started
+        with suppress(RuntimeError):  # the thread has already been started
             sender.start()
 
     sys.unraisablehook = report_ignored
@@ -99,20 +99,20 @@ def _runs(function: Callable[..., object], frame: FrameType | None) -> bool:
 def end_with_parent(asked_by_main_thread: bool) -> None:
     """Let this process end when its parent process ends, even if the parent is killed.
 
-    ``multiprocessing`` must have started this process. A thread waits until the parent's end closes a pipe. It then
-    sends SIGTERM to this process, and ends it after ``GRACE`` seconds. On Linux, the system is asked to send SIGTERM
-    too, because the pipe stays open if other processes hold it.
+    ``multiprocessing`` must have started this process. A thread waits for a pipe that is closed when the parent ends.
+    It then sends SIGTERM to this process, and kills it after ``GRACE`` seconds. On Linux, the system is asked to send
+    SIGTERM too, because the pipe stays open if other processes hold it.
 
     Args:
-        asked_by_main_thread: Whether the main thread of the parent started this process. If another thread did, Linux
-            is not asked, because it would send SIGTERM as soon as that thread ends.
+        asked_by_main_thread: Whether the main thread of the parent started this process. If another thread started it,
+            Linux is not asked, because it would send SIGTERM when this thread ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
-        raise RuntimeError("this process was started by hand")
+        raise RuntimeError("multiprocessing did not start this process")
     if asked_by_main_thread and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

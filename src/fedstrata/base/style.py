@@ -1,7 +1,7 @@
-"""Colours and lines of methods, outcomes and verdicts. The report, all figures and the documentation use them.
+"""Colours and lines of methods, outcomes and verdicts in the report, all figures and the documentation.
 
-Every colour has a contrast of at least 3:1 to its background, and people with any kind of colour blindness can
-distinguish the colours of the series; ``tests/base/test_style.py`` checks both.
+Every colour has a contrast of at least 3:1 to its background. People with any kind of colour blindness can distinguish
+the colours of the series. ``tests/base/test_style.py`` checks both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 
 class Colour(NamedTuple):
-    """A colour on light and on dark ground, as ``#rrggbb``."""
+    """A colour as ``#rrggbb``: one value for light backgrounds and one for dark backgrounds."""
 
     light: str
     dark: str
@@ -22,7 +22,7 @@ Dash = Literal["-", "--", "-.", ":"]
 
 
 class Stroke(NamedTuple):
-    """The line of a method in charts. ``name`` is the name of its colour."""
+    """The line of a method in charts; ``name`` is the name of the line's colour."""
 
     name: str
     colour: Colour
@@ -39,32 +39,32 @@ SERIES = (
     Stroke("brown", Colour("#6c2e26", "#ea937f"), "-."),
     Stroke("violet", Colour("#492e63", "#dd95ff"), ":"),
 )
-"""The lines that labels take."""
+"""The lines that charts choose for labels."""
 FIXED = {"fedavg": 0, "stratify": 1, "fedsts": 2, "fedstas": 2, "rebafl": 3, "fedssar": 4, "scaffold": 5}
-"""The index in ``SERIES`` of the methods that have the same line in every figure."""
+"""Methods that have the same line in every figure: a mapping to the line's index in ``SERIES``."""
 OTHER = Stroke("other", Colour("#b9c0c8", "#5d6773"), "-")
-"""The line of labels for which no colour is left."""
+"""The line of labels that do not get a colour."""
 COLOURED = 6
-"""The number of labels with a colour, if there are more labels than ``SERIES`` has lines."""
+"""The number of labels that get a colour if there are more labels than lines in ``SERIES``."""
 
 INK = Colour("#1f242b", "#e4e7eb")
-"""Text and axes."""
+"""The colour of text and axes."""
 SOFT = Colour("#59626d", "#a3acb8")
-"""Notes and headings of tables."""
+"""The colour of notes and of headings of tables."""
 GRID = Colour("#e5e8ec", "#353b43")
-"""The grid of charts, and lines between the rows of a table."""
+"""The colour of grids in charts and of lines between rows of tables."""
 PAPER = Colour("#ffffff", "#14171b")
-"""The background."""
+"""The colour of the background."""
 PANEL = Colour("#f6f7f9", "#1c2025")
-"""The background of cards, and of the baseline's row in a table."""
+"""The background colour of cards, and of the baseline's row in tables."""
 ACCENT = Colour("#0a62b8", "#7cbcff")
-"""Links, and the outline of what has the keyboard's focus."""
+"""The colour of links, and of the outline of the element that has the keyboard's focus."""
 BORDER = Colour("#8a94a0", "#5d6773")
-"""The border of buttons and of other controls."""
+"""The colour of borders of buttons and other controls."""
 MIDDLE = "#7a7f86"
-"""Text and axes of pictures that stand on light and on dark ground."""
+"""The colour of text and axes in pictures for both light and dark backgrounds."""
 SCALE = Colour("#08519c", "#6db3f2")
-"""The upper end of a heat map's scale, which begins at the background."""
+"""The colour of the largest value in a heat map; the scale begins with the background."""
 
 FATES = {
     "returned": Colour("#347a58", "#347a58"),
@@ -77,7 +77,7 @@ FATES = {
 
 
 class Verdict(NamedTuple):
-    """How a verdict is shown: always with its sign, its words and its colours together."""
+    """The form in which a verdict is shown: its sign, its words and its colours, always together."""
 
     sign: str
     words: str
@@ -105,7 +105,7 @@ VARIABLES = {
 
 
 def style_sheet() -> str:
-    """Return the CSS that sets ``VARIABLES`` for light and for dark ground."""
+    """Return the CSS that sets ``VARIABLES`` for light and dark backgrounds."""
     colours = "".join(f"--{name}: light-dark({light}, {dark}); " for name, (light, dark) in VARIABLES.items())
     return f":root {{ color-scheme: light dark; {colours}}}"
 
@@ -113,8 +113,8 @@ def style_sheet() -> str:
 def lines(labels: Sequence[str]) -> dict[str, Stroke]:
     """Choose the line of each label.
 
-    A method in ``FIXED`` has its own line; other labels take the lines that remain. If there are more labels than
-    lines, only the first ``COLOURED`` labels get a colour, so that these can be distinguished.
+    A method in ``FIXED`` has its own line, and other labels get the remaining lines. If there are more labels than
+    lines, only the first ``COLOURED`` labels get colours, which can then be distinguished.
 
     Args:
         labels: The labels, the most important ones first.
@@ -128,7 +128,7 @@ def lines(labels: Sequence[str]) -> dict[str, Stroke]:
     for label in coloured:
         if (index := FIXED.get(label)) in free:
             chosen[label] = free.pop(index)
-    # Grey is the colour of the usual baseline: another label gets it only if no colour is left.
+    # Grey is the colour of the usual baseline, so another label gets it only if no other colour is left.
     rest = sorted(free, key=lambda index: index == FIXED["fedavg"])
     for label, index in zip((each for each in coloured if chosen[each] is OTHER), rest, strict=False):
         chosen[label] = free[index]
@@ -138,7 +138,8 @@ def lines(labels: Sequence[str]) -> dict[str, Stroke]:
 def categories(count: int) -> list[Colour]:
     """Return colours of categories that are not methods, such as the labels of samples.
 
-    They are the colours of ``SERIES``, then lighter shades of these, then darker ones, and then the same again.
+    The colours of ``SERIES`` come first, then their lighter shades, and then their darker shades. After these, the
+    colours repeat.
 
     >>> [colour.light for colour in categories(10)[-3:]]
     ['#492e63', '#aaaeb3', '#adcbfb']
@@ -148,7 +149,7 @@ def categories(count: int) -> list[Colour]:
 
 
 def _shade(step: float) -> Callable[[str], str]:
-    """Return a function that moves a colour a fraction of the way to white, or to black if ``step`` is negative."""
+    """Return a function that mixes a colour with white or, if ``step`` is negative, with black."""
     aim = 255 if step > 0 else 0
     return lambda colour: (
         "#" + "".join(f"{round(value + abs(step) * (aim - value)):02x}" for value in bytes.fromhex(colour[1:]))
