@@ -159,12 +159,12 @@ def test_the_same_seed_holds_out_the_same():
         (
             {"validation": 0.001},
             None,
-            r"evaluation.validation = 0.001: this share of the \d+ training samples of class '\w+' leaves none for va",
+            r"evaluation.validation = 0.001: this fraction of the \d+ training samples of class '\w+' leaves none for va",
         ),
         (
             {"validation": 0.999},
             None,
-            r"evaluation.validation = 0.999: this share .* leaves none to train on. Use a smaller share",
+            r"evaluation.validation = 0.999: this fraction .* leaves none to train on. Use a smaller fraction",
         ),
         (
             {"client_test": 0.2},
@@ -179,7 +179,7 @@ def test_the_same_seed_holds_out_the_same():
         (
             {"test_clients": 0.9},
             fs.IID(clients=2),
-            r"evaluation.test_clients = 0.9: 2 of 2 clients would never train\. Use a smaller share, so that at least",
+            r"evaluation.test_clients = 0.9: 2 of 2 clients would never train\. Use a smaller fraction, so that at least",
         ),
         (
             {"validation": 0.1},

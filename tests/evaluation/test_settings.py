@@ -84,7 +84,7 @@ def test_what_is_not_asked_for_is_not_in_the_spec():
         ({"validation": 0}, "validation = 0.*greater than 0"),
         ({"client_test": 1.0}, "client_test = 1.0.*less than 1"),
         ({"test_clients": -0.1}, "test_clients = -0.1"),
-        ({"fine_tune": 1}, "fine_tune = 1: personal models are evaluated on the clients' own test parts"),
+        ({"fine_tune": 1}, "fine_tune = 1: personal models are evaluated on the clients' own test samples"),
         ({"fine_tune": -1, "client_test": 0.1}, "fine_tune = -1"),
     ],
 )

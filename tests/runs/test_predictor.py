@@ -349,7 +349,7 @@ def test_a_single_digit_or_bit_that_flipped_is_noticed(trained, tmp_path: Path, 
     with pytest.raises(DataError, match=f"{name} is damaged: "):
         fs.load(out)
     if name == "model.safetensors":
-        with pytest.raises(DataError, match=r"is damaged: its checksum differs from the one in model\.json\."):
+        with pytest.raises(DataError, match=r"is damaged: its checksum differs from the checksum in model\.json\."):
             _ = fs.History.load(out).params
 
 

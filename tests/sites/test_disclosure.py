@@ -288,7 +288,7 @@ def test_asks_says_in_english_what_a_hospital_answers(capsys: pytest.CaptureFixt
     assert "and nothing else." in text
     assert "It sends the model as its own training changed it, with how many samples it used" in text
     assert "Before anything else, once:\n  - It sends how many training samples it has" in text
-    assert "It sends how often the model takes samples of one class for another" in text
+    assert "It sends how often the model confuses each pair of classes" in text
 
 
 def test_asks_as_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

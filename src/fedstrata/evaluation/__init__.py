@@ -1,1 +1,1 @@
-"""The evaluation of models: metrics, held-out samples, and the results of each client."""
+"""Evaluation of models: metrics, samples that are held out of training, and results of each client."""

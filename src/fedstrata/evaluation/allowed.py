@@ -1,4 +1,4 @@
-"""The requests that an evaluation may send: each asks clients to evaluate a model on their own samples."""
+"""The requests by which an evaluation may ask clients to evaluate a model on their own samples."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fedstrata.federation.allowed import Allowed
 
 
 def request_of(task: Task | None) -> type[Evaluate]:
-    """Return the kind of request that evaluations of a task send; None stands for plain classification."""
+    """Return the class of the requests that evaluations of a task send; the task None is plain classification."""
     return Evaluate if task is None or task.has_classes else EvaluateTask
 
 
 def allowed_in_evaluation(
     evaluation: Evaluation, rounds: int, *, elsewhere: bool, request: type[Evaluate] = Evaluate
 ) -> list[Allowed]:
-    """Return the requests that evaluations of a run may send to clients, with the values that their fields may have.
+    """Return the requests that evaluations in a run may send to clients, with the accepted values of their fields.
 
     Args:
         evaluation: The settings of the evaluations.
         rounds: The number of rounds of the run; the last round is always evaluated.
-        request: The kind of request, which depends on the task.
-        elsewhere: Whether sites hold the samples, so that all evaluations are done at the sites.
+        request: The class of the requests, which depends on the task.
+        elsewhere: Whether the samples are at real sites, which then do all evaluations.
     """
     metrics, evaluated = evaluation.metrics, evaluation.evaluated_rounds(rounds)
     bins = {key: max(getattr(metric, key) for metric in metrics) for key in ("score_bins", "confidence_bins")}
@@ -42,6 +42,6 @@ def allowed_in_evaluation(
         if evaluation.validation is not None:
             requests.append(measures("validation", "over its validation samples"))
     if evaluation.fine_tune is not None and evaluation.client_test is not None:
-        samples = "over its test samples, of a model tuned on its own"
+        samples = "over its test samples, of a model tuned on its own samples"
         requests.append(measures("test", samples, personal=True, epochs=evaluation.fine_tune))
     return requests

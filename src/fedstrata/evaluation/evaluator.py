@@ -1,4 +1,4 @@
-"""Evaluate a model: compute the metrics on all sets of samples, and return the columns of the round's record."""
+"""Evaluation of a model on all sets of test and validation samples, for the round's record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedstrata.models.model import Model
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 Ask = Callable[[Evaluate], Mapping[ClientId, Evaluated]]
-"""A function that sends a request to all clients and returns their replies, except those that cannot be used."""
+"""The type of a function that sends a request to all clients and returns all replies that can be used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Score:
 
     Args:
         loss: Mean cross-entropy on the test set, in nats.
-        accuracy: Share of test samples whose largest logit is that of their label (top-1), in [0, 1].
+        accuracy: Fraction of test samples for which the label has the largest logit (top-1), in [0, 1].
         per_class: The accuracy on the test samples of each class; None for a class without test samples.
         confusion: The number of test samples of each class (row) that were predicted as each class (column), (C, C).
         more: Further columns of the round's record; see ``docs/guides/evaluation.md``.
@@ -50,16 +50,15 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """The evaluator of the models of a run.
+    """Evaluates the models of a run.
 
     Args:
         settings: The settings of the evaluations.
         model: The architecture, on the device that computes.
-        data: The data set, on the same device; it has no test samples if only real sites hold some.
-        held: The samples that were held out of training.
+        data: The data set, on the same device. It has no test samples if only real sites have test samples.
+        held: The samples that are held out of training.
         clients: N, the number of clients.
-        batch_statistics: Whether BatchNorm normalises with the statistics of each batch, and not with running
-            statistics.
+        batch_statistics: Whether BatchNorm normalises with the statistics of each batch instead of running statistics.
         remote: Whether the clients' samples are at real sites.
     """
 
@@ -77,8 +76,8 @@ class Evaluator:
         Args:
             weights: The global model.
             round: The round after which the model is evaluated.
-            ask: The function that sends requests to the clients.
-            unheard: Clients that the model has not learned from recently; see ``evaluation.unheard``.
+            ask: The function that sends requests to clients.
+            unheard: Clients whose replies the server has not used recently; see ``evaluation.unheard``.
         """
         more: dict[str, Any] = {}
         table: dict[str, list[Any]] = {}
@@ -116,7 +115,7 @@ class Evaluator:
         return replace(score, more=more, table=table)
 
     def _of_test(self, weights: Weights, more: dict[str, Any]) -> tuple[Score, Predictions | Rows]:
-        """Evaluate on the server's test set; add columns to ``more``; return the score and the predictions."""
+        """Evaluate on the server's test set, add columns to ``more``, and return the score and the predictions."""
         predictions = self._predict(weights)
         if self.settings.chosen or isinstance(predictions, Rows):
             more["test"] = self._values(predictions)
@@ -129,7 +128,7 @@ class Evaluator:
         return _score(confusion_of(predictions), predictions.total_loss, max(len(predictions), 1)), predictions
 
     def _mean(self, predictions: Predictions | Rows) -> dict[str, float | None]:
-        """Return the accuracy, if the task has one, and the mean loss."""
+        """Return the mean loss and, if the task has an accuracy, the accuracy."""
         if isinstance(predictions, Predictions):
             accuracy = float((predictions.predicted == predictions.labels).mean())
             return {"accuracy": accuracy, "loss": predictions.total_loss / len(predictions)}
@@ -140,10 +139,10 @@ class Evaluator:
         return {"accuracy": Accuracy().of_task_sums(sums)} | known if self.data.task.has_accuracy else known
 
     def _of_pooled(self, sums: EvaluationSums | TaskSums | None, more: dict[str, Any]) -> Score:
-        """Return the score over the test samples of all sites together, and add columns to ``more``.
+        """Return the score on the test samples of all sites together, and add columns to ``more``.
 
         Args:
-            sums: The sums of all sites, added up; None if no site replied.
+            sums: The total of the sites' sums; None if no site replied.
             more: Further columns of the round's record.
         """
         classes = self.data.outputs if self.data.task.has_classes else 0
@@ -168,11 +167,11 @@ class Evaluator:
         )
 
     def _predict_held(self, weights: Weights) -> dict[str, Predictions | Rows]:
-        """Predict all training samples that were held out, in one pass.
+        """Predict all samples that are held out of the training set, in one pass.
 
         Returns:
             A mapping with up to three keys: ``validation`` (the validation samples), ``clients`` (each client's own
-            test part) and ``test_clients`` (the clients that never train). The values are the predictions.
+            test samples) and ``test_clients`` (the clients that never train). The values are the predictions.
         """
         held = self.held
         wanted = {
@@ -193,7 +192,7 @@ class Evaluator:
         return values_of(self.settings.metrics, predictions)
 
     def _of_sums(self, sums: EvaluationSums | TaskSums, *, both: bool = True) -> dict[str, float | None]:
-        """Return the values of all metrics, computed from sums; with ``both``, also the accuracy and the loss.
+        """Compute the values of all metrics from sums; with ``both``, also the accuracy and the loss.
 
         For a metric whose value is approximate, ``LABEL_error`` is an upper bound of its error.
         """
@@ -227,12 +226,13 @@ class Evaluator:
         return kind(round, weights, part, personal, epochs, scores, confidences)
 
     def _asked(self, question: Evaluate, ask: Ask) -> tuple[EvaluationSums | TaskSums | None, Reals | None, Ints]:
-        """Send a request to all clients and combine their replies.
+        """Send a request to all clients, and combine the replies.
 
         Returns:
-            - The sum of the clients' sums; None without replies.
-            - The metrics of each client, shape (N, metrics), NaN without a reply; None if a site withholds its metrics.
-            - The number of evaluated samples of each client, shape (N,); 0 without a reply.
+            - The total of the clients' sums; None without replies.
+            - The metrics of each client, shape (N, metrics): NaN for a client without a reply. None if any site
+            withholds its metrics.
+            - The number of evaluated samples of each client, shape (N,): 0 for a client without a reply.
         """
         replies = ask(question)
         total: Any = None
@@ -247,9 +247,9 @@ class Evaluator:
         return total, values if by_all else None, sizes
 
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
-        """Return the summary of metrics over all clients, with a second summary over only the clients in ``unheard``.
+        """Return a summary of the metrics over all clients, and a second summary over only the unheard clients.
 
-        The second summary has the key ``unheard``.
+        The second summary is in the first, with the key ``unheard``.
         """
         silent = sorted(unheard)
         their_values = np.full_like(values, math.nan)
@@ -258,15 +258,15 @@ class Evaluator:
         return over_all | {"unheard": {"clients": len(silent)} | (over_silent if silent else {})}
 
     def _over_clients(self, groups: Sequence[Reals], sizes: Ints) -> list[dict[str, Any]]:
-        """Return the summary of every metric over each group of clients.
+        """Return a summary of each metric over each group of clients.
 
         Args:
-            groups: One array for each group, of shape (N, metrics): the metrics of the clients in the group, and NaN
-                for all other clients.
+            groups: For each group, an array of shape (N, metrics). It contains the metrics of clients in the group, and
+                NaN for all other clients.
             sizes: The number of evaluated samples of each client, shape (N,).
 
         Returns:
-            For each group, a mapping from a metric's label to its summary; see ``over_clients``.
+            For each group, a mapping from each metric's label to its summary; see ``over_clients``.
         """
         labels, metrics = self.settings.labels, self.settings.metrics
         higher = np.repeat([metric.higher_is_better for metric in metrics], len(groups))
@@ -281,24 +281,25 @@ class Evaluator:
 
 
 def _score(confusion: Ints, loss: float, samples: int) -> Score:
-    """Return the score of some samples, computed from their confusion matrix and the sum of their losses."""
+    """Compute the score on samples from their confusion matrix and the sum of their losses."""
     hits, totals = np.diagonal(confusion).tolist(), confusion.sum(axis=1).tolist()
     per_class = [h / t if t else None for h, t in zip(hits, totals, strict=True)]
     return Score(loss / samples, sum(hits) / samples, per_class, confusion)
 
 
 def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[np.bool_]) -> list[dict[str, Any]]:
-    """Summarise metrics over clients.
+    """Summarise the distribution of metrics over clients.
 
     Args:
         values: The M metrics of each client, shape (N, M). A metric's summary leaves out clients with NaN.
-        sizes: The number of test samples of each client, shape (N,): its weight in ``weighted_mean``.
+        sizes: The number of test samples of each client, shape (N,), which is the client's weight in ``weighted_mean``.
         higher_is_better: Whether a higher value of each metric is better, shape (M,).
 
     Returns:
-        One summary for each metric: ``clients`` (the number of clients with a value), ``mean``, ``weighted_mean``,
-        ``sd`` (population standard deviation), ``worst`` (the value of the worst client), and ``worst_10``, the mean
-        over the worst tenth of the clients (rounded up). All entries but ``clients`` are None if no client has a value.
+        A summary for each metric: ``clients`` (the number of clients with a value), ``mean``, ``weighted_mean``, ``sd``
+        (population standard deviation), ``worst`` (the value of the worst client) and ``worst_10`` (the mean over the
+        worst tenth of the clients, rounded up). If no client has a value, ``clients`` is 0 and all other entries are
+        None.
 
     >>> over_clients(np.array([[0.5], [1.0], [np.nan]]), np.array([30, 10, 5]), np.array([True]))[0]["weighted_mean"]
     0.625

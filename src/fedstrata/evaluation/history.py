@@ -1,4 +1,4 @@
-"""The results of a run: one record per round, the summary, and the files of a run folder that hold them."""
+"""The results of a run: the records of its rounds, its summary, and the files that contain these."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Record = dict[str, Any]
-"""The record of one round: plain values, lists and tables that JSON can represent."""
+"""The type of a round's record: plain values, lists and tables that JSON can represent."""
 
 LOWER = frozenset({"loss", "log-loss", "ece", "perplexity", "rmse", "mae"})
 """The built-in metrics for which lower is better."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95)
-"""The default targets: the summary gives the first round whose test accuracy reached each of them."""
+"""The default targets. For each target, the summary gives the first round whose test accuracy reached it."""
 
 WEIGHTS, MODEL = "model.safetensors", "model.json"
-"""The files of a run folder with the final model, and with its description."""
+"""The files of a run folder that contain the final model and its description."""
 
 STANDARD = (
     "round", "accuracy", "loss", "train_loss", "clients_invited", "clients_returned", "clients_dropped",
     "clients_late", "clients_failed", "samples", "exchanges", "hops", "bytes_up", "bytes_down", "seconds",
     "simulated_seconds",
 )  # fmt: skip
-"""The columns that every method may record; other columns come from the evaluation or from the method."""
+"""The columns that every method may record; evaluations and methods add other columns."""
 
 EVALUATIONS, CLIENTS = "evaluation.json", "clients.csv"
-"""The files of a run folder with the confusion matrices, and with the table of clients."""
+"""The files of a run folder that contain the confusion matrices and the table of clients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,14 +65,14 @@ class Confusion:
 
 
 class History(Sequence[Record]):
-    """The records of a run, in the order of its rounds: a sequence of dicts.
+    """The records of a run: a sequence of dicts in the order of the rounds.
 
     Args:
         records: One record per round, with ``round`` counted from 1.
         method: The method's name.
         seed: The experiment's seed.
-        targets: Accuracies in (0, 1]. For each of them, the summary gives the first round that reached this accuracy.
-            For other metrics, set a table from each metric to a list of values, such as ``{ macro-f1 = [0.5] }``.
+        targets: Accuracies in (0, 1]. For each target, the summary gives the first round that reached it. For other
+            metrics, set a table from each metric to a list of values, such as ``{ macro-f1 = [0.5] }``.
         metric_targets: A mapping from the names of other metrics to their targets.
         lower: The names of the metrics for which lower is better.
         primary: The metric that decides which round is best.
@@ -101,17 +101,17 @@ class History(Sequence[Record]):
         self.metric_targets = {name: tuple(values) for name, values in (metric_targets or {}).items()}
         self.lower, self.primary = frozenset(lower), primary
         self.stopped = ""
-        """The reason why the run ended before its last round; empty if it did not."""
+        """The reason why the run was stopped before its last round; empty if it was not stopped."""
         self.model_round: int | None = None
         """The round of the model that the run saved; None if it is the model of the last round."""
         self.kept: Record = {}
-        """The metrics of the saved model, if no record of a round contains them; otherwise empty."""
+        """The metrics of the saved model; empty if the record of its round contains them."""
         self.warning = ""
-        """A reason why the results do not describe the method, such as unusable replies; empty if they describe it."""
+        """A reason why the results say nothing about the method, such as unusable replies; usually empty."""
         self.confusion: dict[str, Confusion] = {}
-        """The confusion matrices of the last evaluation (key ``last``) and of the best one (key ``best``)."""
+        """The confusion matrices of the last evaluation (key ``last``) and of the best evaluation (key ``best``)."""
         self.clients: list[Record] = []
-        """One row of results per client; empty if clients have no test samples of their own."""
+        """A row of results for each client; empty if clients have no test samples of their own."""
         self.path = None if path is None else Path(path)
         self._params: Mapping[str, Tensor] | None = None
         self._weights: Path | None = None
@@ -119,7 +119,7 @@ class History(Sequence[Record]):
 
     @classmethod
     def load(cls, folder: Path | str) -> History:
-        """Load the history of a run from its folder; if the run has not ended, the history has no ``params``.
+        """Load the history of a run from its folder; before the run has ended, ``params`` is None.
 
         Raises:
             DataError: The folder is not a run folder, or a file in it is damaged.
@@ -139,9 +139,9 @@ class History(Sequence[Record]):
 
     @property
     def params(self) -> Mapping[str, Tensor] | None:
-        """A mapping from names to the final model's parameters and buffers; None for a run that has not ended.
+        """The final model's parameters and buffers by their names; None if the run has not ended.
 
-        If the history was loaded from a run folder, the model's file is read on first use.
+        In a history from a run folder, the model's file is read on first use.
 
         Raises:
             DataError: The file is damaged or missing.
@@ -155,7 +155,7 @@ class History(Sequence[Record]):
         self._params = params
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append the record of a round. As in ``metrics.jsonl``, arrays become lists; NaN and infinity become None."""
+        """Append a round's record; as in ``metrics.jsonl``, arrays become lists, and NaN and infinity become None."""
         self._records.append(jsonable(record))
 
     def __len__(self) -> int:
@@ -186,15 +186,15 @@ class History(Sequence[Record]):
 
     def _repr_html_(self) -> str:
         """Return a card for a notebook: the summary, a curve of the primary metric, and the last rounds."""
-        from fedstrata.evaluation.card import card  # it imports this module
+        from fedstrata.evaluation.card import card  # imported here, because the module imports this module
 
         return card(self)
 
     def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the rounds in which a column has a number, and these numbers.
+        """Return the numbers in a column, and their rounds.
 
         Args:
-            name: A key of the records; ``"table.key"`` is the key of a nested table.
+            name: A key of the records, or ``"table.key"`` for a key of a nested table.
 
         Returns:
             The rounds and the values, both of shape (R,).
@@ -208,44 +208,44 @@ class History(Sequence[Record]):
         return rounds, values
 
     def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the rounds in which a column has a number, and these numbers; two empty arrays if there are none."""
+        """Return the numbers in a column, and their rounds, as in ``column``; two empty arrays if there are none."""
         pairs = [(record["round"], value) for record in self if (value := number_in(record, name)) is not None]
         rounds = np.array([round for round, _ in pairs], dtype=np.int64)
         return rounds, np.array([value for _, value in pairs], dtype=np.float64)
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns that contain numbers, in order of appearance; ``"table.key"`` in nested tables."""
+        """The columns that contain numbers, in order of appearance; ``"table.key"`` for a key of a nested table."""
         return list(dict.fromkeys(name for record in self for name in _names(record) if name != "round"))
 
     @property
     def saved(self) -> Record | None:
-        """The record of the saved model, if this is not the model of the last round; otherwise None."""
+        """The record of the round whose model was saved; None if the last round's model was saved."""
         of_round = next((record for record in self if record["round"] == self.model_round), {})
         return of_round | self.kept or None
 
     def final(self, name: str) -> float | None:
         """Return the value of a column for the saved model; None if the column has no number.
 
-        If the model of the last round was saved, this is the last number of the column.
+        If the model of the last round was saved, return the last number of the column.
         """
         if (saved := self.saved) is not None:
             return number_in(saved, name)
         return next((value for record in reversed(self) if (value := number_in(record, name)) is not None), None)
 
     def best(self, name: str) -> float | None:
-        """Return the value of a column in the best round; None if the column has no number in this round."""
+        """Return the value of a column in the best round; None if the best round has no number in this column."""
         best = self.best_round
         return next((number_in(record, name) for record in self if record["round"] == best), None)
 
     @property
     def final_accuracy(self) -> float | None:
-        """Test accuracy of the saved model, or else of the last evaluated round; None without evaluation."""
+        """Test accuracy of the saved model, by default of the last evaluated model; None without evaluations."""
         return self.final("accuracy")
 
     @property
     def best_on(self) -> str:
-        """The samples that decide which round is best: ``"validation"``, or ``"test"`` without validation samples."""
+        """The samples that decide which round is best: ``"validation"`` or, without validation samples, ``"test"``."""
         keys = ("validation.accuracy", "validation.loss")
         validated = any(number_in(record, key) is not None for record in self for key in keys)
         return "validation" if validated else "test"
@@ -259,8 +259,8 @@ class History(Sequence[Record]):
     def best_round(self) -> int | None:
         """The first round with the best primary metric on the validation samples; None if no round has this metric.
 
-        Without validation samples, the test set decides which round is best. The test results of this round are then
-        too optimistic, because they were used for the choice.
+        Without validation samples, the test set decides which round is best. This round's test results are then too
+        optimistic.
         """
         validated = self.best_on == "validation"
         rounds, values = self.points(f"validation.{self.primary}" if validated else column_of(self.primary))
@@ -282,23 +282,23 @@ class History(Sequence[Record]):
         return None
 
     def total(self, name: str) -> float:
-        """Return the sum of a column over all rounds; rounds without a number count as 0."""
+        """Return the sum of a column over all rounds; a round without a number counts as 0."""
         return math.fsum(self.column(name)[1])
 
     @property
     def summary(self) -> Record:
         """The content of ``summary.json``, computed from the records.
 
-        All accuracies are fractions, measured on the test set, and None if no round was evaluated. The keys:
+        Accuracies are fractions on the test set, and None if no round was evaluated. The keys:
 
         - ``method``, ``seed``, and ``rounds``, the number of rounds
-        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``, if the primary metric is not the
-          accuracy: its name, its direction, and its values as for the accuracy
-        - ``final_accuracy``: the accuracy of the saved model, by default that of the last evaluated round
+        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``, only if the primary metric is not
+          the accuracy: the metric's name, direction and values
+        - ``final_accuracy``: the accuracy of the saved model, by default the model of the last evaluated round
         - ``best_round``, ``best_accuracy``, and ``best_on``, the samples that decide which round is best
         - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds
-        - ``rounds_to_target``: a mapping from each target, as text, to the first round that reached it, or None; a run
-          of a task without accuracy has only targets of other metrics
+        - ``rounds_to_target``: a mapping from each target, as text, to the first round that reached it, or None; for a
+          task without accuracy, only targets of other metrics
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds``: sums over all rounds
         - ``stopped``, ``model_round`` and ``warning``, if they are set, and ``model``, the content of ``kept``
         """
@@ -329,13 +329,13 @@ class History(Sequence[Record]):
 
     @property
     def row(self) -> Record:
-        """The run's row in a data frame of runs: ``summary``, and the final value of the loss and of each metric."""
+        """The run's row in a data frame of runs: the summary, and the final values of the loss and of all metrics."""
         names = [name for name in self.columns if name == "loss" or name.startswith("test.")]
         finals = {f"final_{name.removeprefix('test.')}": self.final(name) for name in names}
         return self.summary | finals
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with one row per round, made by ``frame``. Missing values are NaN.
+        """Return a pandas data frame with a row per round; missing values are NaN. See ``frame``.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
@@ -343,7 +343,7 @@ class History(Sequence[Record]):
         return frame(self._records)
 
     def to_csv(self, path: Path | str) -> None:
-        """Write a CSV file with one row per round. Lists and tables are written as JSON, missing values as empty."""
+        """Write a CSV file with a row per round. Lists and tables become JSON texts, and missing values empty cells."""
         names = list(dict.fromkeys(name for record in self for name in record))
         with Path(path).open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -354,7 +354,7 @@ class History(Sequence[Record]):
 
 
 def frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
-    """Return rows as a pandas data frame. The key of a nested table becomes a column with the name ``table.key``.
+    """Return rows as a pandas data frame; a key in a nested table becomes a column ``table.key``.
 
     Raises:
         ExtraMissingError: The extra ``tables`` is not installed.
@@ -367,7 +367,7 @@ def frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
 
 
 def _read_evaluations(history: History, folder: Path) -> None:
-    """Read the confusion matrices and the table of clients if the run wrote them."""
+    """Read the confusion matrices and the table of clients, if the run wrote these files."""
     try:
         if (folder / EVALUATIONS).is_file():
             matrices = json.loads((folder / EVALUATIONS).read_text(encoding="utf-8"))
@@ -391,7 +391,7 @@ def write_evaluations(history: History, folder: Path) -> None:
     """Write the confusion matrices and the table of clients into a run folder, if there are any."""
     matrices = {key: {"round": each.round, "confusion": each.counts} for key, each in history.confusion.items()}
     if matrices:
-        # Write one matrix per line, because with JSON's indentation every number would take a line.
+        # Write a matrix per line, because indented JSON would have a line for each number.
         lines = [f"{json.dumps(key)}: {json.dumps(jsonable(each))}" for key, each in matrices.items()]
         replace_file(folder / EVALUATIONS, ("{" + ",\n".join(lines) + "}\n").encode())
     if history.clients:
@@ -414,11 +414,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}. Restore the file.") from error
     checksum = None
-    # A defect of model.json is reported by the functions that need the file.
+    # Functions that need model.json report its defects.
     with suppress(OSError, ValueError, AttributeError, RecursionError):
         checksum = json.loads((path.parent / MODEL).read_text(encoding="utf-8")).get("parameters")
     if checksum not in (None, hashlib.sha256(content).hexdigest()):
-        raise DataError(f"{path} is damaged: its checksum differs from the one in {MODEL}. Restore the file.")
+        raise DataError(f"{path} is damaged: its checksum differs from the checksum in {MODEL}. Restore the file.")
     return tensors
 
 
@@ -432,7 +432,7 @@ def column_of(metric: str) -> str:
 
 
 def target_text(target: float) -> str:
-    """Return the shortest text that parses to the target, as a key of ``rounds_to_target``.
+    """Return the key of a target in ``rounds_to_target``: the shortest text that parses to the target.
 
     >>> target_text(0.8), target_text(1.0), target_text(2 / 3)
     ('0.8', '1', '0.6666666666666666')
@@ -441,7 +441,7 @@ def target_text(target: float) -> str:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return a mapping from columns to numbers, without other values; a nested table has columns ``table.key``.
+    """Return the numbers of a record by their columns; a number in a nested table has the column ``table.key``.
 
     >>> numbers({"round": 3, "accuracy": 0.5, "loss": None, "validation": {"loss": 1}})
     {'accuracy': 0.5, 'validation.loss': 1.0}
@@ -459,7 +459,7 @@ def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def number_in(record: Mapping[str, Any], name: str) -> float | None:
-    """Return the number in a column of a record, or None. ``"table.key"`` names the key of a nested table."""
+    """Return the number in a column of a record, or None; ``"table.key"`` is the column for a key of a nested table."""
     value: Any = record.get(name)
     if value is None and "." in name:
         table, _, rest = name.partition(".")
@@ -473,7 +473,7 @@ def _is_number(value: object) -> bool:
 
 
 def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return arguments for ``History`` from a run's spec and summary, and the summary itself (empty if missing)."""
+    """Return the arguments of ``History`` from a run's spec and summary, and the summary (empty if it is missing)."""
     about: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     try:
@@ -492,7 +492,7 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
             about |= {key: summary[key] for key in ("method", "seed", "primary") if key in summary}
             if summary.get("lower_is_better"):
-                # For a user's own metric class, only the summary says that lower values are better.
+                # Only the summary knows whether lower values of a user's own metric are better.
                 about["lower"] = about.get("lower", LOWER) | {summary["primary"]}
             if "rounds_to_target" in summary:
                 reached = summary["rounds_to_target"].items()
@@ -507,7 +507,7 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _targets(targets: Any) -> dict[str, Any]:
-    """Return the arguments of ``History`` for a spec's targets.
+    """Return the arguments of ``History`` that contain a spec's targets.
 
     Targets are a list of accuracies, or a mapping from each metric to a list of values.
     """
@@ -518,7 +518,7 @@ def _targets(targets: Any) -> dict[str, Any]:
 
 
 def _cell(text: str) -> Any:
-    """Return the value of a CSV cell: None if it is empty, a number if it reads as one, otherwise text."""
+    """Convert a CSV cell: to None if it is empty, to a number if possible, otherwise to text."""
     if text == "":
         return None
     for number in (int, float):

@@ -1,6 +1,6 @@
-"""Samples that are held out of training: for validation, for tests at each client, and all samples of test clients.
+"""Samples that are held out of training: for validation, for clients' own tests, and all samples of test clients.
 
-Within a client, the samples to hold out are spread over its labels. The choice depends only on the seed, the client
+Of each client, samples of all its labels are held out in proportion. The choice depends only on the seed, the client
 and the sample, so that an additional client does not change which samples of the other clients are held out.
 """
 
@@ -22,13 +22,13 @@ from fedstrata.data.partitions.base import UNUSED, Assignment
 from fedstrata.evaluation.settings import Evaluation
 
 PLACES = 2**32
-"""More samples than any client has. The key k · ``PLACES`` + i is thus different for each sample i of each client k."""
+"""More samples than any client has, so that the key k · ``PLACES`` + i is unique for sample i of client k."""
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 NATURAL = ("given", "natural")
-"""Partitions whose clients come with the data. Validation samples are then held out from each of these clients."""
+"""Partitions whose clients come with the data, so that validation samples are held out from each client."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +37,14 @@ class HeldOut:
 
     Args:
         validation: The indices of the training samples for validation; None if there are none.
-        own_validation: The validation samples of each client; None if they are held out before the partition, or not at
-            all.
+        own_validation: The validation samples of each client; None if validation samples are held out before the
+            partition, or if there are none.
         own_test: The test samples of each client; None if clients do not have their own test samples.
-        own_test_split: The split of the data set that ``own_test`` refers to: ``"train"`` if the samples were held out
-            of training samples, ``"test"`` if a real site or the data set provides them.
+        own_test_split: The split of the data set to which the indices in ``own_test`` refer: ``"train"`` if test
+            samples were held out of the training samples, and ``"test"`` if a real site or the data set provides them.
         test_clients: All samples of each client that never trains; None if all clients train.
-        numbers: The clients' ids in the partition: first those of the clients that train (which get new ids from 0),
-            then those of the clients that never train. None if all clients train.
+        numbers: The clients' ids in the partition. Clients that train come first, and get new ids from 0; clients that
+            never train follow. None if all clients train.
     """
 
     validation: Ints | None = None
@@ -67,10 +67,10 @@ class HeldOut:
 
 
 def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
-    """Return the indices of the validation samples to hold out before the partition, ascending: a share of each class.
+    """Choose the validation samples to hold out before the partition: sorted indices of a fraction of each class.
 
     Raises:
-        SpecError: A class would have no sample for validation, or none to train on.
+        SpecError: A class would not have samples for both validation and training.
     """
     labels = data.task.order(data.y_train)
     wanted = np.array([round(share * len(labels))])
@@ -81,14 +81,16 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
     for c in np.flatnonzero(there):
         if not 0 < held[c] < there[c]:
             what = "none to train on" if held[c] else "none for validation"
-            problem = f"this share of the {there[c]} training samples of class {data.class_names[c]!r} leaves {what}. "
-            problem += f"Use a {'smaller' if held[c] else 'larger'} share."
+            problem = (
+                f"this fraction of the {there[c]} training samples of class {data.class_names[c]!r} leaves {what}. "
+            )
+            problem += f"Use a {'smaller' if held[c] else 'larger'} fraction."
             raise SpecError("evaluation.validation", problem, share)
     return np.flatnonzero(mask)
 
 
 def without(data: Dataset, held: Ints) -> tuple[Dataset, Ints]:
-    """Return the data set without the training samples ``held``, and the indices of the samples that are left.
+    """Return the data set without the training samples ``held``, and the indices of the remaining samples.
 
     If the inputs are memory-mapped, the result has no inputs, because a copy of them may be larger than the memory.
     """
@@ -111,25 +113,25 @@ def hold_out(
     brought: Assignment | None = None,
     everybody: bool = True,
 ) -> tuple[Assignment, HeldOut]:
-    """Hold samples out of training, as the settings say.
+    """Choose the samples that the settings hold out of training.
 
     Args:
         settings: The settings of the evaluation.
         data: The data set.
         assignment: The training samples of each client.
         seed: The experiment's seed.
-        validation: The validation samples, if they were held out before the partition. If None, they are held out from
-            each client.
-        brought: Test samples of each client that a real site or the data set provides. If set, no other test samples
-            are held out.
-        everybody: Whether ``assignment`` contains the samples of all clients. A real site knows only the samples of its
-            own clients.
+        validation: The validation samples, if they were held out before the partition; None to hold validation samples
+            out from each client.
+        brought: Test samples of each client that a real site or the data set provides. If there are any, no other test
+            samples are held out.
+        everybody: Whether ``assignment`` contains the samples of all clients. At a real site, it contains only samples
+            of the site's clients.
 
     Returns:
         The samples of each client to train on, and the samples that are held out.
 
     Raises:
-        SpecError: No sample would be left for training or for a test, or ``test_clients`` is set at a real site.
+        SpecError: There would be no samples for training or for a test, or ``test_clients`` is set at a real site.
     """
     test_clients, numbers, own_test, own_validation = None, None, brought, None
     if settings.test_clients is not None:
@@ -146,17 +148,17 @@ def hold_out(
         assignment, own_validation = split_each(assignment, data, settings.validation, seed, "validation", least=0)
         validation = np.sort(own_validation.indices)
         if everybody and not len(validation):
-            problem = "no client has enough samples to hold out this share. Use a larger share."
+            problem = "no client has enough samples to hold out this fraction. Use a larger fraction."
             raise SpecError("evaluation.validation", problem, settings.validation)
     split: Split = "train" if brought is None else "test"
     return assignment, HeldOut(validation, own_validation, own_test, split, test_clients, numbers)
 
 
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
-    """Return the data set's own test samples of each client.
+    """Return the test samples that the data set provides for each client.
 
-    Return None if the clients are not those of the data set, or if the data set does not name the client of each test
-    sample.
+    Return None if the partition does not use the data set's clients, or if the data set does not name the client of
+    each test sample.
     """
     if data.client_test is None or assignment.codes is None:
         return None
@@ -169,15 +171,16 @@ def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
 def split_each(
     assignment: Assignment, data: Dataset, share: float, seed: int, purpose: str, *, least: int
 ) -> tuple[Assignment, Assignment]:
-    """Take a share of each client's samples, so that each label keeps its share.
+    """Take a fraction of each client's samples, with the same fraction of each label.
 
     Args:
         assignment: The samples of each client.
         data: The data set.
-        share: The share to take.
+        share: The fraction to take.
         seed: The experiment's seed.
         purpose: A name for this use of random numbers; other purposes give independent random numbers.
-        least: The fewest samples to take from a client that has at least two. One sample always stays.
+        least: The smallest number of samples to take from a client with at least two samples. At least one sample stays
+            with the client.
 
     Returns:
         The samples that each client keeps, and the samples that are taken from it.
@@ -190,12 +193,12 @@ def split_each(
 
 
 def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: str) -> Mask:
-    """Choose samples of each client at random, spread over its labels.
+    """Choose samples of each client at random, in proportion to its labels.
 
     This is systematic sampling. To choose m of a client's n samples, the samples are sorted by label and shuffled
-    within each label. From a random start, every (n / m)-th sample is then chosen. Of each label, a share of m / n is
-    thus chosen, rounded up or down. The random numbers depend only on the client and on the position of a sample among
-    the client's samples, so that a real site makes the same choice as a simulation.
+    within each label. From a random start, every (n / m)-th sample is then chosen. So a fraction m / n of each label's
+    samples is chosen, rounded up or down. The random numbers depend only on the client and on a sample's position among
+    the client's samples. Therefore, a real site makes the same choice as a simulation.
 
     Args:
         owners: The client of each sample, ascending, one entry per sample.
@@ -223,7 +226,7 @@ def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: 
 def _cut_own(
     share: float, data: Dataset, assignment: Assignment, seed: int, everybody: bool
 ) -> tuple[Assignment, Assignment]:
-    """Hold out a share of each client's samples (at least one) for its own test; return the kept and the held-out ones.
+    """Hold out samples of each client, at least one, for its own test; return the remaining and the held-out samples.
 
     Raises:
         SpecError: A client has fewer than two samples.
@@ -241,15 +244,15 @@ def _cut_own(
 
 
 def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
-    """Choose at random which clients never train; return the clients that train and the others, both ascending.
+    """Choose at random which clients never train; return the sorted ids of training clients and of test clients.
 
     Raises:
-        SpecError: No client would be left to train.
+        SpecError: All clients would be test clients.
     """
     count = max(1, round(share * clients))
     if count >= clients:
         problem = (
-            f"{count} of {clients} clients would never train. Use a smaller share, so that at least one client trains."
+            f"{count} of {clients} clients would never train. Use a smaller fraction, so that at least one trains."
         )
         raise SpecError("evaluation.test_clients", problem, share)
     shuffled = rng(seed, "test-clients").permutation(clients)
@@ -257,7 +260,7 @@ def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
 
 
 def only_clients(assignment: Assignment, chosen: Ints) -> Assignment:
-    """Return the samples of the ``chosen`` clients only; these clients get new ids from 0 in the same order."""
+    """Return only the samples of the ``chosen`` clients, which get new ids from 0 in the same order."""
     wanted = np.zeros(len(assignment), dtype=bool)
     wanted[chosen] = True
     ends = np.cumsum(assignment.sizes[chosen])

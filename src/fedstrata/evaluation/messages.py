@@ -1,4 +1,4 @@
-"""The request to evaluate a model on a client's samples, and its reply."""
+"""The request to evaluate a model on a client's samples, and the reply to this request."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Part = Literal["test", "validation"]
 
 @record("Evaluated")
 class Evaluated(Reply):
-    """The evaluation of a model on a client's own samples.
+    """The result of an evaluation on a client's own samples.
 
     Args:
         sums: The sums over the client's samples, from which metrics can be computed.
-        values: A mapping from the labels of metrics to the client's exact values, without undefined values; None if the
-            site withholds them.
+        values: A mapping from each metric's label to the client's exact value, without undefined values. None if the
+            site withholds the values.
     """
 
     sums: EvaluationSums
     values: dict[str, float] | None
 
     def require(self, classes: int) -> None:
-        """Refuse sums whose shape does not fit the number of classes, C.
+        """Raise an error if the sums have another number of classes than ``classes``.
 
         Raises:
             ReplyRefusedError: The sums have another number of classes.
@@ -40,13 +40,13 @@ class Evaluated(Reply):
 
 @record("Evaluate")
 class Evaluate(Request):
-    """A request to evaluate a model on the client's own samples that were held out of training.
+    """A request to evaluate a model on the client's own samples that are held out of training.
 
     Args:
         round: The round after which the model is evaluated.
         weights: The global model.
-        part: The samples to evaluate on: ``"test"`` or ``"validation"``.
-        personal: Whether the client first personalises the model: it uses its own BatchNorm statistics and fine-tunes.
+        part: The samples for the evaluation: ``"test"`` or ``"validation"``.
+        personal: Whether the client first personalises the model with its own BatchNorm statistics and by fine-tuning.
         epochs: Epochs of fine-tuning on the client's training samples.
         score_bins: The number of bins of each class's histogram of scores; see ``EvaluationSums``.
         confidence_bins: The number of bins of the histogram of confidence.
@@ -54,7 +54,7 @@ class Evaluate(Request):
 
     reply_type: ClassVar[type[Reply]] = Evaluated
     rule = RequestRule(
-        "how often the model takes samples of one class for another, and sums of its losses and scores",
+        "how often the model confuses each pair of classes, and sums of its losses and scores",
         phase="evaluation",
         discloses=frozenset({"labels", "sizes"}),
     )
@@ -68,7 +68,7 @@ class Evaluate(Request):
     confidence_bins: int
 
     def check(self, reply: Evaluated) -> None:
-        """Refuse a reply with impossible counts, or with another number of bins than was requested."""
+        """Raise an error if the reply has impossible counts, or another number of bins than was requested."""
         sums = reply.sums
         require_shape(sums.confusion, (-1, -1), torch.int64, "confusion")
         require_shape(sums.scores, (-1, 2, self.score_bins), torch.int64, "scores")
@@ -87,7 +87,7 @@ class Evaluate(Request):
 
 @record("TaskEvaluated")
 class TaskEvaluated(Reply):
-    """The evaluation of a model on a client's own samples, for tasks other than plain classification.
+    """The result of an evaluation on a client's own samples, for tasks other than plain classification.
 
     Args:
         sums: The sums over the client's samples, from which metrics can be computed.
@@ -98,7 +98,7 @@ class TaskEvaluated(Reply):
     values: dict[str, float] | None
 
     def require(self, outputs: int) -> None:
-        """Do nothing: ``EvaluateTask.check`` has checked the sums."""
+        """Do nothing, because ``EvaluateTask.check`` has checked the sums."""
 
 
 @record("EvaluateTask")
@@ -113,7 +113,7 @@ class EvaluateTask(Evaluate):
     )
 
     def check(self, reply: TaskEvaluated) -> None:  # type: ignore[override]
-        """Refuse a reply with impossible sums."""
+        """Raise an error if the reply has impossible sums."""
         sums = reply.sums
         if sums.samples < 0 or sums.weight < 0:
             raise ReplyRefusedError("the reply contains a negative count")

@@ -1,7 +1,7 @@
 """The metrics that ``evaluation.metrics`` of a spec may name.
 
-Most metrics are computed from counts. The same code then computes the metric of a test set, of each of a thousand
-clients at once, and of sums that real sites sent. Users may add a metric as a function, or as a class with one method.
+Most metrics are computed from counts. So the same code computes a metric of a test set, of a thousand clients at once,
+or of sums from real sites. Users can add a metric as a function, or as a class with a single method.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Metric(Setting):
     """
 
     higher_is_better: ClassVar[bool] = True
-    """Whether a higher value is better."""
+    """Whether a higher value of the metric is better."""
 
     table: ClassVar[str] = "classes"
-    """The entry of ``Task.tables`` from which the metric is computed; ``"loss"`` if the losses are enough; ``"rows"``
-    for a function of rows; ``"classes"`` for a metric of plain classification."""
+    """The values from which the metric is computed: an entry of ``Task.tables``, ``"loss"`` (losses), ``"rows"``
+    (rows), or ``"classes"`` (a metric of plain classification)."""
 
     score_bins: ClassVar[int] = 0
-    """The number of bins of each class's histogram of scores that ``of_sums`` needs; 0 if it needs none."""
+    """The number of bins in each class's histogram of scores for ``of_sums``; 0 if it does not use histograms."""
 
     confidence_bins: ClassVar[int] = 0
-    """The number of bins of the histogram of confidence that ``of_sums`` needs; 0 if it needs none."""
+    """The number of bins in the histogram of confidence for ``of_sums``; 0 if it does not use this histogram."""
 
     @property
     def label(self) -> str:
@@ -59,7 +59,7 @@ class Metric(Setting):
 
     @abstractmethod
     def of(self, predictions: Predictions) -> float | None:
-        """Return the metric's value; None if it is undefined, such as AUROC of a single class."""
+        """Return the metric's value; None if the value is undefined, such as the AUROC of a single class."""
 
     def by_client(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
         """Return the metric's value for each client's samples.
@@ -78,7 +78,7 @@ class Metric(Setting):
         return np.array([nan_for_none(self.of(predictions[part]) if len(part) else None) for part in parts])
 
     def of_sums(self, sums: EvaluationSums) -> float | None:
-        """Return the metric's value, computed from sums that real sites sent.
+        """Compute the metric's value from sums that real sites sent.
 
         Raises:
             NotImplementedError: The metric cannot be computed from sums.
@@ -86,7 +86,7 @@ class Metric(Setting):
         raise NotImplementedError
 
     def error_of_sums(self, sums: EvaluationSums) -> float | None:
-        """Return an upper bound of the error of ``of_sums``; None if ``of_sums`` is exact."""
+        """Return an upper bound of the error of ``of_sums``; None if its value is exact."""
         return None
 
     def by_class(self, predictions: Predictions) -> list[float | None] | None:
@@ -94,10 +94,10 @@ class Metric(Setting):
         return None
 
     def of_tables(self, tables: Mapping[str, Reals], loss: Reals, weight: Reals) -> Reals:
-        """Return the metric's value of a task other than plain classification, for each of M sets of samples.
+        """Return the metric's value on each of M sets of samples, for a task other than plain classification.
 
         Args:
-            tables: The sums of the entries in ``Task.tables``, each of shape (M, …).
+            tables: For each entry of ``Task.tables``, its sums over each set, shape (M, …).
             loss: The sum of the losses of each set, (M,).
             weight: The sum of the weights of each set, (M,).
 
@@ -112,14 +112,14 @@ class Metric(Setting):
         return cls.of_sums is not Metric.of_sums if task.has_classes else cls.of_tables is not Metric.of_tables
 
     def check_rows(self, rows: Rows, task: Task) -> None:
-        """Test that the metric works for a task other than plain classification.
+        """Check that the metric works for a task other than plain classification.
 
         Args:
-            rows: The rows of a few samples.
+            rows: The predictions of a few samples.
             task: The task.
 
         Raises:
-            SpecError: The metric is of other tasks or fails.
+            SpecError: The metric is for other tasks, or it fails.
         """
         if self.table not in ("loss", "rows", *task.tables) or (self.label == "accuracy" and not task.has_accuracy):
             accepted = ", ".join(task.default_metrics)
@@ -132,10 +132,10 @@ class Metric(Setting):
         )
 
     def by_client_of_rows(self, rows: Rows, owners: Ints, clients: int) -> Reals:
-        """Return the metric's value for each client's samples of a task other than plain classification.
+        """Return the metric's value for each client's samples, for a task other than plain classification.
 
         Args:
-            rows: The rows of N samples.
+            rows: The predictions of N samples.
             owners: The client of each sample, (N,), from 0.
             clients: The number of clients.
 
@@ -148,12 +148,12 @@ class Metric(Setting):
         return self.of_tables(tables, loss, weight)
 
     def of_task_sums(self, sums: TaskSums) -> float | None:
-        """Return the metric's value, computed from sums that real sites sent."""
+        """Compute the metric's value from the sums that real sites send."""
         tables = {name: table.numpy()[None] for name, table in sums.tables.items()}
         return none_for_nan(self.of_tables(tables, np.array([sums.loss]), np.array([sums.weight]))[0])
 
     def check(self, classes: int) -> None:
-        """Test that the metric works, on a few artificial predictions that contain all classes.
+        """Check that the metric works on a few artificial predictions that contain all classes.
 
         Raises:
             SpecError: The metric fails, or returns neither a number nor None.
@@ -170,7 +170,7 @@ class Metric(Setting):
     def _try(self, measure: Callable[[], float | None], on: str) -> None:
         try:
             value = measure()
-        except Exception as error:  # a metric of the user's own may raise anything
+        except Exception as error:  # a user's own metric may raise any exception
             problem = f"fails on {on}: {type(error).__name__}: {error}. Correct the metric."
             raise SpecError("evaluation.metrics", problem, self.label) from error
         if value is not None and not isinstance(value, (int, float, np.number)):
@@ -179,7 +179,7 @@ class Metric(Setting):
 
 
 class _ByClient(Metric):
-    """A base class of metrics that define ``by_client``, which computes the values of all clients at once."""
+    """A base class of metrics whose ``by_client`` computes the values of all clients at once."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -187,7 +187,7 @@ class _ByClient(Metric):
 
 
 class _OfCounts(_ByClient):
-    """A metric that is computed from three counts of each class: correct predictions, samples, and predictions."""
+    """A base class of metrics that are computed from each class's numbers of samples, predictions and correct ones."""
 
     table = "counts"
 
@@ -196,12 +196,12 @@ class _OfCounts(_ByClient):
         return self.overall(*np.moveaxis(tables["counts"], -1, 0))
 
     def each(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the value for each class, by default the recall; NaN if it is undefined.
+        """Return the metric's value for each class, by default the recall; NaN if the value is undefined.
 
         Args:
             hits: The number of correctly predicted samples of each class, (…, C).
             actual: The number of samples of each class, (…, C).
-            predicted: How often each class was predicted, (…, C).
+            predicted: The number of predictions of each class, (…, C).
 
         Returns:
             The values, (…, C).
@@ -209,7 +209,7 @@ class _OfCounts(_ByClient):
         return _ratio(hits, actual)
 
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the value over all classes, (…), by default the mean of their values; for arguments, see ``each``."""
+        """Return the value over all classes, (…), by default the mean over the classes; for arguments, see ``each``."""
         return _mean_of_known(self.each(hits, actual, predicted))
 
     @override
@@ -228,7 +228,7 @@ class _OfCounts(_ByClient):
 
 
 class Accuracy(_OfCounts):
-    """Share of correctly classified samples; for a single class, its recall."""
+    """Fraction of correctly classified samples; for a single class, the recall."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -248,7 +248,7 @@ class MacroF1(_OfCounts):
 
 
 class MicroF1(_OfCounts):
-    """F1 of the counts of all classes or labels together (scikit-learn's micro ``f1_score``)."""
+    """F1 of the total counts of all classes or labels (scikit-learn's micro ``f1_score``)."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -267,7 +267,7 @@ class MeanIoU(_OfCounts):
 
 
 class _OfErrors(Metric):
-    """A metric of numbers, computed from sums over the samples: the mean of its values for each target."""
+    """A base class of metrics of regressions, computed from sums over samples; the mean over several targets."""
 
     table = "errors"
     higher_is_better = False
@@ -284,8 +284,8 @@ class _OfErrors(Metric):
             n: The number of samples.
             absolute: The sum of the absolute errors, in the unit of the target.
             square: The sum of the squared errors.
-            total: The sum of the targets, measured from their training mean.
-            squares: The sum of the squares of these.
+            total: The sum of the differences of the targets from their training mean.
+            squares: The sum of the squares of these differences.
         """
 
     @override
@@ -321,11 +321,11 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve, of the second of two classes; with more classes, the mean over them.
+    """Area under the ROC curve: for two classes, of the second class; for more classes, the mean over the classes.
 
-    The curve of a class separates its samples from all others. The mean leaves out classes to which no sample or every
-    sample belongs. Real sites send histograms of scores. The value is then approximate, and the record also has an
-    upper bound of its error.
+    The curve of a class separates its samples from all other samples. The mean leaves out classes that have no samples
+    or all samples. Real sites send histograms of scores. In this case, the value is approximate, and the record also
+    contains an upper bound of its error.
 
     Args:
         bins: Number of bins in each class's histogram of scores. Real sites send these histograms instead of scores.
@@ -343,7 +343,7 @@ class AUROC(_ByClient):
         return _mean_of_known(self._each(predictions, owners, clients))
 
     def _each(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
-        """Return each client's area for each class (of two, only for the second), (clients, C); NaN if undefined."""
+        """Return each client's area for each class (of two, for the second), (clients, C); NaN if undefined."""
         classes = [1] if predictions.classes == 2 else range(predictions.classes)
         return np.stack(
             [_areas(predictions.probabilities[:, c], predictions.labels == c, owners, clients) for c in classes],
@@ -357,7 +357,7 @@ class AUROC(_ByClient):
 
     @override
     def of_sums(self, sums: EvaluationSums) -> float | None:
-        # The order of two scores in the same bin is unknown. Such a pair counts half, as a tie does.
+        # The order of two scores in the same bin is unknown, so the pair counts half, like a tie.
         below, tied, pairs = self._pairs(sums)
         return none_for_nan(_mean_of_known(_ratio(below + tied / 2, pairs)[None])[0])
 
@@ -367,11 +367,11 @@ class AUROC(_ByClient):
         return none_for_nan(_mean_of_known(_ratio(tied / 2, pairs)[None])[0])
 
     def _pairs(self, sums: EvaluationSums) -> tuple[Reals, Reals, Reals]:
-        """Count, for each class, the pairs of a sample of the class and a sample of another class.
+        """For each class, count the pairs of a sample of this class and a sample of another class.
 
         Returns:
-            Three counts, each with one entry per class: the pairs in which the other sample is in a lower bin, the
-            pairs with both samples in the same bin, and all pairs.
+            Three counts for each class: pairs in which the other sample is in a lower bin, pairs with both samples in
+            the same bin, and all pairs.
         """
         scores = sums.scores.numpy().astype(np.float64)
         others, members = (scores[1:] if len(scores) == 2 else scores).transpose(1, 0, 2)
@@ -405,7 +405,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Exponential of the mean cross-entropy in nats: the number of equally likely tokens with the same uncertainty."""
+    """Exponential of the mean cross-entropy in nats, which is the number of equally likely tokens."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -427,10 +427,11 @@ class Perplexity(LogLoss):
 
 
 class ECE(_ByClient):
-    """Expected calibration error: mean difference between confidence and accuracy (Guo et al. 2017).
+    """Expected calibration error: the mean difference between confidence and accuracy (Guo et al. 2017).
 
-    Samples are sorted into bins by their confidence, the largest of a sample's probabilities. The error is the absolute
-    difference between mean confidence and accuracy in a bin, averaged over bins with their sample counts as weights.
+    Samples are divided into bins by their confidence, which is the largest predicted probability. In each bin, the
+    error is the absolute difference between mean confidence and accuracy. The result is the mean error of all bins,
+    weighted by their numbers of samples.
 
     Args:
         bins: Number of bins of equal width.
@@ -458,13 +459,13 @@ class ECE(_ByClient):
 
 
 class _OfRows(Metric):
-    """A base class of metrics that need all targets and predictions at once, and cannot be computed from sums."""
+    """A base class of metrics that need all targets and predictions at once, instead of sums."""
 
     table = "rows"
 
     @abstractmethod
     def measure(self, targets: NDArray[Any], predictions: NDArray[Any]) -> float | None:
-        """Return the metric's value for the targets and predictions of some samples; None if it is undefined."""
+        """Return the metric's value for targets and predictions; None if the value is undefined."""
 
     @override
     def by_client_of_rows(self, rows: Rows, owners: Ints, clients: int) -> Reals:
@@ -483,7 +484,8 @@ class _OfRows(Metric):
 class MeanAveragePrecision(_OfRows):
     """Mean average precision over the labels, for tasks with several labels per sample.
 
-    A label that no sample has is left out. Sites cannot compute it together, because it needs all predictions.
+    Labels without samples are left out. The metric cannot be computed from sums of real sites, because it needs all
+    predictions.
     """
 
     @override
@@ -491,20 +493,20 @@ class MeanAveragePrecision(_OfRows):
         from sklearn.metrics import average_precision_score
 
         if targets.ndim != 2 or not np.isin(targets, (0, 1)).all():
-            raise ValueError("it needs several labels for each sample")
+            raise ValueError("the metric needs several labels for each sample")
         there = targets.any(axis=0)
         scores = [average_precision_score(targets[:, k], predictions[:, k]) for k in np.flatnonzero(there)]
         return float(np.mean(scores)) if scores else None
 
 
 class _Named(_OfRows):
-    """A base class of metrics that a spec names by their path.
+    """A base class of metrics that a spec names by a path ``"module:name"``.
 
     Args:
-        path: The path, ``"module:name"``.
+        path: The path of the class or function.
     """
 
-    path: Annotated[str, Field(exclude=True)]  # excluded, because a spec gives the path as the metric's name
+    path: Annotated[str, Field(exclude=True)]  # excluded, because the path is the metric's name in a spec
 
     @property
     @override
@@ -521,8 +523,7 @@ class TorchMetric(_Named):
     """A metric of torchmetrics, such as ``"torchmetrics.classification:MultilabelAUROC"``.
 
     Args:
-        arguments: The arguments of the class, such as ``num_labels``. In a spec, they are the keys of the metric's
-            table other than ``name``.
+        arguments: The arguments of the class, such as ``num_labels``. In a spec, they are keys of the metric's table.
     """
 
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -540,7 +541,7 @@ class TorchMetric(_Named):
         if metric.__module__.startswith("torchmetrics.classification") and np.array_equal(targets, np.rint(targets)):
             targets = targets.astype(np.int64)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # TorchMetrics warns about each client that lacks a class
+            warnings.simplefilter("ignore")  # TorchMetrics warns about each client without samples of a class
             metric.update(torch.from_numpy(predictions), torch.from_numpy(targets))
             return none_for_nan(float(metric.compute()))
 
@@ -550,10 +551,10 @@ class TorchMetric(_Named):
 
 
 class FunctionMetric(_Named):
-    """A metric that is a function of the user's own, ``fn(labels, probabilities)``.
+    """A metric that is a user's function ``fn(labels, probabilities)``.
 
-    The function gets arrays of shapes (N,) and (N, C); for other tasks, the targets and the predictions, such as (N, K)
-    numbers. It returns a number, or None if the value is undefined.
+    The function gets arrays of shapes (N,) and (N, C). For other tasks, it gets the targets and the predictions, such
+    as (N, K) numbers. It returns a number, or None if the value is undefined.
 
     Args:
         lower_is_better: Whether a lower value is better.
@@ -578,7 +579,7 @@ class FunctionMetric(_Named):
 
 
 class _Metrics(Registry[Metric]):
-    """A registry that also finds metrics of the user's own, classes and functions named ``"module:name"``."""
+    """A registry that also finds a user's own metrics: classes and functions with a path ``"module:name"``."""
 
     @override
     def find(self, name: str) -> type[Metric]:
@@ -636,7 +637,7 @@ def values_of(metrics: Sequence[Metric], predictions: Predictions | Rows) -> dic
 
 
 def _counts(predictions: Predictions, owners: Ints, clients: int) -> tuple[Reals, Reals, Reals]:
-    """Return three counts of each client and class, (clients, C): correct predictions, samples, and predictions."""
+    """Count each client's correct predictions, samples and predictions of each class, each (clients, C)."""
     classes, labels, predicted = predictions.classes, predictions.labels, predictions.predicted
     hit = labels == predicted
 
@@ -648,10 +649,10 @@ def _counts(predictions: Predictions, owners: Ints, clients: int) -> tuple[Reals
 
 
 def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: int) -> Reals:
-    """Return the area under each client's ROC curve, computed from the ranks of the positives (Mann and Whitney).
+    """Compute the area under each client's ROC curve from the ranks of positive samples (Mann and Whitney).
 
-    A pair consists of a positive and a negative sample. The area is the share of pairs in which the positive sample has
-    the higher score; ties count half.
+    The area is the fraction of pairs of a positive and a negative sample in which the positive sample has the higher
+    score. Ties count half.
 
     Args:
         scores: The score of each sample, (N,).
@@ -660,7 +661,8 @@ def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: in
         clients: The number of clients.
 
     Returns:
-        The areas, shape (clients,); NaN for a client without positives, without negatives, or with a NaN score.
+        The areas, shape (clients,): NaN if a client has no positive samples, no negative samples or a score that is
+        NaN.
     """
     order = np.lexsort((scores, owners))
     s, k, p = scores[order], owners[order], positive[order]
@@ -689,7 +691,7 @@ def _ratio(above: ArrayLike, below: ArrayLike) -> Reals:
 
 
 def _mean_of_known(values: Reals) -> Reals:
-    """Return the mean of each row's finite values; NaN if there are none."""
+    """Return the mean of the finite values in each row; NaN if a row has none."""
     known = np.isfinite(values)
     return _ratio(np.where(known, values, 0.0).sum(axis=-1), known.sum(axis=-1))
 

@@ -24,10 +24,10 @@ Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 OUTPUT_BYTES = 16 << 20
-"""Bytes of a batch's outputs above which ``collect`` takes smaller batches. A loss needs several times as much."""
+"""The largest size, in bytes, of a batch's outputs in ``collect``; a loss needs several times as much memory."""
 
 KEPT_BYTES = 4 << 30
-"""The largest size, in bytes, of what an evaluation keeps of all samples."""
+"""The largest size, in bytes, of the values that an evaluation stores for all samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Predictions:
 
     @classmethod
     def of(cls, labels: Ints, logits: NDArray[np.floating]) -> Predictions:
-        """Make predictions from labels (N,) and logits (N, C)."""
+        """Compute predictions from labels (N,) and logits (N, C)."""
         values = np.asarray(logits, dtype=np.float32)
         made = cls(np.asarray(labels, dtype=np.int64), values, values.argmax(axis=1).astype(np.int64), 0.0)
         return cls(made.labels, values, made.predicted, float(made.losses.sum()))
@@ -66,13 +66,13 @@ class Predictions:
 
     @property
     def classes(self) -> int:
-        """C, the number of classes."""
+        """The number of classes, C."""
         return int(self.logits.shape[1])
 
     @cached_property
     def log_probabilities(self) -> Reals:
-        """Logarithm of the softmax, (N, C)."""
-        with np.errstate(invalid="ignore"):  # the logits of a model that has diverged may be infinite
+        """Logarithm of the predicted probabilities, (N, C)."""
+        with np.errstate(invalid="ignore"):  # logits may be infinite if a model has diverged
             shifted = self.logits.astype(np.float64)
             shifted -= shifted.max(axis=1, keepdims=True, initial=-np.inf)
             shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
@@ -80,7 +80,7 @@ class Predictions:
 
     @cached_property
     def probabilities(self) -> Reals:
-        """Softmax of the logits, (N, C)."""
+        """Predicted probabilities, (N, C): the softmax of the logits."""
         return np.exp(self.log_probabilities)
 
     @property
@@ -91,7 +91,7 @@ class Predictions:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows that an evaluation keeps of N samples of a task other than plain classification.
+    """The values that an evaluation stores for N samples of a task other than plain classification.
 
     Args:
         arrays: The entries of ``Task.rows``, each of shape (N, …).
@@ -139,17 +139,16 @@ def collect(
     batch_size: int = 1000,
     batch_statistics: bool = False,
 ) -> Rows:
-    """Compute what an evaluation keeps of samples; for arguments, see ``predict``.
+    """Compute the values that an evaluation stores for each sample; for arguments, see ``predict``.
 
-    Outputs are dropped batch by batch, and batches are smaller if their outputs would take more than ``OUTPUT_BYTES``.
+    Outputs are not stored. Batches are smaller if their outputs would take more than ``OUTPUT_BYTES``.
 
     Raises:
-        SpecError: All samples together would keep more than ``KEPT_BYTES``.
+        SpecError: The values of all samples would take more than ``KEPT_BYTES``.
     """
     n = len(data.y_train if split == "train" else data.y_test) if indices is None else len(indices)
     every = np.arange(n) if indices is None else indices
-    # Copy results into arrays. Small tensors that are kept from each batch would lie between large ones in memory, and
-    # their gaps could not be reused.
+    # Copy results into arrays. Otherwise, small tensors of each batch would fragment the memory.
     arrays, losses, counts = dict[str, NDArray[Any]](), np.zeros(n), np.zeros(n)
     size = min(batch_size, _samples_in_memory(model, weights, data, split, every)) if n else 1
     with _evaluating(model, weights, batch_statistics and n > 1) as (params, device):
@@ -173,10 +172,10 @@ def _batch(data: Dataset, part: Ints | slice, split: Split, device: torch.device
 
 
 def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Split, every: Ints) -> int:
-    """Return how many samples have outputs of ``OUTPUT_BYTES`` together, at least 1; the first sample shows their size.
+    """Return the number of samples, at least 1, whose outputs fit into ``OUTPUT_BYTES``; measure the first sample.
 
     Raises:
-        SpecError: All samples together would keep more than ``KEPT_BYTES``.
+        SpecError: The values of all samples would take more than ``KEPT_BYTES``.
     """
     with _evaluating(model, weights, False) as (params, device):
         x, y = _batch(data, every[:1], split, device)
@@ -184,14 +183,14 @@ def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Spl
         rows = data.task.rows(output, y)
     kept = len(every) * sum(tensor.numel() * tensor.element_size() for tensor in rows.values())
     if kept > KEPT_BYTES:
-        problem = f"keeps {kept / 2**30:.1f} GiB for {len(every)} samples, but the limit is {KEPT_BYTES >> 30} GiB. "
+        problem = f"stores {kept / 2**30:.1f} GiB for {len(every)} samples, but the limit is {KEPT_BYTES >> 30} GiB. "
         raise SpecError("task", problem + "Return fewer values per sample from its method rows.", data.task.name)
     return int(max(1, OUTPUT_BYTES // max(1, output.numel() * 4)))
 
 
 @contextmanager
 def _evaluating(model: Model, weights: Weights, batch_statistics: bool) -> Iterator[tuple[Params, torch.device]]:
-    """Load a model for evaluation; yield its parameters and their device."""
+    """Load a model for evaluation during the ``with`` block; yield its parameters and their device."""
     with model.loaded(weights.params, weights.buffers, train=False) as params:
         norms = [m for m in model.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         for layer in norms:
@@ -219,14 +218,14 @@ def predict(
         weights: The parameters and buffers.
         data: The data set.
         split: ``"train"`` or ``"test"``.
-        indices: The indices of the samples to predict, in this order; by default, all samples of the split.
-        batch_size: Samples per batch.
-        batch_statistics: Let BatchNorm normalise with each batch's statistics instead of the running ones.
+        indices: The indices of the samples to predict, in this order. Default: all samples of the split.
+        batch_size: Number of samples per batch.
+        batch_statistics: Whether BatchNorm normalises with each batch's statistics instead of running statistics.
     """
     labels = data.y_train if split == "train" else data.y_test
     n = len(labels) if indices is None else len(indices)
     logits, predicted, loss = np.empty((n, data.outputs), dtype=np.float32), np.empty(n, dtype=np.int64), 0.0
-    # BatchNorm cannot compute statistics of a single sample. It then uses the running statistics.
+    # BatchNorm cannot compute statistics of a single sample, so it uses running statistics.
     with _evaluating(model, weights, batch_statistics and n > 1) as (params, device):
         # Make batches of nearly equal size, so that the last batch is not a single sample.
         bounds = np.linspace(0, n, -(-n // batch_size) + 1).astype(int).tolist()

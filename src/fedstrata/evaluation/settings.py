@@ -1,4 +1,4 @@
-"""The section ``[evaluation]`` of a spec."""
+"""The settings in the section ``[evaluation]`` of a spec."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ TARGETS = [0.5, 0.8, 0.9, 0.95]
 
 
 class Evaluation(Setting):
-    """When and how models are evaluated, and when checkpoints are written.
+    """Settings of evaluations and of checkpoints.
 
-    When a run is resumed, ``weight_diversity`` and the settings that decide which samples are used for training
-    (``validation``, ``client_test`` and ``test_clients``) must stay the same. All other settings may change.
+    When a run is resumed, ``validation``, ``client_test``, ``test_clients`` and ``weight_diversity`` must stay the
+    same. All other settings may change.
 
     Args:
-        every: Number of rounds between evaluations. With 0, only the model after the last round is evaluated.
+        every: Number of rounds between evaluations. With 0, only the model of the last round is evaluated.
         batch_size: Number of samples per batch in evaluations.
         metrics: Metrics to compute, in addition to the loss.
-        primary: Metric that selects the best round and settings, and comes first in tables and figures: ``accuracy``,
-            ``loss`` or one of ``metrics``.
-        targets: Accuracies in (0, 1]. For each of them, the summary gives the first round that reached this accuracy.
-            For other metrics, set a table from each metric to a list of values, such as ``{ macro-f1 = [0.5] }``.
-        validation: Share of the training samples that is held out to choose the best round and to stop early. Samples
-            are held out before the others are divided among clients, with the same share of each class. With natural
-            clients, the same share of each client is held out instead.
-        client_test: Share of each client's samples that is held out as the client's own test samples. Each label keeps
-            its share, and at least one sample is held out. Real sites that have separate test samples ignore this
-            setting.
-        test_clients: Share of the clients that never train. The model is also evaluated on their samples.
+        primary: Metric that selects the best round and the best settings, and that tables and figures show first:
+            ``accuracy``, ``loss`` or one of ``metrics``.
+        targets: Accuracies in (0, 1]. For each target, the summary gives the first round that reached it. For other
+            metrics, set a table from each metric to a list of values, such as ``{ macro-f1 = [0.5] }``.
+        validation: Fraction of the training samples that is held out to choose the best round and to stop early. This
+            fraction of each class is held out before the partition divides the remaining samples among clients. With
+            natural clients, this fraction of each client's samples is held out.
+        client_test: Fraction of each client's samples that is held out as the client's own test samples. The fraction
+            is the same for each label, and at least one sample is held out. Real sites that have separate test samples
+            ignore this setting.
+        test_clients: Fraction of the clients that never train. The model is also evaluated on the samples of these
+            clients.
         fine_tune: Number of epochs for which each client fine-tunes the global model on its training samples. The
-            resulting personal model is evaluated on the client's own test samples. With 0, the personal model is the
-            global model with the client's own state, such as its BatchNorm statistics.
-        unheard: Number of successive evaluations after which a client counts as *unheard*, if the server used none of
-            its replies in this time. The results of unheard clients are also reported separately.
+            resulting personal model is evaluated on the client's own test samples. With 0, only the client's own state,
+            such as its BatchNorm statistics, is added to the global model.
+        unheard: Number of successive evaluations without a used reply after which a client counts as *unheard*. The
+            results of unheard clients are also reported separately.
         checkpoint_every: Number of rounds between checkpoints; 0 writes none.
         per_class: Whether to record the accuracy of every class, and all other metrics that are defined per class.
         weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean (ReBaFL,
@@ -98,12 +99,12 @@ class Evaluation(Setting):
             problem = not_among("is not a metric of this run", self.primary, self.measured, use)
             raise SpecError("primary", problem, self.primary)
         if self.fine_tune is not None and self.client_test is None:
-            problem = "personal models are evaluated on the clients' own test parts. Set evaluation.client_test too."
+            problem = "personal models are evaluated on the clients' own test samples. Set evaluation.client_test too."
             raise SpecError("fine_tune", problem, self.fine_tune)
         return self
 
     def of_task(self, task: Task) -> Evaluation:
-        """Return the settings with the metrics of a task, if they name none."""
+        """Return the settings with the default metrics of a task, if ``metrics`` is not set."""
         changed: dict[str, Any] = {}
         if not self.chosen and task.default_metrics and not task.has_classes:
             changed["metrics"] = [METRICS.make(name, {}) for name in task.default_metrics]
@@ -114,22 +115,22 @@ class Evaluation(Setting):
 
     @property
     def labels(self) -> list[str]:
-        """The name of each metric, which is also the metric's key in the records of rounds."""
+        """The names of the metrics, which are also their keys in the records of rounds."""
         return [metric.label for metric in self.metrics]
 
     @property
     def measured(self) -> list[str]:
-        """The names of all measured quantities: the accuracy, the loss and the metrics."""
+        """The names of all results of an evaluation: the accuracy, the loss and the metrics."""
         return list(dict.fromkeys(["accuracy", "loss", *self.labels]))
 
     @property
     def chosen(self) -> bool:
-        """Whether ``metrics`` differs from its default, which is the accuracy alone."""
+        """Whether ``metrics`` differs from its default, which is only the accuracy."""
         return self.labels != ["accuracy"]
 
     @property
     def accuracy_targets(self) -> list[float]:
-        """The targets of the accuracy."""
+        """The targets for the accuracy."""
         return self.targets.get("accuracy", []) if isinstance(self.targets, dict) else self.targets
 
     @property
@@ -144,7 +145,7 @@ class Evaluation(Setting):
         return frozenset({"loss"} | {metric.label for metric in self.metrics if not metric.higher_is_better})
 
     def metric(self, label: str) -> Metric:
-        """Return the metric whose name in records is ``label``.
+        """Return a metric by its name in records.
 
         Raises:
             SpecError: The run has no metric with this label.
@@ -156,13 +157,13 @@ class Evaluation(Setting):
         return metrics[label]
 
     def evaluated_rounds(self, last: int) -> frozenset[int]:
-        """Return the rounds that are evaluated, in a run of ``last`` rounds."""
+        """Return the rounds that are evaluated in a run with ``last`` rounds."""
         return frozenset([*range(self.every, last, self.every), last] if self.every else [last])
 
     def to_spec(self) -> dict[str, Any]:
         """Return the settings as a table, in which a metric without settings is replaced with its name.
 
-        ``primary`` is left out if it has its default value, so that specs stay as they were before it existed.
+        ``primary`` is left out if it has its default value, so that specs stay equal to specs of earlier versions.
         """
         tables = [plain(metric) for metric in self.metrics]
         table = super().to_spec() | {"metrics": [t["name"] if len(t) == 1 else t for t in tables]}

@@ -1,4 +1,4 @@
-"""Summarise a run in lines of text, for the terminal, the HTML report, notebooks and the status page."""
+"""Summaries of a run in lines of text, for the terminal, the HTML report, notebooks and the status page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MISSING = "–"
 
 
 def summary_lines(history: History) -> list[tuple[str, str]]:
-    """Return the lines of the panel, each as a pair of a heading and a text."""
+    """Return the lines of a run's summary, each as a pair of a heading and a text."""
     summary = history.summary
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     metric = history.primary
@@ -36,7 +36,7 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
     up, down = (summary[key] * 1e-6 for key in ("bytes_up", "bytes_down"))
     lines.append(("sent", f"{up:,.1f} MB by clients, {down:,.1f} MB to clients"))
     if history and (epsilon := history[-1].get("epsilon")) is not None:
-        lines.append(("privacy", f"ε = {epsilon:.2f} for a sample, but whoever knows the seed can remove the noise"))
+        lines.append(("privacy", f"ε = {epsilon:.2f} per sample, but anyone who knows the seed can remove the noise"))
     if history.path is not None:
         lines.append(("folder", str(history.path)))
     return lines

@@ -1,4 +1,4 @@
-"""Sums from which metrics can be computed: real sites send them instead of predictions."""
+"""Sums from which metrics can be computed, and which real sites send instead of predictions."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 EXTREME = 12.0
-"""Histograms of scores range from log-odds −12 to 12; scores beyond fall into the first or the last bin."""
+"""The largest log-odds in histograms of scores, which range from −12 to 12; the outer bins count all scores beyond."""
 
 
 @record("EvaluationSums")
 class EvaluationSums(Message):
-    """Sums over samples, from which metrics can be computed. The sums of two sets of samples can be added.
+    """Sums over a set of samples, from which metrics can be computed; the sums of two sets can be added.
 
     Args:
         samples: The number of samples.
         loss: Sum of the samples' cross-entropies, in nats.
         confusion: The number of samples of each class (row) that were predicted as each class (column), (C, C) int64.
-        scores: Two histograms for each class c, (C, 2, B) int64: the scores of the samples of other classes, and of
-            those of class c. A sample's score for c is the log-odds of its predicted probability of c. B is 0 if no
-            metric uses the scores.
-        calibration: For each bin of confidence (the largest probability of a sample), the sum of the confidences and
-            the number of correct predictions, (E, 2) float64.
+        scores: Two histograms for each class c, (C, 2, B) int64: first, the scores of samples of other classes; second,
+            the scores of samples of class c. A sample's score for c is the log-odds of its predicted probability of c.
+            B is 0 if no metric uses the scores.
+        calibration: For each of E bins of confidence, the sum of the confidences and the number of correct predictions,
+            (E, 2) float64. The confidence is the largest predicted probability of a sample.
 
     >>> one = sums_of(Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [1.0, 0.0]])))
     >>> (one + one).confusion.tolist()
@@ -51,7 +51,7 @@ class EvaluationSums(Message):
 
 @record("TaskSums")
 class TaskSums(Message):
-    """Sums over samples of a task other than plain classification. The sums of two sets of samples can be added.
+    """Sums over samples of a task other than plain classification; the sums of two sets of samples can be added.
 
     Args:
         samples: The number of samples.
@@ -70,11 +70,11 @@ class TaskSums(Message):
 
 
 def task_sums(rows: Rows, tables: Iterable[str]) -> TaskSums:
-    """Return the sums over some samples.
+    """Return the sums over samples of a task other than plain classification.
 
     Args:
-        rows: The rows of the samples.
-        tables: The names of the entries to sum up.
+        rows: The predictions of the samples.
+        tables: The names of the entries to add up.
     """
     owners = np.zeros(len(rows), dtype=np.int64)
     sums = {name: torch.from_numpy(rows.sums(name, owners, 1)[0]) for name in tables if name in rows.arrays}
@@ -82,7 +82,7 @@ def task_sums(rows: Rows, tables: Iterable[str]) -> TaskSums:
 
 
 def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int = 0) -> EvaluationSums:
-    """Return the sums over some predictions.
+    """Return the sums over samples of plain classification, from their predictions.
 
     Args:
         predictions: The predictions of N samples.
@@ -118,9 +118,9 @@ def confusion_of(predictions: Predictions) -> Ints:
 
 
 def calibration(predictions: Predictions, owners: Ints, clients: int, bins: int) -> Reals:
-    """Sum up confidences and correct predictions for each client and bin of confidence.
+    """Add up confidences and correct predictions for each client and bin of confidence.
 
-    Bin k of E bins, counted from 1, holds the samples with a confidence in ((k − 1) / E, k / E].
+    Bin k of E bins, counted from 1, contains the samples with a confidence in ((k − 1) / E, k / E].
 
     Args:
         predictions: The predictions of N samples.
