@@ -40,7 +40,7 @@ def test_each_client_has_a_row_by_its_name_over_the_seeds():
 def test_it_is_printed_in_each_format():
     table = by_client(RUNS, "auroc")
     assert "| a_b | 0.7500 | 0.2500" in to_markdown(table, "auroc")
-    assert "auroc on each client's own test part; mean over 2 seeds." in to_markdown(table, "auroc")
+    assert "auroc on each client's own test samples; mean over 2 seeds." in to_markdown(table, "auroc")
     assert r"a\_b & 0.7500 & 0.2500" in to_latex(table, "auroc")
     assert to_csv(table).splitlines()[3] == "a_b,fedavg,1,0.75,,,"
 
@@ -60,7 +60,7 @@ def test_clients_that_are_others_in_each_seed_are_refused():
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(SpecError, match=r"these runs have no results of single clients\. Give the test samples client"):
+    with pytest.raises(SpecError, match=r"these runs have no results of single clients\. Set evaluation.client_test, or"):
         by_client({"a": [History([])]})
     with pytest.raises(
         SpecError,

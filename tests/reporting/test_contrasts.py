@@ -118,7 +118,7 @@ def test_the_primary_metric_is_compared() -> None:
     text = to_markdown(found)
     assert "| final auroc | base | 0.6500 ± 0.0707 |" in text
     assert "| auroc at equal bytes (1e-05 MB) | other | 0.8000 ± 0.1414 |" in text
-    assert "Auroc at an equal budget is that of the last evaluation within it" in text
+    assert "Auroc at an equal budget is the value of the last evaluation within the budget" in text
     named = contrast(runs, ["best_auroc", "final_accuracy"])
     assert [row.value.mean for row in named.rows] == pytest.approx([0.65, 0.8, 0.98, 0.98])
     with pytest.raises(SpecError, match="metric = 'best_aurok'"):
@@ -179,7 +179,7 @@ def test_few_seeds_are_said() -> None:
     assert "Intervals need at least three seeds" in two
     assert "interval |" not in to_markdown(contrast(runs_of(a=[0.5, 0.6], b=[0.6, 0.8])))
     three = caption(contrast(THREE))
-    assert "their 95 % intervals hold for the 2 differences of a measure together" in three
+    assert "their 95 % intervals hold for all 2 differences of a measure at the same time" in three
     assert "paired t-test, multiplied by 2 (Bonferroni)" in three
     six = [0.1, 0.2, 0.4, 0.3, 0.6, 0.5]
     many = runs_of(a=six, b=[value + 0.01 * (1 + i) for i, value in enumerate(six)])

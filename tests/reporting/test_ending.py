@@ -66,7 +66,7 @@ def test_more_seeds_are_suggested_when_no_order_is_shown() -> None:
 
 def test_runs_on_different_data_are_not_compared() -> None:
     result = ending(THREE, is_comparable=False)
-    assert result.sentences == ("The runs are on different data, so their results are not compared.",)
+    assert result.sentences == ("The runs use different data, so their results are not compared.",)
     assert "minus" not in "\n".join(printed(result.table))
 
 

@@ -1,4 +1,4 @@
-"""Answer in words which method is best: by how much, how sure that is, and at what cost."""
+"""Sentences about which method is best, by how much, with which certainty and at which cost."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fedstrata.reporting.draw import TRAFFIC
 from fedstrata.reporting.statistics import MIN_SEEDS, seeds_needed
 
 NAMED = 3
-"""The most methods that a sentence names."""
+"""The largest number of methods that a sentence lists."""
 FINE = 10
-"""The fewest seeds with which percentages have two digits after the point."""
+"""The smallest number of seeds for which percentages have two digits after the decimal point."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a comparison in sentences.
+    """The result of a comparison in sentences.
 
     Args:
         headline: Which methods are ahead of the baseline.
         best: The best method, its difference from the baseline with the interval, and its cost.
-        seeds: The number of seeds that are needed to show the best method's difference, if the spread stays; None if
-            the difference is shown already, or if the runs cannot tell.
+        seeds: The number of seeds that would show the best method's difference, if the standard deviation does not
+            change. None if the difference is shown already, or if the number is unknown.
     """
 
     headline: str
@@ -36,11 +36,12 @@ class Answer:
 
 
 def verdict(row: Contrast, direction: int) -> Verdict:
-    """Return whether a label is ahead of the baseline, behind it, or neither is shown.
+    """Return the verdict on a label: ahead of the baseline, behind it, or no order shown.
 
     Args:
         row: The comparison of the label with the baseline.
-        direction: 1 if higher is better, -1 if lower is better, and 0 if neither is, so that no order can be shown.
+        direction: 1 if higher is better, -1 if lower is better, and 0 if neither is better, so that an order cannot be
+            shown.
     """
     order = row.difference.order() if row.difference is not None else "not run"
     sign = direction * {"above": 1, "below": -1}.get(order, 0)
@@ -48,11 +49,11 @@ def verdict(row: Contrast, direction: int) -> Verdict:
 
 
 def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answer:
-    """Answer by the first measure of a comparison, usually the primary metric at the end.
+    """Return the result of a comparison by its first measure, usually the final value of the primary metric.
 
     Args:
-        runs: The histories of each label's seeds.
-        comparison: The comparison of the same runs.
+        runs: The histories of each label, one per seed.
+        comparison: The comparison of these runs.
     """
     key = next(iter(comparison.measures), "")
     rows = {row.label: row for row in comparison.groups.get(key, []) if row.value.mean is not None}
@@ -100,23 +101,23 @@ def names(labels: Sequence[str]) -> str:
 
 
 def worded(value: float, how: tables.Measure) -> str:
-    """Return a value in words, such as ``95.5 %``."""
+    """Format a value with its unit, such as ``95.5 %``."""
     return f"{number(value, how)} %" if how.factor == 100 else number(value, how)
 
 
 def rounded(how: tables.Measure, seeds: int) -> tables.Measure:
-    """Return the display of a measure with the digits that ``number`` shows."""
+    """Return the display of a measure, with the number of digits that ``number`` shows."""
     return replace(how, digits=(1 if seeds < FINE else 2) if how.factor == 100 else min(how.digits, 3))
 
 
 def number(value: float, how: tables.Measure, sign: str = "", seeds: int = 1) -> str:
-    """Format a number for reading: percentages with one digit after the point, other measures with at most three.
+    """Format a number with few digits after the decimal point: percentages with one, other measures with at most three.
 
     Args:
         value: The number, in the recorded unit.
         how: The display of its measure.
-        sign: ``"+"`` to write the sign of positive numbers too.
-        seeds: The number of seeds of a mean. With at least ``FINE`` seeds, percentages have two digits.
+        sign: ``"+"`` to show the sign of positive numbers too.
+        seeds: The number of seeds of a mean. If it is at least ``FINE``, percentages have two digits.
 
     >>> number(-0.0125, tables.measure("final_accuracy"), "+"), number(0.25, tables.measure("final_auroc"))
     ('−1.2', '0.250')
@@ -126,7 +127,7 @@ def number(value: float, how: tables.Measure, sign: str = "", seeds: int = 1) ->
 
 
 def _cost(runs: Mapping[str, Sequence[History]], label: str, baseline: str) -> str:
-    """Say how many bytes a label sent and received beside the baseline; the text is empty if none were recorded."""
+    """Compare a label's total bytes with the baseline in words; the text is empty if bytes were not recorded."""
     sent, baseline_sent = (
         fmean(sum(history.total(column) for column in TRAFFIC) for history in runs[each]) for each in (label, baseline)
     )

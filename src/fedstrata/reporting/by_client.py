@@ -1,4 +1,4 @@
-"""A table of the clients' own results: one row per client, one column per method."""
+"""A table of the results of single clients: a row per client, and a column per method."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ ByClient = dict[str, dict[str, Estimate]]
 """A mapping from the name of each client to a mapping from each label to an estimate."""
 
 NOT_RESULTS = ("client", "name", "in_partition", "train_samples", "samples", "heard")
-"""Columns of a run's table of clients that are not results."""
+"""The columns of a run's table of clients that do not contain results."""
 
 
 def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -> ByClient:
-    """Estimate a result of each client, such as the accuracy on its test samples, for each label over its seeds.
+    """For each client and label, estimate a result over the seeds, such as the accuracy on the client's test samples.
 
     Args:
         runs: The histories of each label's seeds.
         column: A column of results in the runs' tables of clients (``clients.csv``).
 
     Returns:
-        The estimates of each client, in the order of the runs' tables. If a client has no value, for example because it
-        has no samples of a class, the estimate is empty.
+        The estimates for each client, in the order of the runs' tables. An estimate is empty if the client has no
+        value, for example because it lacks samples of a class.
 
     Raises:
-        SpecError: No run has a table of clients; the column is unknown; or there are several seeds, and the same client
-            has different data with each seed.
+        SpecError: None of the runs has a table of clients, the column is unknown, or a client has different data with
+            different seeds.
     """
     results = {label: [history.clients for history in members] for label, members in runs.items()}
     rows = [row for members in results.values() for table in members for row in table]
     if not rows:
         problem = (
-            "these runs have no results of single clients. Give the test samples client ids, or set "
-            "evaluation.client_test."
+            "these runs have no results of single clients. Set evaluation.client_test, or use data whose test samples "
+            "have client ids."
         )
         raise SpecError("--by-client", problem)
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in NOT_RESULTS]
@@ -68,7 +68,7 @@ def _number(cell: object) -> float | None:
 
 
 def _cells(table: ByClient, column: str) -> tuple[list[str], list[list[str]]]:
-    """Return the labels, and a row of text per client: its name, then the mean and interval of each label."""
+    """Return the labels and, for each client, a row of texts: its name, and each label's mean with interval."""
     how, labels = tables.measure(f"final_{column}"), list(next(iter(table.values())))
     rows = []
     for name, estimates in table.items():
@@ -90,11 +90,11 @@ def caption(table: ByClient, column: str) -> str:
     seeds, unit = max(estimate.n for estimate in estimates), ", in %" if column == "accuracy" else ""
     over = "one seed" if seeds == 1 else f"mean over {seeds} seeds"
     interval = " with its 95 % interval" if any(estimate.interval for estimate in estimates) else ""
-    return f"{column} on each client's own test part{unit}; {over}{interval}."
+    return f"{column} on each client's own test samples{unit}; {over}{interval}."
 
 
 def to_screen(table: ByClient, column: str, every: bool = False) -> ScreenTable:
-    """Return the table for a terminal; with ``every``, the terminal shows all columns even if it is narrow."""
+    """Return the table for a terminal; ``every`` shows all columns in a narrow terminal too."""
     labels, rows = _cells(table, column)
     return ScreenTable(["client", *labels], rows, every=every, note=caption(table, column))
 
@@ -106,14 +106,14 @@ def to_markdown(table: ByClient, column: str) -> str:
 
 
 def to_latex(table: ByClient, column: str) -> str:
-    """Return the table in LaTeX, with all text escaped. The document must load the package booktabs."""
+    """Return the table in LaTeX with escaped texts. The document must load the package booktabs."""
     labels, rows = _cells(table, column)
     headings, *lines = (list(map(contrasts.escape, cells)) for cells in (["client", *labels], *rows))
     return contrasts.latex_table(contrasts.escape(caption(table, column)), headings, lines)
 
 
 def to_csv(table: ByClient) -> str:
-    """Return CSV with one row per client and label, with all digits; missing numbers are empty."""
+    """Return CSV with a row per client and label; numbers have all digits, and missing numbers are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["client", "label", "n", "mean", "sd", "low", "high"])

@@ -1,4 +1,4 @@
-"""Collect the data of the HTML report's charts as JSON values: curves, participation, and heat maps."""
+"""The data of the charts in the HTML report, as values for JSON: curves, participation and heat maps."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 NUMBERS = 300_000
-"""The approximate limit of numbers in all curves of a data set together. It keeps a page small enough for mail."""
+"""The approximate limit of numbers in all curves of a data set, which keeps the page small enough for e-mail."""
 POINTS = 400
-"""The most points to draw per curve."""
+"""The largest number of points per curve."""
 OWN = 24
-"""The most columns to draw of those that only some methods record."""
+"""The largest number of drawn columns that only some methods record."""
 BARS = 240
-"""The most bars of the participation chart; if a run has more rounds, several rounds share a bar."""
+"""The largest number of bars in the participation chart; if a run has more rounds, a bar shows several rounds."""
 CLASSES = 40
-"""The most classes for which confusion matrices are shown."""
+"""The largest number of classes for which confusion matrices are shown."""
 CLIENTS = 200
-"""The most clients of a heat map; if there are more, it shows an evenly spaced selection."""
+"""The largest number of clients in a heat map; if there are more, an evenly spaced selection is shown."""
 CELLS = 80_000
-"""The largest number of fields (one label and one client each) in all heat maps together."""
+"""The largest number of fields (pairs of a label and a client) in all heat maps together."""
 
 DASHES: dict[Dash, list[int]] = {"-": [], "--": [8, 4], ":": [2, 3], "-.": [8, 3, 2, 3]}
 """A mapping from each line style to the lengths of its dashes and gaps in pixels."""
@@ -46,15 +46,16 @@ _SOURCES = {name: name.replace("_", " ") for name in ("test", "validation", "cli
 _SOURCES["personal"] = "personal models"
 _STATISTICS = {"mean": "mean", "worst_10": "worst tenth"}
 _NOT_METRICS = ("client", "name", "in_partition", "train_samples", "samples")
-"""Columns of the clients' table that are not metrics."""
+"""The columns in the table of clients that are not metrics."""
 
 
 def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Stroke]:
-    """Choose the line of each label. If there are too many for the colours, the baseline and the best ones get one.
+    """Choose a line for each label; if there are too few colours, only the baseline and the best labels get a colour.
 
     Args:
         labels: The labels in the order of the comparison, the baseline first.
-        ranked: The same labels, the best one first.
+        ranked: The same labels, sorted
+        from the best to the worst.
     """
     if len(labels) <= len(style.SERIES):
         return style.lines(labels)
@@ -63,11 +64,11 @@ def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Str
 
 
 def chart_data(runs: Mapping[str, Sequence[Run]], lines: Mapping[str, style.Stroke] | None = None) -> dict[str, Any]:
-    """Collect the data of all charts about the runs on one data set, as values for JSON.
+    """Return the data of all charts about the runs on a data set, as values for JSON.
 
     Args:
         runs: A mapping from each label to its runs, one per seed.
-        lines: The line of each label. Default: those of ``style.lines``.
+        lines: The line of each label. Default: the result of ``style.lines``.
     """
     lines = style.lines(list(runs)) if lines is None else lines
     members = histories(runs)
@@ -106,7 +107,7 @@ def chart_data(runs: Mapping[str, Sequence[Run]], lines: Mapping[str, style.Stro
 
 
 def has_costs(charts: Mapping[str, Any]) -> bool:
-    """Return True if the methods can be drawn over a cost, such as their bytes."""
+    """Return True if curves can be drawn over a cost, such as bytes."""
     methods = charts["methods"]
     return len(methods) > 1 and len(charts["axes"]) > 1 and any(each["final"][0] is not None for each in methods)
 
@@ -116,7 +117,7 @@ def _total(history: History, key: str) -> float:
 
 
 def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
-    """Return the name of a column, its limits in the unit of the name, and whether higher or lower is better.
+    """Return a column's name, its limits in the unit of the name, and whether higher or lower is better.
 
     Args:
         key: The column.
@@ -132,10 +133,10 @@ def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
     """List the columns that can be drawn over the rounds, the primary metric first.
 
-    Other metrics of the evaluation come next, then columns that only some methods record, if their values change.
+    Other metrics come next, and then columns that only some methods record and whose values change.
     """
     changes: dict[str, bool] = {}
-    """A mapping from each column to True if only some methods record it and its values change in some run."""
+    """A mapping from each column that only some methods record to True if its values change in any run."""
     for history in (history for members in runs.values() for history in members):
         for name in history.columns:
             varies = is_own(name) and not changes.get(name) and len(set(history.column(name)[1].tolist())) > 1
@@ -158,7 +159,7 @@ def is_own(name: str) -> bool:
 
 
 def named(key: str) -> Quantity:
-    """Return the name of a column in charts, with its unit, and the factor from recorded values to that unit.
+    """Return the name of a column in charts, with its unit, and the factor from recorded values to this unit.
 
     >>> named("clients.accuracy.worst_10").name, named("validation.loss").name, named("test.ece").factor
     ('clients: accuracy, worst tenth, %', 'validation loss', 1.0)
@@ -176,15 +177,15 @@ def named(key: str) -> Quantity:
 
 
 def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str], points: int) -> dict[str, Any]:
-    """Return the curves of a label: each column's mean and standard deviation over seeds in selected rounds.
+    """Return the curves of a label: the mean and standard deviation over seeds of each column in selected rounds.
 
-    The amount of each resource in ``axes`` that was spent until each of these rounds is added.
+    For each resource in ``axes``, the amount that was spent until each of these rounds is added.
 
     Args:
         members: The histories of one label's seeds.
         names: The columns to draw.
-        axes: The keys of ``BUDGETS`` that can be the horizontal axis.
-        points: The most rounds to select.
+        axes: The keys of ``BUDGETS`` for possible horizontal axes.
+        points: The largest number of rounds to select.
     """
     bands = {}
     for name in names:
@@ -209,11 +210,11 @@ def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str
 def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any, Any]:
     """Select the rounds to draw: all rounds in which any column has values.
 
-    If these are too many, evenly spaced rounds of the first column are selected.
+    If there are too many, evenly spaced rounds of the first column are selected.
 
     Args:
         rounds: An array for each column, (R,): the rounds in which the column has values.
-        points: The most rounds to select.
+        points: The largest number of rounds to select.
     """
     every = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rounds]))
     if len(every) > points and rounds and len(rounds[0]):
@@ -223,14 +224,14 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 
 
 def fates(run: Run) -> dict[str, Any]:
-    """Count how many invited clients returned, dropped out, and so on, for each bar of the participation chart.
+    """Count, for each bar of the participation chart, the invited clients by their outcomes, such as dropouts.
 
-    A run's records count refused answers as failed. Its events tell which answers were refused, so that this function
-    counts them apart.
+    The records of a run count refused answers as failures. This function counts refused answers separately, by the
+    events of the run.
 
     Returns:
-        A table for JSON: ``run`` is the name of the run, ``rounds`` the number of its rounds, ``each`` the number of
-        rounds per bar, and ``counts`` a list for each name in ``FATE_NAMES`` with one count per bar.
+        A table for JSON. ``run`` is the name of the run, ``rounds`` the number of its rounds, and ``each`` the number
+        of rounds per bar. ``counts`` has a list for each name in ``FATE_NAMES``, with a count per bar.
     """
     refused: dict[int, set[Any]] = {}
     for event in run.events:
@@ -247,7 +248,7 @@ def fates(run: Run) -> dict[str, Any]:
 
 
 def _classes(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:
-    """Return each label's accuracy per class, in percent, and its confusion matrix; None if no run recorded them."""
+    """Return each label's accuracy per class, in percent, and confusion matrix; None if the runs do not have these."""
     rows = [_class_accuracy([run.history for run in members]) for members in runs.values()]
     counts = max((len(row) for row in rows if row is not None), default=0)
     if not counts:
@@ -268,7 +269,7 @@ def _class_accuracy(members: Sequence[History]) -> Floats | None:
 
 
 def _means(table: Floats, empty: float) -> Floats:
-    """Return the mean of each column, ignoring NaN; a column of only NaN gets the value ``empty``."""
+    """Return the mean of each column without NaN; a column that contains only NaN gets the value ``empty``."""
     known = ~np.isnan(table)
     counts = known.sum(axis=0)
     return np.where(counts > 0, np.where(known, table, 0).sum(axis=0) / np.maximum(counts, 1), empty)
@@ -285,7 +286,7 @@ def _last_classes(history: History) -> Floats | None:
 
 
 def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
-    """Return the sum of the last confusion matrices of all seeds; None if there are none or their sizes differ."""
+    """Return the sum of the last confusion matrices of all seeds; None if any is missing or their sizes differ."""
     matrices = [matrix.counts for run in members if (matrix := _matrix(run.history)) is not None]
     if not matrices or len({matrix.shape for matrix in matrices}) > 1:
         return None
@@ -294,7 +295,7 @@ def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
 
 
 def _matrix(history: History) -> Confusion | None:
-    """Return the confusion matrix of the saved model; None if it was not recorded."""
+    """Return the confusion matrix of the saved model; None if the matrix was not recorded."""
     matrix = history.confusion.get("last")
     if history.model_round is not None:
         matrix = next((each for each in history.confusion.values() if each.round == history.model_round), None)
@@ -308,14 +309,14 @@ def _class_names(run: Run) -> list[str]:
 
 
 def _by_name(rows: Iterable[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Return a mapping from the name of each client, or its id if it has no name, to its row."""
+    """Return the clients' rows by the clients' names, or by their ids if they have no names."""
     return {row.get("name", row["client"]): row for row in rows}
 
 
 def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     """Return one heat map (labels × clients) for each seed and metric.
 
-    Results are not averaged over seeds, because with another seed, the client of the same id holds other samples.
+    Results are not averaged over seeds, because a client has other samples with another seed.
     """
     maps = list[dict[str, Any]]()
     for seed in dict.fromkeys(run.name for members in runs.values() for run in members):
@@ -352,7 +353,7 @@ def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
 
 
 def _numbers(rows: Iterator[dict[str, Any]]) -> list[str]:
-    """List the metrics in the rows of the clients' tables. ``heard``, a client's last used reply, comes last."""
+    """List the metrics in the clients' tables; ``heard``, the round of a client's last used reply, comes last."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, (int, float)))
     return sorted((name for name in names if name not in _NOT_METRICS), key=lambda name: name == "heard")
 
@@ -370,6 +371,6 @@ def _list(values: Floats) -> list[float | None]:
 
 
 def _short(value: float) -> float:
-    """Round to five significant digits, which is enough for a chart."""
+    """Round a number to five significant digits, which are enough for a chart."""
     short = float(f"{value:.5g}")
     return int(short) if short.is_integer() else short

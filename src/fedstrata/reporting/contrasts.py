@@ -1,4 +1,4 @@
-"""Compare labels with a baseline label by differences paired by seed, and format the comparisons as tables."""
+"""Comparisons of labels with a baseline, by differences that are paired by seed, and tables of comparisons."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Budget(NamedTuple):
     """A resource that runs use, such as bytes sent.
 
     Args:
-        columns: The columns of a round's record whose sum is the amount used in the round.
+        columns: The columns of a round's record whose sum is the amount that the round used.
         unit: The unit in which the amount is shown.
-        axis: The title of a chart axis that shows the amount.
+        axis: The title of an axis of a chart that shows the amount.
         factor: The factor from the recorded unit to the shown unit.
     """
 
@@ -51,10 +51,10 @@ BUDGETS = {
     "seconds": Budget(("seconds",), "s", "time, s"),
     "simulated_seconds": Budget(("simulated_seconds",), "simulated s", "simulated time, s"),
 }
-"""The resources at equal amounts of which methods can be compared, such as after the same number of bytes."""
+"""The resources, such as bytes, of which equal amounts can be compared: metrics after the same number of bytes."""
 
 LESS = ("train_loss", "samples", "seconds", "simulated_seconds", *TRAFFIC)
-"""The columns, besides metrics, for which lower is better."""
+"""The columns, apart from metrics, for which lower is better."""
 
 SHOWN = 10
 """The largest number of columns that an error about an unknown measure lists."""
@@ -64,7 +64,7 @@ _AT = "_at_"
 
 @dataclass(frozen=True)
 class Contrast:
-    """A measure of one label, and its difference to the baseline.
+    """The values of a measure for a label, and the difference to the baseline.
 
     Args:
         key: The key of the measure, such as ``final_accuracy``.
@@ -72,8 +72,8 @@ class Contrast:
         seeds: The number of the label's runs.
         value: The estimate of the measure over these runs.
         difference: The difference to the baseline, paired by seed; None for the baseline itself, or without a baseline.
-        stuck: The number of runs in which the server could use none of the clients' replies, from the start or from
-            some later round to the end.
+        stuck: The number of runs that broke down: from some round to the end, the server could not use any client's
+            reply.
         kept: A text that says which round's model the runs saved at their end; see ``tables.kept``.
     """
 
@@ -87,21 +87,21 @@ class Contrast:
 
     @property
     def marked(self) -> str:
-        """The label, followed by the mark ``STUCK`` if ``stuck`` is above 0."""
+        """The label with the mark ``STUCK`` if ``stuck`` is above 0."""
         return f"{self.label} {tables.STUCK}" if self.stuck else self.label
 
 
 @dataclass(frozen=True)
 class Contrasts:
-    """The comparisons of all labels with one baseline, which make up a table.
+    """The comparisons of all labels with a baseline, which are the content of a table.
 
     Args:
         rows: The comparisons, sorted by measure and then by label.
         measures: A mapping from the key of each measure to its display.
-        baseline: The label that the others are compared with; None if there is only one label.
-        test: The test that gives the p-values.
-        budgets: A mapping from each key ``M_at_KIND`` to the amount of the resource KIND at which the primary metric M
-            is compared, in recorded units.
+        baseline: The label with which all other labels are compared; None if there is only one label.
+        test: The significance test for the p-values.
+        budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND in recorded units. The primary
+            metric M is compared at this amount.
         directions: A mapping from the key of each measure to 1 if higher is better, -1 if lower is better, else 0.
     """
 
@@ -128,19 +128,19 @@ def contrast(
 ) -> Contrasts:
     """Compare the runs of each label with those of a baseline label, by measures such as the final accuracy.
 
-    A measure can be limited to a budget, such as a number of bytes: the value is then that of the last evaluation
+    A measure can be limited to a budget, such as a number of bytes. The value then comes from the last evaluation
     within the budget. A run that spent less in total has no value.
 
     Args:
         runs: The histories of each label's seeds.
-        metrics: The measures: keys of ``MEASURES``; ``final_M`` or ``best_M`` of a metric M; ``rounds_to_T`` of a
-            target T; or columns of the records, of which the value for the saved model is compared. Default: the
-            primary metric at the end, and at equal bytes and equal samples.
+        metrics: The measures to compare: keys of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
+            ``rounds_to_T`` for a target T, or columns of the records (the value for the saved model). Default: the
+            primary metric at the end, at equal bytes and at equal samples.
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. An amount of None
             stands for the largest amount that all runs reached.
-        baseline: The label with which the others are compared. Default: the first label.
-        test: The test of paired differences. The differences of one measure are judged together: their intervals hold
-            at the same time, and their p-values are corrected for their number (Bonferroni).
+        baseline: The label with which all other labels are compared. Default: the first label.
+        test: The test of paired differences. All differences of a measure are judged together: their intervals hold at
+            the same time, and their p-values are corrected for the number of differences (Bonferroni).
 
     Raises:
         SpecError: The label, measure or budget is unknown, or a run did not record the budget.
@@ -159,7 +159,7 @@ def contrast(
     for key in [*(metrics if asked else [f"final_{tables.primary(runs)}"]), *budgets]:
         by_label = {label: [_value(history, key, budgets) for history in members] for label, members in runs.items()}
         is_known = any(value is not None for each in by_label.values() for value in each)
-        # If all runs spend the same amount, the value at this budget equals the final value, and is not shown again.
+        # If all runs spend the same amount, the value at this budget is the final value, and is not shown twice.
         if not asked and (by_label in values.values() or not is_known):
             continue
         values[key], measures[key] = by_label, _measure(key, budgets, runs)
@@ -202,7 +202,7 @@ def _difference(
 
 
 def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | None], asked: bool) -> dict[str, float]:
-    """Return a mapping from the key of each measure at a budget, such as ``accuracy_at_bytes``, to the amount."""
+    """Return the budgets: a mapping from the key of each measure, such as ``accuracy_at_bytes``, to the amount."""
     budgets, metric = {}, tables.primary(runs)
     for kind, amount in at.items():
         if kind not in BUDGETS:
@@ -221,9 +221,9 @@ def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | Non
 
 
 def _spent(history: History, kind: str, metric: str) -> Floats:
-    """Return how much of a resource was spent until each evaluation of a metric.
+    """Return the amount of a resource that was spent until each evaluation of a metric.
 
-    Without evaluations, the only value is the amount that the whole run spent.
+    Without evaluations, the only value is the amount of the whole run.
     """
     rounds, _ = history.points(column_of(metric))
     return spent(history, BUDGETS[kind].columns, rounds if len(rounds) else np.array([history[-1]["round"]]))
@@ -258,7 +258,7 @@ def value_at(history: History, kind: str, budget: float, metric: str = "accuracy
 
 
 def _measure(key: str, budgets: Mapping[str, float], runs: Curves) -> tables.Measure:
-    """Return how a measure is displayed: its heading, factor and digits.
+    """Return the display of a measure: heading, factor and digits.
 
     Raises:
         SpecError: The measure is unknown.
@@ -291,7 +291,7 @@ def _amount(amount: float, budget: Budget) -> str:
 
 
 def range_text(ends: Range | None, how: tables.Measure, sign: str = "") -> str:
-    """Format an interval in the unit of its heading."""
+    """Format an interval in the unit of its column."""
     return (
         tables.MISSING
         if ends is None
@@ -305,11 +305,10 @@ def p_text(p: float | None) -> str:
 
 
 def _lines(table: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
-    """Return the cells of a table as text, without columns that are empty in all rows.
+    """Return the headings and rows of a table as texts, without columns that are empty in all rows.
 
     Returns:
-        The headings of all columns except the first, which contains the labels; and a mapping from the heading of each
-        measure to its rows.
+        The headings of all columns after the labels, and a mapping from the heading of each measure to its rows.
     """
     headings = ["", "mean ± sd", "95 % interval", f"minus {table.baseline}", "95 % interval", "p"]
     groups = {}
@@ -349,7 +348,7 @@ def _sentences(table: Contrasts) -> Iterator[str]:
         yield f"Mean ± sample standard deviation over {_span(seeds)} seeds{interval}."
     together = len({row.label for row in table.rows}) - 1
     if any(each.interval for each in differences):
-        how = f"hold for the {together} differences of a measure together (Student's t, Bonferroni)"
+        how = f"hold for all {together} differences of a measure at the same time (Student's t, Bonferroni)"
         how = how if together > 1 else "are Student's t"
         yield f"Differences to {table.baseline} are paired by seed; their 95 % intervals {how}."
     if any(each.p is not None for each in differences):
@@ -358,12 +357,12 @@ def _sentences(table: Contrasts) -> Iterator[str]:
         yield f"p-values: two-sided {name}{times}."
     if table.budgets:
         metric = next(iter(table.budgets)).rpartition(_AT)[0].capitalize()
-        yield f"{metric} at an equal budget is that of the last evaluation within it, if there is one."
+        yield f"{metric} at an equal budget is the value of the last evaluation within the budget."
     pairs = sorted({each.n for each in differences} or {row.value.n for row in table.rows})
     if seeds[-1] > 1 and pairs[0] < MIN_SEEDS:
         yield "Intervals need at least three seeds, and tests at least two."
     if table.test == "wilcoxon" and any(n < FEWEST["wilcoxon"] for n in pairs) and differences:
-        yield "Wilcoxon's test needs six pairs that differ: with fewer, p cannot be below 0.05 and is not shown."
+        yield "Wilcoxon's test needs six pairs that differ: with fewer pairs, p cannot be below 0.05 and is not shown."
     if any(each.p is None and each.n >= FEWEST[table.test] for each in differences):
         yield "Intervals and p-values are missing if all pairs have the same difference."
     yield from tables.of_kept({row.label: row.kept for row in table.rows})
@@ -371,16 +370,16 @@ def _sentences(table: Contrasts) -> Iterator[str]:
 
 
 def to_screen(table: Contrasts, every: bool = False) -> ScreenTable:
-    """Return the table for a terminal; with ``every``, the terminal shows all columns even if it is narrow."""
+    """Return the table for a terminal; ``every`` shows all columns in a narrow terminal too."""
     headings, groups = _lines(table)
     rows = [row for title, lines in groups.items() for row in ([title], *lines)]
-    # Means, differences, their intervals and p-values are more important than the intervals of the means.
+    # Intervals of the means are less important than all other columns.
     order = sorted(range(1, len(headings) + 1), key=lambda column: (column == 2 and len(headings) > 2, column))
     return ScreenTable(["", *headings], rows, order=order, every=every, note=caption(table))
 
 
 def to_markdown(table: Contrasts) -> str:
-    """Return one table in Markdown, with its caption below."""
+    """Return a table in Markdown, with its caption below."""
     headings, groups = _lines(table)
     rows = [[title, *cells] for title, lines in groups.items() for cells in lines]
     return f"{tables.markdown_table(['', '', *headings], rows, left=2)}\n{printable(caption(table))}\n"
@@ -408,7 +407,7 @@ def to_latex(table: Contrasts) -> str:
 
 
 def latex_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a LaTeX table in the style of booktabs. All texts must be escaped already."""
+    """Return a LaTeX table in the style of booktabs; all texts must already be escaped."""
     lines = [
         r"% Needs \usepackage{booktabs} in the preamble.",
         r"\begin{table}",
@@ -424,7 +423,7 @@ def latex_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[s
 
 
 def _latex_column(table: Contrasts, key: str, rows: Sequence[Contrast]) -> list[str]:
-    """Return the cells of a measure, with the best mean in bold. A label with a missing value is never the best."""
+    """Return the cells of a measure, with the best mean in bold; a label with a missing value is never the best."""
     how, sign = table.measures[key], table.directions[key]
     means = {
         row.label: sign * row.value.mean for row in rows if row.value.mean is not None and row.value.n == row.seeds
@@ -441,7 +440,7 @@ def _latex_column(table: Contrasts, key: str, rows: Sequence[Contrast]) -> list[
 
 
 def _direction(key: str, lower: Collection[str]) -> int:
-    """Return 1 for a measure for which higher is better, -1 if lower is better, and 0 if neither is.
+    """Return 1 if higher values of a measure are better, -1 if lower values are better, and 0 if neither is true.
 
     Args:
         key: The measure.
@@ -462,7 +461,7 @@ _LATEX = {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$",
     "|": "$|$", "±": r"$\pm$", tables.MISSING: "--",
     "−": "$-$", tables.STUCK: r"$\dagger$",
-    "[": "{[}", "]": "{]}", "*": "{*}",  # at the start of a row, LaTeX reads them as an argument of the previous \\
+    "[": "{[}", "]": "{]}", "*": "{*}",  # at the start of a row, LaTeX reads brackets as an argument of the previous \\
 }  # fmt: skip
 
 
@@ -476,18 +475,18 @@ def escape(text: str) -> str:
 
 
 def _mathematics(cell: str) -> str:
-    """Format a cell of numbers in the mathematics mode of LaTeX."""
+    """Format a cell with numbers in the mathematics mode of LaTeX."""
     if cell == tables.MISSING:
         return "--"
     value, bracket, note = cell.partition(" (")
-    # LaTeX must not add a space after a comma between thousands, only after one between the ends of an interval.
+    # LaTeX must add a space after the comma in an interval, but not after a comma between thousands.
     value = value.replace(",", "{,}").replace("{,} ", ", ")
     value = value.replace("±", r"\pm").replace("−", "-")
     return f"${value}${escape(bracket + note)}"
 
 
 def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
-    """Return CSV with a row for each data set, measure and label. Numbers have all digits; missing ones are empty.
+    """Return CSV with a row per data set, measure and label; numbers have all digits, and missing numbers are empty.
 
     Args:
         comparisons: A mapping from the name of each data set to its comparisons.
@@ -509,7 +508,7 @@ def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
 
 
 def to_json(rows: Sequence[tables.Row], table: Contrasts) -> list[dict[str, Any]]:
-    """Return ``tables.to_json(rows)`` with ``interval``, ``budget`` and ``difference`` added to compared measures."""
+    """Return ``tables.to_json(rows)``, and add ``interval``, ``budget`` and ``difference`` to compared measures."""
     plain = tables.to_json(rows)
     for row in table.rows:
         cell = next(each for each in plain if each["label"] == row.label).setdefault(row.key, {})

@@ -1,4 +1,4 @@
-"""Draw single charts of runs into Matplotlib axes: columns over the rounds, participation and communication."""
+"""Functions that draw charts of runs into Matplotlib axes: curves, participation and communication."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from fedstrata.evaluation.history import History
 
 Curves: TypeAlias = "Mapping[str, Sequence[History]]"
-"""A mapping from each label to the histories of its seeds."""
+"""The type of a mapping from each label to its histories, one per seed."""
 
 INK, GRID = style.INK.light, style.GRID.light
 PAIR = style.SERIES[1:3]
-"""The lines of two curves in one chart that are not methods."""
+"""The lines for two curves in a chart that do not stand for methods."""
 BANDS = 3
-"""The most curves in a chart that all have a band. If there are more, only the baseline and the best have bands."""
+"""The largest number of curves that all have bands; if there are more, only the baseline and the best have bands."""
 BAND = 0.12
 """The opacity of a band."""
 EARLY = 10
-"""Curves with fewer points are shown from their first point on, even if only their ends differ."""
+"""The smallest number of points of a curve whose beginning may be left out of the chart."""
 LONGEST = 24
-"""The most characters of a label in a chart."""
+"""The largest number of characters of a label in a chart."""
 
 TRAFFIC = ("bytes_up", "bytes_down")
 
@@ -46,7 +46,7 @@ FATES = {
 
 
 class Quantity(NamedTuple):
-    """The display of a column: its name with the unit, and the factor from recorded values to that unit."""
+    """The display of a column: the name with its unit, and the factor from recorded values to this unit."""
 
     name: str
     factor: float = 1.0
@@ -65,7 +65,7 @@ QUANTITIES = {
 
 
 def quantity(column: str) -> Quantity:
-    """Return the display of a column. The display of a column that is not in ``QUANTITIES`` is derived from its name.
+    """Return the display of a column, by ``QUANTITIES`` or else by the column's name.
 
     >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("test.auroc").name
     (1e-06, 'head accuracy, %', 'test auroc')
@@ -78,7 +78,7 @@ def quantity(column: str) -> Quantity:
 
 
 class Band(NamedTuple):
-    """A curve: its rounds, and the mean and standard deviation over seeds in each, (R,). With one seed, ``sd`` is 0."""
+    """A curve: rounds, and the mean and standard deviation over seeds in each round, (R,); ``sd`` is 0 for one seed."""
 
     rounds: Ints
     mean: Floats
@@ -86,7 +86,7 @@ class Band(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A curve as it is drawn: its horizontal places, and mean and standard deviation over seeds there, (R,)."""
+    """A curve in a chart: horizontal positions, and the mean and standard deviation over seeds at each, (R,)."""
 
     x: Ints | Floats
     mean: Floats
@@ -94,7 +94,7 @@ class Curve(NamedTuple):
 
 
 class End(NamedTuple):
-    """The last point of a curve, with the curve's label and colour."""
+    """The last point of a curve, and the curve's label and colour."""
 
     x: float
     y: float
@@ -103,20 +103,20 @@ class End(NamedTuple):
 
 
 def over_seeds(histories: Sequence[History], column: str) -> Band:
-    """Compute a column's mean and standard deviation over seeds, in each round in which all seeds have a value.
+    """Return a column's mean and standard deviation over seeds, for rounds in which all seeds have a value.
 
-    A seed without values in the column is ignored. If a seed ended early, the curve ends with it, because the mean of
-    the other seeds alone would jump.
+    A seed without values in the column is ignored. If a seed ended early, the curve ends at the same round, because the
+    mean of the other seeds would jump.
 
     Raises:
-        SpecError: No seed has such a column.
+        SpecError: None of the seeds has this column.
     """
     curves: list[dict[int, float]] = []
     missing: SpecError | None = None
     for history in histories:
         try:
             rounds, values = history.column(column)
-        except SpecError as error:  # the column may depend on events that did not happen with this seed
+        except SpecError as error:  # the column may record events that did not happen with this seed
             missing = error
             continue
         if len(rounds):
@@ -132,12 +132,12 @@ def over_seeds(histories: Sequence[History], column: str) -> Band:
 
 
 def rising(drawn: Mapping[str, Curve]) -> bool:
-    """Return whether curves rise on average from their first to their last point."""
+    """Return True if curves rise on average from the first to the last point."""
     return sum(float(line.mean[-1] - line.mean[0]) for line in drawn.values()) >= 0
 
 
 def ranked(drawn: Mapping[str, Curve]) -> list[str]:
-    """Return the labels of curves, sorted by their last values, the best first.
+    """Return the labels of curves, sorted by the last values of the curves, the best first.
 
     The highest value is best if the curves rise; otherwise, the lowest is.
     """
@@ -146,7 +146,7 @@ def ranked(drawn: Mapping[str, Curve]) -> list[str]:
 
 
 def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, Curve]:
-    """Compute the curves of a chart in the units that it shows.
+    """Return the curves of a chart, in the units that the chart shows.
 
     Args:
         curves: The histories of each label.
@@ -154,7 +154,7 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
         against: The horizontal axis: ``"round"``, or ``"bytes"`` for the MB sent since the start.
 
     Returns:
-        A mapping from each label to its curve. Labels without a value are omitted.
+        A mapping from each label to its curve. Labels without values are omitted.
 
     Raises:
         SpecError: No history has such a column.
@@ -177,7 +177,7 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
 
 
 def banded(drawn: Mapping[str, Curve]) -> list[str]:
-    """Return the labels of the curves that have a band, because several seeds differ and there are not too many."""
+    """Return the labels whose curves have bands: curves with several different seeds, if there are not too many."""
     labels = drawn if len(drawn) <= BANDS else dict.fromkeys((next(iter(drawn)), ranked(drawn)[0]))
     return [label for label in labels if drawn[label].sd.any()]
 
@@ -185,8 +185,8 @@ def banded(drawn: Mapping[str, Curve]) -> list[str]:
 def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "round") -> list[End]:
     """Draw a column as a curve per label, with a band of one standard deviation.
 
-    If there are more labels than colours, the baseline (the first label) and the best labels have a colour, and the
-    others are grey. A vertical axis begins where the curves begin to differ.
+    If there are more labels than colours, the baseline (the first label) and the best labels have colours, and all
+    other curves are grey. The vertical axis begins where the curves begin to differ.
 
     Args:
         axes: The axes to draw into.
@@ -196,7 +196,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
             scale.
 
     Returns:
-        The last points of the curves that have a colour of their own, for ``label_ends``.
+        The last points of all curves except grey curves, for ``label_ends``.
 
     Raises:
         SpecError: No history has such a column.
@@ -215,7 +215,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     else:
         style_axes(axes, "sent and received since the start, MB", quantity(column).name)
         if drawn:
-            axes.set_xscale("log")  # methods send amounts of data that differ by orders of magnitude
+            axes.set_xscale("log")  # the amounts of data of different methods differ by orders of magnitude
             visible = [float(x) for line in drawn.values() for x in line.x[(low <= line.mean) & (line.mean <= high)]]
             axes.set_xlim(0.9 * min(visible), 1.05 * max(visible))
             log_ticks(axes.xaxis)
@@ -227,7 +227,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
 
 
 def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[float, float]:
-    """Return the range of the vertical axis: without the steep beginning of long curves, and from 0 to 100 percent."""
+    """Return the range of the vertical axis: without the steep beginning of long curves, within 0 to 100 percent."""
     low, high = axes.dataLim.y0, axes.dataLim.y1
     if max(len(line.mean) for line in drawn.values()) >= EARLY:
         values = np.concatenate([line.mean for line in drawn.values()])
@@ -242,13 +242,13 @@ def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[flo
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
-    """Return the mean over seeds of the MB sent and received until the end of each of ``rounds``, (R,)."""
+    """Return the MB sent and received until the end of each of ``rounds``, as a mean over seeds, (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 
 
 def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
-    """Return, for each of ``rounds``, the sum of all these columns from the start until the end of the round, (R,)."""
+    """Return the sum of several columns from the start until the end of each of ``rounds``, (R,)."""
     total = np.zeros(len(rounds))
     for column in columns:
         when, amount = history.column(column)
@@ -257,14 +257,14 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw for each round how many invited clients returned, dropped out and so on, stacked and averaged over seeds."""
+    """Draw the number of invited clients with each outcome in each round, stacked, as means over seeds."""
     base: Floats | None = None
     for column, name in FATES.items():
         band = over_seeds(histories, column)
         if len(band.rounds) == 0 or (column != "clients_returned" and not band.mean.any()):
             continue
         base = np.zeros(len(band.rounds)) if base is None else base
-        if len(base) != len(band.rounds):  # values of other rounds cannot be stacked
+        if len(base) != len(band.rounds):  # columns can only be stacked if they have the same rounds
             continue
         low, high = (np.append(values, values[-1]) for values in (base, base + band.mean))
         axes.fill_between(
@@ -284,7 +284,7 @@ def _edges(band: Band) -> Floats:
 
 
 def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw the data sent since the start, by clients and to clients, averaged over seeds."""
+    """Draw the amounts of data sent by clients and to clients since the start, as means over seeds."""
     for column, name, stroke in zip(TRAFFIC, ("by clients", "to clients"), PAIR, strict=True):
         rounds, mean, sd = over_seeds(histories, column)
         _curve(axes, Curve(rounds, np.cumsum(mean) * 1e-6, np.zeros_like(sd)), stroke, name)
@@ -292,7 +292,7 @@ def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
 
 
 def draw_losses(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw the mean test loss and training loss over seeds, with bands of one standard deviation."""
+    """Draw the test loss and the training loss: means over seeds, with bands of one standard deviation."""
     for column, name, stroke in zip(("loss", "train_loss"), ("test", "training"), PAIR, strict=True):
         _curve(axes, Curve(*over_seeds(histories, column)), stroke, name)
     _style_rounds(axes, "loss")
@@ -304,7 +304,7 @@ def _curve(axes: Axes, line: Curve, stroke: Stroke, label: str | None = None, *,
         return
     colour = stroke.colour.light
     width, order = (1.0, 1.5) if stroke is style.OTHER else (1.8, 2.0)
-    marker = "o" if len(mean) == 1 else ""  # without a marker, a single round would be invisible
+    marker = "o" if len(mean) == 1 else ""  # a single round would be invisible without a marker
     axes.plot(
         x, mean, stroke.dash, color=colour, label=label, linewidth=width, zorder=order, marker=marker, markersize=4
     )
@@ -313,20 +313,20 @@ def _curve(axes: Axes, line: Curve, stroke: Stroke, label: str | None = None, *,
 
 
 def heat_map(colour: str = style.SCALE.light, ground: str = style.PAPER.light) -> Colormap:
-    """Return the colour map of heat maps, from the background to a colour."""
+    """Return the colour map of heat maps, which goes from the background to a colour."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("fedstrata", [ground, colour])
 
 
 def style_axes(axes: Axes, xlabel: str, ylabel: str, *, size: float = 9) -> None:
-    """Give axes their names, and the spines, ticks and grid of all charts.
+    """Set the names of axes, and the style of spines, ticks and grid that all charts share.
 
     Args:
         axes: The axes.
         xlabel: The name of the horizontal axis, with its unit.
         ylabel: The name of the vertical axis.
-        size: The size of the names in points; that of the ticks is one point less, but at least 8 points.
+        size: The size of the names in points. The ticks are one point smaller, but at least 8 points.
     """
     axes.set_xlabel(literal(xlabel), color=INK, fontsize=size)
     axes.set_ylabel(literal(ylabel), color=INK, fontsize=size)
@@ -342,7 +342,7 @@ def style_axes(axes: Axes, xlabel: str, ylabel: str, *, size: float = 9) -> None
 
 
 def log_ticks(axis: Axis) -> None:
-    """Set the ticks of a logarithmic axis to plain numbers: 1, 3, 10, or fewer or more if the range needs it."""
+    """Set the ticks of a logarithmic axis to numbers such as 1, 3 and 10, with more or fewer ticks in some ranges."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = axis.get_view_interval()
@@ -354,7 +354,7 @@ def log_ticks(axis: Axis) -> None:
 
 
 def short(label: str, longest: int = LONGEST) -> str:
-    """Cut a long label in its middle, because the ends of labels often differ.
+    """Shorten a long label in the middle, because labels often differ at the end.
 
     >>> short("fedavg"), short("stratify, powersgd of rank 2")
     ('fedavg', 'stratify, power…f rank 2')
@@ -368,20 +368,20 @@ def short(label: str, longest: int = LONGEST) -> str:
 def label_ends(
     axes: Axes, ends: Sequence[End], *, size: float = 9, longest: int = LONGEST, ground: str = style.PAPER.light
 ) -> None:
-    """Write the labels of lines right of the axes, at the heights of the lines' ends, moved apart where they overlap.
+    """Write labels to the right of the axes, at the heights of the lines' ends; overlapping labels are moved apart.
 
     Args:
         axes: The axes, with all lines and limits. Their figure must have its final size.
-        ends: The ends of the lines.
+        ends: The last points of the lines.
         size: The size of the text in points.
-        longest: The most characters of a label.
+        longest: The largest number of characters of a label.
         ground: The colour of the background.
     """
     from matplotlib.patheffects import withStroke
 
     figure, halo = axes.get_figure(root=True), [withStroke(linewidth=2, foreground=ground)]
     assert figure is not None
-    figure.draw_without_rendering()  # computes the layout, which the next lines need
+    figure.draw_without_rendering()  # compute the layout, which the next lines need
     heights = [float(axes.transData.transform((end.x, end.y))[1]) for end in ends]
     places = separated(heights, 1.15 * size * figure.dpi / 72)
     for end, place in zip(ends, places, strict=True):
@@ -395,15 +395,15 @@ def label_ends(
 
 
 def separated(wanted: Sequence[float], gap: float) -> list[float]:
-    """Return positions near the wanted positions, in the same order, that are at least a gap apart.
+    """Move positions as little as possible, so that consecutive positions are at least ``gap`` apart.
 
-    The sum of the squared distances from the wanted positions is as small as possible.
+    The order stays the same, and the sum of the squared movements is minimal.
 
     >>> separated([5.0, 5.0, 0.0], 2.0)
     [4.0, 6.0, 0.0]
     """
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    blocks = list[tuple[float, int]]()  # the mean position of a block of neighbours, without gaps; and its size
+    blocks = list[tuple[float, int]]()  # each block's mean position without gaps, and its number of positions
     for rank, index in enumerate(order):
         mean, size = wanted[index] - rank * gap, 1
         while blocks and blocks[-1][0] > mean:
@@ -416,7 +416,7 @@ def separated(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def _style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
-    """Style axes whose horizontal axis is the round, with a legend above the axes if lines have labels."""
+    """Style axes whose horizontal axis shows rounds; add a legend above the axes if lines have labels."""
     from matplotlib.ticker import MaxNLocator
 
     style_axes(axes, "round", ylabel)
@@ -432,5 +432,5 @@ def _style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
 
 
 def literal(text: str) -> str:
-    """Escape dollar signs, between which Matplotlib would typeset mathematics."""
+    """Escape dollar signs, because Matplotlib reads a text between dollar signs as mathematics."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Tell the result of a comparison at the end of ``fedstrata compare``: a short table, and the answer in sentences."""
+"""The output at the end of ``fedstrata compare``: a short table, and the result of the comparison in sentences."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MOST = 30
 
 @dataclass(frozen=True)
 class Ending:
-    """The result of a comparison.
+    """The output about the result of a comparison.
 
     Args:
-        table: The table, whose best label is first.
-        sentences: The answer in sentences.
-        seeds: The seeds with which the comparison would show more; empty if more seeds are not needed.
+        table: The table, with the best label first.
+        sentences: The result in sentences.
+        seeds: The seeds of a repeated comparison with more seeds; empty if more seeds are not needed.
     """
 
     table: ScreenTable
@@ -40,26 +40,26 @@ class Ending:
 
 
 def ending(runs: Mapping[str, Sequence[History]], *, is_comparable: bool = True, every: bool = False) -> Ending:
-    """Return the result of a comparison.
+    """Return the output about the result of a comparison.
 
     Args:
         runs: The histories of each label's seeds.
-        is_comparable: Whether all runs are on the same data. If not, the labels are not compared.
-        every: Whether the table shows all columns, not only those that answer the question.
+        is_comparable: Whether all runs use the same data. If not, the labels are not compared.
+        every: Whether the table shows all columns, not only the most important columns.
     """
     comparison = contrasts.contrast(runs)
     said = answer(runs, comparison) if is_comparable else None
     table = _table(runs, comparison if is_comparable else None, every)
     if said is None:
-        return Ending(table, ("The runs are on different data, so their results are not compared.",))
+        return Ending(table, ("The runs use different data, so their results are not compared.",))
     sentences = [said.headline, said.best]
     if said.seeds is not None:
-        sentences.append(f"If the spread stays as it is, {said.seeds} seeds are needed to show this difference.")
+        sentences.append(f"If the spread stays the same, {said.seeds} seeds are needed to show this difference.")
     return Ending(table, tuple(filter(None, sentences)), _more_seeds(runs, said))
 
 
 def _more_seeds(runs: Mapping[str, Sequence[History]], said: Answer) -> tuple[int, ...]:
-    """Return the seeds of the runs and as many others as are needed; empty if none are, or far too many."""
+    """Return the seeds of the runs and the additional seeds; empty if these are not needed, or far too many."""
     seeds = sorted({history.seed for members in runs.values() for history in members if history.seed is not None})
     wanted = said.seeds or (ENOUGH if len(runs) > 1 and len(seeds) < MIN_SEEDS else 0)
     if not len(seeds) < wanted <= MOST:
@@ -105,7 +105,7 @@ def _table(runs: Mapping[str, Sequence[History]], comparison: contrasts.Contrast
 def _with_best(
     cells: Sequence[Estimate], rows: Sequence[tables.Row], how: tables.Measure, spread: bool = True, sign: int = 0
 ) -> list[str | Text]:
-    """Format the cells of a column; the best, or without ``sign`` the first, is bold."""
+    """Format the cells of a column. The best cell is bold, or the first cell if neither direction is better."""
     from rich.text import Text
 
     texts: list[str | Text] = [
@@ -121,7 +121,7 @@ def _with_best(
 
 
 def _difference(row: contrasts.Contrast | None, comparison: contrasts.Contrasts, how: tables.Measure) -> str | Text:
-    """Format a difference with its interval. A sign and its colour mark labels ahead of the baseline or behind it."""
+    """Format a difference with its interval; a coloured sign marks labels ahead of the baseline or behind it."""
     from rich.text import Text
 
     if row is None or row.difference is None or row.difference.mean is None:

@@ -1,4 +1,4 @@
-"""Draw the differences between methods and a baseline as a forest plot, for one column of a paper."""
+"""Forest plots of the differences between methods and a baseline, as wide as a column of a paper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FRAME = 0.85
 def draw_forest(comparisons: Mapping[str, Contrasts], path: Path | str) -> None:
     """Write a figure of the differences to the baseline, with a panel for each data set and measure.
 
-    A dot is a mean difference, a line its 95 % interval, and a ring the difference of a seed.
+    A dot shows a mean difference, a line shows its 95 % interval, and rings show the differences of single seeds.
 
     Args:
         comparisons: A mapping from the name of each data set to its comparison, which has a baseline.
@@ -54,7 +54,7 @@ def _mean(row: Contrast) -> float:
 
 
 def _panel(axes: Axes, comparison: Contrasts, how: tables.Measure, rows: list[Contrast]) -> None:
-    """Draw a row per label, the last one at the top."""
+    """Draw a row per label, with the last label at the top."""
     strokes = style.lines(list(dict.fromkeys(row.label for row in comparison.rows)))
     axes.axvline(0, color=style.SOFT.light, linewidth=0.8)
     for place, row in enumerate(rows):

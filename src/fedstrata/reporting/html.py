@@ -1,4 +1,4 @@
-"""Write an HTML report about runs as one file that loads nothing from the network; it can be printed."""
+"""HTML reports about runs: each is a file that loads nothing from the network, and that can be printed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 EVENTS = 10
-"""The largest number of events of each label that are shown in full."""
+"""The largest number of events of a label that are shown in full."""
 NAMED = 12
-"""The largest number of entries of a list, such as the clients of an event, that are shown."""
+"""The largest number of entries that are shown of a list, such as the clients of an event."""
 PICTURES = 1_000_000
-"""The largest size of all pictures of partitions together, in bytes."""
+"""The largest total size of the pictures of partitions, in bytes."""
 PNG = b"\x89PNG\r\n\x1a\n"
 SCRIPTS, STYLES = ("uPlot.iife.min.js", "base.js", "report.js"), ("uPlot.min.css", "report.css")
 
@@ -63,10 +63,10 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
 
 
 def write_comparison(folder: Path | str) -> list[tables.Row]:
-    """Write the tables, pictures and page of a compare folder into the folder.
+    """Write the report of a comparison into its folder: tables, pictures and an HTML page.
 
-    These are ``table.md``, ``table.json``, two figures (``plot_comparison``) and ``report.html``. They show only
-    finished runs, if there are any.
+    The files are ``table.md``, ``table.json``, two figures (``plot_comparison``) and ``report.html``. They show only
+    finished runs, or all runs if none has finished.
 
     Returns:
         The rows of the table.
@@ -92,7 +92,7 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
 
 
 def template(name: str) -> Template:
-    """Load a template of this package. It escapes all values except those of the class ``Markup``."""
+    """Load a template of this package, which escapes all values except values of the class ``Markup``."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -106,17 +106,17 @@ def template(name: str) -> Template:
 
 
 def assets(names: Sequence[str]) -> dict[str, Any]:
-    """Return a page's styles and scripts, and the hashes of the scripts for the page's content security policy.
+    """Return a page's styles and scripts, and the scripts' hashes for the page's content security policy.
 
     Args:
-        names: The file names of the scripts; the first must be uPlot's.
+        names: The file names of the scripts. The first script must be uPlot.
     """
     from markupsafe import Markup
 
     scripts = [_asset(name) for name in names]
     scripts[0] = Markup(f"/*\n{_asset('uPlot.LICENSE')}*/\n{scripts[0]}")
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    # With these hashes, the browser runs only these scripts. It does not run a script that a name in a spec contains.
+    # With these hashes, a browser runs only these scripts, and not a script in a name that a spec contains.
     trusted = " ".join(f"'sha256-{each}'" for each in hashes)
     return {"styles": [Markup(style.style_sheet()), *map(_asset, STYLES)], "scripts": scripts, "trusted": trusted}
 
@@ -128,7 +128,7 @@ def render(
 
     Args:
         runs: The runs to show.
-        every: All runs, with those that are not shown because they have not finished. Default: ``runs``.
+        every: All runs, including unfinished runs that are not shown. Default: ``runs``.
         folder: The folder of the comparison, for the command that adds seeds to it.
     """
     every, runs = every or runs, _named(runs)
@@ -150,7 +150,7 @@ def render(
 
 
 def _named(runs: Mapping[str, Sequence[Run]]) -> Mapping[str, Sequence[Run]]:
-    """Label a single run by its method if its label is only the name of its folder."""
+    """Label a single run by its method if its label is only the folder's name."""
     members = [run for each in runs.values() for run in each]
     if len(members) == 1 and (method := members[0].history.method) and not members[0].folder.name.startswith("seed-"):
         return {method: [replace(members[0], label=method)]}
@@ -166,21 +166,21 @@ def _title(runs: Mapping[str, Sequence[Run]], data: Sequence[str]) -> str:
 
 
 def _asset(name: str) -> Markup:
-    """Read a file of this package as trusted markup, which a template does not escape."""
+    """Read a file of this package as trusted markup, which templates do not escape."""
     from markupsafe import Markup
 
     return Markup((resources.files("fedstrata.reporting") / "assets" / name).read_text(encoding="utf-8"))
 
 
 def _embedded(data: object) -> Markup:
-    """Return data as JSON in which every "<" is escaped, so that no text can close the HTML element around the JSON."""
+    """Return data as JSON with escaped "<", so that texts in it cannot close the HTML element around the JSON."""
     from markupsafe import Markup
 
     return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
 
 
 def _comparison(data: str, runs: Mapping[str, Sequence[Run]], folder: Path | None) -> dict[str, Any]:
-    """Return the values from which the template makes the parts about the runs on one data set."""
+    """Return the values for the template's sections about the runs on a data set."""
     members = histories(runs)
     comparison = contrasts.contrast(members)
     labels = ranked(list(runs), comparison)
@@ -207,7 +207,7 @@ def _is_single(runs: Mapping[str, Sequence[Run]]) -> bool:
 
 
 def ranked(labels: Sequence[str], comparison: contrasts.Contrasts) -> list[str]:
-    """Sort labels by the comparison's first measure, the best one first; labels without a value come last."""
+    """Sort labels by the first measure of a comparison, the best first; labels without a value come last."""
     if not comparison.measures:
         return list(labels)
     key = next(iter(comparison.measures))
@@ -219,12 +219,12 @@ def ranked(labels: Sequence[str], comparison: contrasts.Contrasts) -> list[str]:
 def _more(
     members: Mapping[str, Sequence[History]], comparison: contrasts.Contrasts, labels: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the table of further measures, and sentences about those that are equal for all labels."""
+    """Return the table of further measures, and sentences about measures that are equal for all labels."""
     every = {row.label: row for row in tables.compare_table(members)}
     rows = [every[label] for label in labels]
     left_out = {"best_round", "rounds", *itertools.islice(comparison.measures, 1)}
     keys = [key for key in tables.keys(rows) if key not in left_out and any(row.cells[key].mean for row in rows)]
-    # Metrics come in the order of the records, which is that of the spec.
+    # The records contain the metrics in the order of the spec.
     order = {
         name: i for i, name in enumerate(name for each in members.values() for run in each for name in run.columns)
     }
@@ -238,13 +238,13 @@ def _more(
                 equal.append(f"{column['heading']}: {texts.pop()[0]}")
             else:
                 columns.append(column)
-    notes = ["A value at an equal budget is that of the last evaluation within it."] if comparison.budgets else []
+    notes = ["Values at an equal budget are of the last evaluation within the budget."] if comparison.budgets else []
     notes += [f"Equal for all methods: {'; '.join(equal)}."] if equal else []
     return {"more": columns, "notes": notes}
 
 
 def _columns(rows: Sequence[tables.Row], key: str, comparison: contrasts.Contrasts) -> list[dict[str, Any]]:
-    """Return a measure as one column of a table, or two columns if it is compared with the baseline."""
+    """Return the columns of a measure: its values and, if it is compared with the baseline, the differences."""
     if key not in comparison.measures:
         how = display(key)
         cells = [_cell(_estimate(row.cells[key], how, row.seeds), row.cells[key].mean) for row in rows]
@@ -281,9 +281,10 @@ def _cell(text: str, value: float | None, *below: str) -> dict[str, Any]:
 
 
 def _partitions(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """Return every distinct picture of a partition, with the names of the runs that have this partition.
+    """Return the different pictures of partitions, each with the names of the runs that have the partition.
 
-    After the total size of the pictures exceeds ``PICTURES``, further ones are left out, and only their runs are named.
+    If the total size of the pictures exceeds ``PICTURES``, further pictures are left out, and only their runs are
+    listed.
     """
     owners: dict[bytes, list[tuple[str, str]]] = {}
     for label, members in runs.items():
@@ -307,7 +308,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Count the events of each label and kind, and their clients; a client in several events counts several times.
+    """Count the events and their clients for each label and kind; a client in several events counts several times.
 
     Labels with equal counts share a row, because dropouts depend only on the seed.
     """
@@ -331,10 +332,10 @@ def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 
 
 def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the values of the report's section about one label: its runs, other records, events and spec."""
+    """Return the values for the report's section about a label: its runs, other records, events and spec."""
     members = [run.history for run in runs]
     every = [(run, event) for run in runs for event in run.events]
-    # Errors come first. They have the entry ``reason``, which expected events, such as dropouts, lack.
+    # Errors come first. An error has the entry ``reason``, but an expected event, such as a dropout, does not.
     ordered = sorted(every, key=lambda pair: not pair[1].get("reason"))
     return {
         "label": label,
@@ -352,7 +353,7 @@ def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def constants(members: Sequence[History]) -> dict[str, str]:
-    """Return the names and values of columns that few methods record, if the value is equal in all rounds and seeds."""
+    """Return columns that few methods record and whose value is the same in all rounds and seeds, with the values."""
     values: dict[str, set[float]] = {}
     for history in members:
         for name in filter(is_own, history.columns):
@@ -361,7 +362,7 @@ def constants(members: Sequence[History]) -> dict[str, str]:
 
 
 def last_lists(members: Sequence[History]) -> list[tuple[str, str]]:
-    """Return the names and values of lists and texts in the first seed's last record, with long lists shortened."""
+    """Return the names and values of lists and texts in the last record of the first seed; long lists are cut."""
     records = members[0][-1:] if len(members[0]) else []
     return [
         (name, _brief(value) if isinstance(value, list) else str(value))
@@ -377,7 +378,7 @@ def _brief(values: Sequence[Any]) -> str:
 
 
 def _without_folder(history: History) -> History:
-    """Copy a history without its folder, which readers of the page must not see."""
+    """Copy a history without the path of its folder, which readers of the page must not see."""
     copied = copy.copy(history)
     copied.path = None
     return copied

@@ -1,4 +1,4 @@
-"""The first screen of the report: who is best at what, and a table in which the differences are drawn."""
+"""The first screen of the report: cards with the best methods, and a table that shows differences as a plot."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 LAST = 10
-"""The number of last evaluations over which the steadiness of a run is measured; a run with fewer has none."""
+"""The number of last evaluations for the steadiness of a run (a standard deviation); a run needs as many."""
 WIDE = 250
-"""The width of the drawn differences, in pixels."""
+"""The width of the plot of differences, in pixels."""
 BAR = 56
 """The width of the longest bar, in pixels."""
 CUT = 3.0
-"""How many times as far as three quarters of the rows a row may reach, before it is cut off at the edge."""
+"""The largest length of a row in the plot, as a multiple of the length that three quarters of the rows reach."""
 UNITS = (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3))
-"""The units of traffic with their factors, the largest unit first."""
+"""The units of amounts of data, with their factors, from the largest unit."""
 
 Estimates = dict[str, Estimate]
-"""A mapping from each label to an estimate."""
+"""The type of a mapping from each label to an estimate."""
 
 
 def display(key: str) -> tables.Measure:
-    """Return how a measure is displayed in the report: accuracies in percent, and at most three digits otherwise."""
+    """Return the display of a measure in the report: accuracies in percent, other measures with at most 3 digits."""
     how = tables.measure(key)
     if how.factor == 1 and tables.metric_of(key).endswith("accuracy"):
         return replace(how, heading=f"{how.heading}, %", factor=100, digits=2)
@@ -48,7 +48,7 @@ class Column:
     Args:
         heading: The name of the column.
         unit: The unit, which is shown below the name.
-        values: The estimates of the labels.
+        values: The estimate of each label.
         text: A function that formats a mean.
         better: 1 if higher is better, and -1 if lower is better.
         bars: Whether each cell has a bar.
@@ -62,7 +62,7 @@ class Column:
     bars: bool = False
 
     def best(self, labels: Sequence[str]) -> list[str]:
-        """Return those of the labels that have the best value; a label with a missing seed only if all have one."""
+        """Return the labels with the best value; a label with a missing seed counts only if all labels have one."""
         known = {label: each for label in labels if (each := self.values[label]).mean is not None}
         most = max((each.n for each in known.values()), default=0)
         texts = {
@@ -76,12 +76,12 @@ class Column:
 
 
 def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: Sequence[str]) -> dict[str, Any]:
-    """Return the values from which the template makes the cards and the first table.
+    """Return the values for the template's cards and first table.
 
     Args:
         runs: The runs of each label.
-        comparison: The comparison of these runs; its first measure is the primary metric at the end.
-        labels: The labels, the best one first.
+        comparison: The comparison of these runs. Its first measure is the final value of the primary metric.
+        labels: The labels, sorted from the best.
     """
     members = histories(runs)
     key = next(iter(comparison.measures))
@@ -117,7 +117,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 def target_of(members: Mapping[str, Sequence[History]]) -> float | None:
     """Return the hardest target of the primary metric that at least half of the labels reached with every seed.
 
-    If there is none, it is the hardest target that any run reached; None if no run reached a target.
+    If there is no such target, return the hardest target that any run reached, or None if no run reached a target.
     """
     metric = tables.primary(members)
     runs = [history for each in members.values() for history in each]
@@ -192,13 +192,13 @@ def _cell(column: Column, label: str, seeds: int, labels: Sequence[str], *, firs
 
 
 def _is_constant(column: Column, labels: Sequence[str]) -> bool:
-    """Return True if the column has the same text for all labels, and no label lacks a seed."""
+    """Return True if the column has the same text and the same number of seeds for all labels."""
     texts = {tables.MISSING if (mean := column.values[label].mean) is None else column.text(mean) for label in labels}
     return len(texts) == 1 and len({column.values[label].n for label in labels}) == 1
 
 
 def _worst(members: Mapping[str, Sequence[History]], key: str) -> Column | None:
-    """Return the mean of the primary metric over the worst tenth of the clients, or that of another metric."""
+    """Return the column with a metric's mean over the worst tenth of clients, preferably of the primary metric."""
     columns = dict.fromkeys(name for each in members.values() for history in each for name in history.columns)
     known = tables.worst_first(columns, tables.metric_of(key))
     lower = {name for each in members.values() for run in each for name in run.lower}
@@ -211,7 +211,7 @@ def _worst(members: Mapping[str, Sequence[History]], key: str) -> Column | None:
 
 
 def _traffic(members: Mapping[str, Sequence[History]], target: float | None) -> list[Column]:
-    """Return a column of the MB until the target, or in total if there is none; nothing if no bytes were recorded."""
+    """Return the column with the MB until the target, or in total without a target; empty without records of bytes."""
 
     def bytes_of(history: History) -> float | None:
         if target is None:
@@ -254,7 +254,7 @@ def _cards(
     others: Sequence[Column],
     direction: int,
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the title, the labels and the value of each card. A method that is behind is not called steady."""
+    """Yield the title, the labels and the value of each card; a method behind the baseline is not called steady."""
     labels = [label for label, row in rows.items() if row.value.mean is not None]
     steady = [label for label in labels if verdict(rows[label], direction) is not BEHIND and not rows[label].stuck]
     accuracy, alone = main.heading == "final accuracy", len(rows) == 1
@@ -278,13 +278,13 @@ def _cards(
 
 
 def _spread(history: History, column: str) -> float | None:
-    """Return the standard deviation of a column over the last evaluations; None if there are too few."""
+    """Return the standard deviation of a column over the last evaluations; None if there are not enough evaluations."""
     values = history.points(column)[1]
     return float(values[-LAST:].std(ddof=1)) if len(values) >= LAST else None
 
 
 def _drawn(rows: Sequence[Contrast], factor: float) -> dict[str, Any]:
-    """Return the places, in pixels, of the differences, their intervals and their seeds on one scale for all rows."""
+    """Return the positions of differences, intervals and seeds in the plot, in pixels, on one scale for all rows."""
     reaches = {}
     for row in rows:
         if (difference := row.difference) is not None and difference.mean is not None:
@@ -319,7 +319,7 @@ def _drawn(rows: Sequence[Contrast], factor: float) -> dict[str, Any]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return round numbers between two ends, at most seven.
+    """Return at most seven round numbers between two ends.
 
     >>> _ticks(-1.3, 4.2)
     [-1.0, 0.0, 1.0, 2.0, 3.0, 4.0]
@@ -339,7 +339,7 @@ def _captions(
         over = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
         yield f"Means over {over} seeds, ± the sample standard deviation."
     if any(each.interval for each in differences):
-        how = f"hold for the {len(rows) - 1} differences together (Student's t, Bonferroni)"
+        how = f"hold for all {len(rows) - 1} differences at the same time (Student's t, Bonferroni)"
         how = how if len(rows) > 2 else "are Student's t"
         yield f"Differences are paired by seed; their 95 % intervals {how}."
     elif differences:
@@ -354,4 +354,4 @@ def _captions(
     yield from tables.of_kept({row.label: row.kept for row in rows.values()})
     yield from tables.of_stuck({row.label: row.stuck for row in rows.values()})
     if len(rows) > 1:
-        yield "Bold: the best of its column, whether or not an order is shown."
+        yield "Bold: the best value of a column, even if no order is shown."

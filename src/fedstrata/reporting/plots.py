@@ -1,4 +1,4 @@
-"""Pictures of runs, as Matplotlib figures and as files. Neither a screen nor ``pyplot`` is needed."""
+"""Pictures of runs, as Matplotlib figures and as files, without a screen and without ``pyplot``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Format(NamedTuple):
     """The format of a figure: its width and height in inches, and its type size in points.
 
-    ``longest`` is the most characters of a label, and ``across`` those of a line of the title.
+    ``longest`` is the largest number of characters of a label, and ``across`` of a line of the title.
     """
 
     width: float
@@ -40,7 +40,7 @@ class Format(NamedTuple):
 
 SCREEN = Format(7.0, 4.2, 9, 24, 74)
 PAPER = Format(3.5, 2.6, 8, 16, 40)
-"""One column of a paper."""
+"""The format of figures for one column of a paper."""
 
 
 def plot(
@@ -54,20 +54,20 @@ def plot(
 ) -> Figure:
     """Draw a column over the rounds: the mean over seeds as a line, and one standard deviation as a band.
 
-    Names of methods are beside the ends of their lines. Of more than 8 methods, the baseline (the first method) and the
-    five best have a colour and a name, and the others are grey. Of more than 3 methods, only the baseline and the best
-    have a band. The vertical axis begins where the lines begin to differ.
+    The names of methods stand beside the ends of their lines. With more than 8 methods, only the baseline (the first
+    method) and the five best methods have colours and names; other lines are grey. With more than 3 methods, only the
+    baseline and the best method have bands. The vertical axis begins where the lines begin to differ.
 
     Args:
         history: The history of a run, or a mapping from each label to its histories, as ``compare`` returns it.
         column: A column of numbers, such as ``accuracy`` or ``bytes_up``.
-        path: The file to write; optional. Its suffix is the format, such as ``.png`` or ``.pdf``.
+        path: The file to write; optional. Its suffix decides the format, such as ``.png`` or ``.pdf``.
         against: ``"round"``, or ``"bytes"`` for the data sent since the start.
         title: The title; optional.
-        narrow: Make the figure 3.5 inches wide with type of 8 points, for one column of a paper.
+        narrow: Whether the figure is 3.5 inches wide with type of 8 points, for one column of a paper.
 
     Raises:
-        SpecError: No run has the column.
+        SpecError: None of the runs has the column.
     """
     if against not in ("round", "bytes"):
         raise SpecError("against", "must be 'round' or 'bytes'.", against)
@@ -89,9 +89,10 @@ def plot(
 
 
 def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
-    """Write the primary metric over the rounds and over the data sent, as PNG, and as PDF for one column of a paper.
+    """Plot the primary metric over the rounds and over the data sent, as PNG, and as PDF for a column of a paper.
 
-    The files of the first figure are named after the metric, such as ``accuracy.png``; the others are ``traffic.*``.
+    The files of the first figure have the name of the metric, such as ``accuracy.png``. The files of the second figure
+    are ``traffic.*``.
 
     Returns:
         The paths of the files.
@@ -107,12 +108,12 @@ def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
 
 
 def _verdict(curves: Curves) -> str:
-    """Say which methods are ahead of the baseline; the text is empty if there is only one method."""
+    """Return a sentence about the methods that are ahead of the baseline; empty for a single method."""
     return answer(curves, contrast(curves)).headline.rstrip(".") if len(curves) > 1 else ""
 
 
 def _cheapest(curves: Curves, column: str) -> str:
-    """Say which method reaches with the fewest bytes what all methods reach; the text is empty if several do."""
+    """Return a sentence about the method that reaches a level, which all methods reach, with the fewest bytes."""
     drawn = draw.lines_of(curves, column, "bytes")
     if len(drawn) < 2 or len(drawn) < len(curves):
         return ""
@@ -129,7 +130,7 @@ def _cheapest(curves: Curves, column: str) -> str:
 
 
 def _note(curves: Curves, column: str, against: str) -> str:
-    """Say over how many seeds lines are means, what bands are, and how many methods are grey."""
+    """Return a note about a figure: the number of seeds, the meaning of bands, and the number of grey lines."""
     drawn, parts = draw.lines_of(curves, column, against), []
     seeds = {len(curves[label]) for label in drawn}
     if max(seeds, default=1) > 1:
@@ -145,7 +146,7 @@ def _note(curves: Curves, column: str, against: str) -> str:
 def plot_run(history: History, folder: Path | str) -> list[Path]:
     """Write ``accuracy.png``, ``loss.png``, ``participation.png`` and ``communication.png`` of a run.
 
-    If the accuracy is not the primary metric, the first figure shows the primary metric and has its name.
+    If the accuracy is not the primary metric, the first figure shows the primary metric and has the metric's name.
 
     Returns:
         The paths of the files.
@@ -178,7 +179,7 @@ def _saved(figure: Figure, path: Path | str | None) -> Figure:
 
 
 def save(figure: Figure, path: Path | str) -> None:
-    """Write a figure. Equal figures are equal files."""
+    """Write a figure to a file; equal figures give equal files."""
     import matplotlib
 
     # Journals require TrueType fonts (type 42).

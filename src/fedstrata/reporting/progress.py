@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 LINE_EVERY = 10.0
-"""Seconds between two lines of a log. Work that takes less time does not write a line."""
+"""Seconds between two lines of a log; work that takes less time does not write a line."""
 
 DRAW_EVERY = 0.25
 """Seconds between two updates in a notebook."""
 
 
 MOST = 12
-"""The most labels of a comparison that all have a bar. If there are more, only those that are running have one."""
+"""The largest number of labels that all have bars; if there are more, only labels with active runs have bars."""
 
 NAME = 22
-"""The number of characters after which the name of a bar is cut off."""
+"""The largest number of characters of a bar's name; longer names are cut."""
 
 
 def duration(seconds: float) -> str:
@@ -44,7 +44,7 @@ def duration(seconds: float) -> str:
 
 
 def _remaining(task: Task, now: float) -> str:
-    """Estimate the remaining time of a task as text; empty before its first step is done, and after its last one."""
+    """Estimate a task's remaining time as text; empty before the first step is done and after the last step."""
     done, total = task.completed, task.total or 0
     new = done - task.fields["first"]
     if new < 1 or done >= total:
@@ -72,10 +72,10 @@ class Progress:
     ) -> None:
         self.quiet, self._console, self._clock = quiet, console, clock
         self._bars: Bars | None = None
-        """The tasks and their progress. Rich draws them as bars only in a terminal."""
+        """The tasks and their progress, which Rich draws as bars only in a terminal."""
         self._ids: dict[str, TaskID] = {}
         self._handle: Any = None
-        """The handle with which the output in a notebook is updated; None elsewhere."""
+        """The handle that updates the output in a notebook; None outside notebooks."""
         self._shown_at = 0.0
 
     def __enter__(self) -> Self:
@@ -127,7 +127,7 @@ class Progress:
         Args:
             task: The name of the task.
             done: The number of the task's steps that are done.
-            total: The number of all its steps.
+            total: The number of all steps of the task.
             note: The text beside the bar.
             visible: Whether the bar is shown.
         """
@@ -136,13 +136,13 @@ class Progress:
     def _show(
         self, task: str, done: int, total: int, visible: bool = True, *, is_cut: bool = False, **fields: Any
     ) -> None:
-        """Do the work of ``show``; ``fields`` are those of the bar that change, and ``is_cut`` shortens its name."""
+        """Do the work of ``show``; ``fields`` are changed fields of the bar, and ``is_cut`` shortens the bar's name."""
         bars, now = self._bars, self._clock()
         if bars is None or self._console is None:
             return
         task, fields["note"] = printable(task), printable(fields["note"])
         if task not in self._ids:
-            # Store what was done before this call, because the estimate of the remaining time leaves it out.
+            # Store the steps that were done before this call, because the estimate of the remaining time ignores them.
             name = f"{task[: NAME - 1]}…" if is_cut and len(task) > NAME else task
             begin: dict[str, Any] = {"first": done, "began": now} | fields
             self._ids[task] = bars.add_task(name, completed=done, total=total, visible=visible, **begin)
@@ -153,7 +153,7 @@ class Progress:
         if self._handle is not None:
             self._handle.update(self._html(bars))
         else:
-            # Only the first task is written to a log. Other tasks are parts of it.
+            # Only the first task is written to a log, because other tasks are parts of the first task.
             whole = bars.tasks[0]
             parts = [f"{whole.completed}/{whole.total}", whole.fields["note"], _remaining(whole, now)]
             text = f"{whole.description}: {' '.join(filter(None, parts))}"
@@ -207,12 +207,12 @@ class Progress:
         *,
         done: Iterable[tuple[str, int]] = (),
     ) -> Callable[[str, int, int], None]:
-        """Show a bar for all rounds of a comparison, and one for each label.
+        """Show a bar for all rounds of a comparison, and a bar for each label.
 
         Args:
             rounds: A mapping from the label and seed of every run to its number of rounds.
             latest: A function that returns the current value of the primary metric of a run as text.
-            done: The runs that finished before.
+            done: The runs that were already finished.
 
         Returns:
             A function to call with a label, a seed and the number of rounds that this run has done.
@@ -228,8 +228,7 @@ class Progress:
             first.setdefault(key, done)
             finished[key] = done
             total = sum(finished.values())
-            # Rounds that were done before took no time now. ``first`` counts them, so that the estimate leaves them
-            # out.
+            # ``first`` counts rounds that were already done, so that the estimate of the remaining time ignores them.
             self._show(
                 task, total, sum(rounds.values()), count=f"{total}/{sum(rounds.values())}", note="rounds",
                 first=sum(first.values()),

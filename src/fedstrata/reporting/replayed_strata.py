@@ -1,4 +1,4 @@
-"""Find the strata (client groups) of a run's client sampler, and count the labels that their clients hold."""
+"""The strata (client groups) of a run's client sampler, with the labels of the clients in each stratum."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class View:
     """The strata of a run after a round.
 
     Args:
-        round: The number of rounds that are done.
-        clients: The ids of the clients that the sampler has grouped, ascending, shape (n,).
-        points: The vector that represents each client when the sampler groups clients, shape (n, d).
-        strata: The stratum of each client, an id in 0 … H − 1, shape (n,).
-        labels: The number of samples with each label at each client, shape (n, C). The server does not know them.
+        round: The number of finished rounds.
+        clients: The sorted ids of the clients that the sampler has grouped, shape (n,).
+        points: The vector by which the sampler groups each client, shape (n, d).
+        strata: The stratum of each client, as an id from 0, shape (n,).
+        labels: The number of samples of each label at each client, shape (n, C). The server does not know these
+            numbers.
         title: The title of the picture.
-        class_names: The names of the labels. If empty, a picture shows the labels as integers.
+        class_names: The names of the labels. If there are none, pictures show labels as integers.
     """
 
     round: int
@@ -46,20 +47,20 @@ class View:
         return sizes
 
     def purity(self) -> float:
-        """Return the fraction of samples whose label is the most frequent label in their stratum, in [0, 1]."""
+        """Return the purity in [0, 1]: the fraction of samples with the most frequent label of their stratum."""
         largest = [self.labels[self.strata == h].sum(axis=0).max() for h in range(int(self.strata.max()) + 1)]
         return float(sum(largest)) / max(int(self.labels.sum()), 1)
 
 
 def strata_after(prepared: Prepared, rounds: int = 1) -> View:
-    """Run some rounds without a run folder, and return the client sampler's strata (client groups) after them.
+    """Run some rounds without a run folder, and return the client sampler's strata (client groups) at the end.
 
     Args:
         prepared: The experiment.
         rounds: The number of rounds to run.
 
     Raises:
-        SpecError: The method's client sampler does not use strata.
+        SpecError: The method's client sampler does not form strata.
     """
     _sampler(prepared.spec)
     with Simulation(prepared) as simulation:
@@ -69,10 +70,10 @@ def strata_after(prepared: Prepared, rounds: int = 1) -> View:
 
 
 def strata_of_folder(folder: Path) -> View:
-    """Return the strata (client groups) of a run's client sampler, as they are in the run's last checkpoint.
+    """Return the strata (client groups) of a run's client sampler in the run's last checkpoint.
 
     Raises:
-        SpecError: The folder does not contain a run, or the run's client sampler does not use strata.
+        SpecError: The folder does not contain a run, or the run's client sampler does not form strata.
         CheckpointError: The run does not have a checkpoint.
     """
     prepared = prepare_again(folder, "strata")
@@ -87,15 +88,15 @@ def strata_of_folder(folder: Path) -> View:
 
 
 def strata_of(prepared: Prepared, state: Any, round: int) -> View:
-    """Return the strata (client groups) that the state of a method's client sampler contains.
+    """Return the strata (client groups) in the state of a method's client sampler.
 
     Args:
         prepared: The experiment.
         state: The method's state at the server.
-        round: The number of rounds that are done.
+        round: The number of finished rounds.
 
     Raises:
-        SpecError: The method's client sampler does not use strata.
+        SpecError: The method's client sampler does not form strata.
     """
     spec, data = prepared.spec, prepared.data
     sampler = _sampler(spec)

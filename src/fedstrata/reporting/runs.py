@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 LABELS = "labels.json"
-"""The file in a compare folder (the folder that ``compare`` writes) with the order of its labels."""
+"""The file with the order of the labels in a compare folder, which ``compare`` writes."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """A name that is unique among the runs of a label: the seed, or the folder's name if the seed is not known."""
+        """A name that is unique among the runs of a label: the seed or, if it is unknown, the folder's name."""
         return self.folder.name if self.history.seed is None else f"seed {self.history.seed}"
 
     @property
     def finished(self) -> bool:
-        """Whether the run is finished. An interrupted run does not have a summary yet."""
+        """Whether the run is finished; an unfinished run does not have a summary."""
         return (self.folder / "summary.json").is_file()
 
     @property
@@ -59,15 +59,15 @@ class Runs(dict[str, list[Run]]):
     """A mapping from each label to its runs, sorted by seed."""
 
     def finished(self) -> Runs:
-        """Return only the finished runs; return all runs if none is finished.
+        """Return the finished runs, or all runs if none is finished.
 
-        An interrupted run would distort the means over seeds, because its last accuracy is not final.
+        An unfinished run would distort means over seeds, because its last accuracy is not final.
         """
         finished = {label: done for label, runs in self.items() if (done := [run for run in runs if run.finished])}
         return Runs(finished) if finished else self
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with a row per run: label, data, the content of ``summary.json``, all metrics.
+        """Return a pandas data frame with a row per run: label, data, the content of ``summary.json``, and all metrics.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
@@ -83,12 +83,11 @@ class Runs(dict[str, list[Run]]):
 
 
 def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
-    """Read the runs of run folders and compare folders, and group them by label.
+    """Read the runs in run folders and compare folders, and group the runs by label.
 
     A compare folder contains run folders ``LABEL/seed-S/``. A single folder ``LABEL`` is accepted too. The labels of a
-    compare folder are in the order of the comparison, or sorted by name if the order is not known. The label of a
-    single run folder is its name. If several folders have equal labels, the names of parent folders are put before the
-    labels.
+    compare folder are in the order of the comparison or, if it is unknown, sorted by name. The label of a single run
+    folder is its name. If several folders have equal labels, the names of parent folders are put before the labels.
 
     Args:
         folders: One folder, or several.
@@ -110,17 +109,17 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
 
 
 def keep_order(folder: Path, labels: Iterable[str]) -> None:
-    """Write the order of a comparison's labels into its folder.
+    """Write the order of a comparison's labels into the comparison's folder.
 
-    New labels are put after those that the folder already lists, so that the first label, the baseline of tables,
-    remains the first. If ``labels`` contains all labels that the folder lists, the order of ``labels`` is written.
+    New labels follow the labels that the folder already lists, so that the first label, which is the baseline of
+    tables, stays the first. If ``labels`` contains all listed labels, the order of ``labels`` is written.
     """
     before, labels = _order(folder), list(labels)
     write_json(folder / LABELS, list(dict.fromkeys([*(() if {*before} <= {*labels} else before), *labels])))
 
 
 def _order(folder: Path) -> list[str]:
-    """Read the order of the labels of a compare folder; an empty list if the file does not exist.
+    """Read the order of a compare folder's labels; the list is empty if the file does not exist.
 
     Raises:
         DataError: The file is damaged.
@@ -149,7 +148,7 @@ def by_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, list[Run]]
 
 
 def histories(runs: Mapping[str, Sequence[Run]]) -> dict[str, list[History]]:
-    """Return the histories of each label's runs."""
+    """Return a mapping from each label to the histories of its runs."""
     return {label: [run.history for run in members] for label, members in runs.items()}
 
 
@@ -166,7 +165,7 @@ def _find(folder: Path) -> list[Path]:
 
 
 def _labels(groups: list[Path]) -> dict[Path, str]:
-    """Return a mapping from each path to its label: the shortest end of the path that no other path has."""
+    """Return a mapping from each path to its label: the shortest end of the path that differs from all other paths."""
     labels: dict[Path, str] = {}
     for group in groups:
         ends = [group.parts[-depth:] for depth in range(1, len(group.parts))]

@@ -1,4 +1,4 @@
-"""The setting of a comparison in a few words, and the settings in which its methods differ."""
+"""A short description of a comparison's settings, and the settings that differ between its methods."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fedstrata.base.printable import printable
 from fedstrata.reporting.runs import LABELS, Run
 
 SHOWN = 3
-"""The most values of a setting that the line about the setting lists; if there are more, it says that they differ."""
+"""The largest number of values of a setting that the description lists."""
 SEEDS = 40
-"""The most seeds of a command that is shown in full."""
+"""The largest number of seeds in a suggested command."""
 
 Part = tuple[str, str]
-"""A part of the line about the setting: the words that are emphasised, and the text after them."""
+"""The type of a part of the description: words that are emphasised, and the text after these words."""
 
 _PARAMETERS = ("alpha", "per_client", "exponent", "hidden")
-"""The settings that are named with a partition or a model, because its name alone tells little."""
+"""The settings that the description shows with the name of a partition or model."""
 
 
 def setting_line(runs: Mapping[str, Sequence[Run]]) -> list[Part]:
-    """Describe the setting that the runs share: clients, partition, availability, rounds, model, seeds and version.
+    """Describe the settings that runs share: clients, partition, availability, rounds, model, seeds and version.
 
     Args:
-        runs: The runs of each label. A part that their specs do not tell is left out.
+        runs: The runs of each label. Settings that their specs do not contain are left out.
     """
     specs = [flat(run.spec) for members in runs.values() for run in members]
     seeds = sorted({run.history.seed for members in runs.values() for run in members if run.history.seed is not None})
@@ -55,16 +55,16 @@ def setting_line(runs: Mapping[str, Sequence[Run]]) -> list[Part]:
 
 
 def count_runs(runs: Mapping[str, Sequence[Run]]) -> str:
-    """Return how many runs have finished, of those that each label has with each seed: ``17 of 18 runs finished``."""
+    """Count the finished runs and all runs of labels and seeds, in words such as ``17 of 18 runs finished``."""
     members = [run for each in runs.values() for run in each]
     planned = max(len(members), len(runs) * len({run.history.seed for run in members}))
     return f"{sum(run.finished for run in members)} of {planned} run{'' if planned == 1 else 's'} finished"
 
 
 def differences(runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, list[str]]]:
-    """List for each label the settings whose values differ between the labels, as ``key = value``.
+    """For each label, list the settings that differ between labels, as ``key = value``.
 
-    The seed and the method's name are not listed. The spec of a label is that of its first run.
+    The seed and the method's name are not listed. The settings of a label come from its first run.
     """
     specs = {label: flat(members[0].spec) for label, members in runs.items()}
     keys = list(dict.fromkeys(key for spec in specs.values() for key in spec))
@@ -84,7 +84,7 @@ def command(folder: Path, runs: Mapping[str, Sequence[Run]], seeds: int) -> str 
     Args:
         folder: The folder. If its path is absolute, the command has only its name.
         runs: The runs in the folder.
-        seeds: The number of seeds after the command; at most ``SEEDS``, otherwise None is returned.
+        seeds: The number of seeds that the comparison will have. For more than ``SEEDS``, None is returned.
     """
     if not (folder / LABELS).is_file() or seeds > SEEDS:
         return None
@@ -113,7 +113,7 @@ def _text(value: object) -> str:
 
 
 def _values(specs: Sequence[Mapping[str, Any]], key: str, factor: int = 1) -> str:
-    """Return the values of a number in words, such as ``20 or 100``; the text is empty if no spec has the number."""
+    """Return the values of a setting in words, such as ``20 or 100``; the text is empty if specs do not contain it."""
     numbers = sorted({spec[key] * factor for spec in specs if isinstance(spec.get(key), (int, float))})
     if len(numbers) > SHOWN:
         return f"{numbers[0]:.6g} to {numbers[-1]:.6g}"
@@ -121,7 +121,7 @@ def _values(specs: Sequence[Mapping[str, Any]], key: str, factor: int = 1) -> st
 
 
 def _named(specs: Sequence[Mapping[str, Any]], section: str) -> str:
-    """Return the names in a section of the specs with their main parameter, such as ``dirichlet (alpha 0.3)``."""
+    """Return the names in a section of the specs, with their main settings, such as ``dirichlet (alpha 0.3)``."""
     names = dict[str, None]()
     for spec in specs:
         if (name := spec.get(f"{section}.name", spec.get(section))) is None:
@@ -135,7 +135,7 @@ def _named(specs: Sequence[Mapping[str, Any]], section: str) -> str:
 def _versions(runs: Mapping[str, Sequence[Run]]) -> str:
     versions = dict[str, None]()
     for run in (run for members in runs.values() for run in members):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # a folder that contains only metrics lacks run.json
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a folder with only metrics lacks run.json
             made_with = json.loads((run.folder / "run.json").read_text(encoding="utf-8"))["made_with"]
             versions[str(made_with["fedstrata"])] = None
     return f"fedstrata {' and '.join(versions)}" if versions else ""

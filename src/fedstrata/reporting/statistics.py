@@ -1,9 +1,9 @@
-"""Statistics over a few seeds: means with intervals, differences paired by seed, and tests of them.
+"""Statistics over a few seeds: means with intervals, and differences paired by seed, with tests.
 
-All intervals are Student's t. One method is said to be above another only with at least ``MIN_SEEDS`` seeds, and only
-if the interval of their difference excludes zero. If several differences are judged together, their intervals hold at
-the same time with 95 % confidence, and p-values are corrected for the same number (Bonferroni). The t-test's corrected
-p-value is then below 0.05 exactly when the interval excludes zero.
+All intervals are Student's t. A method is only said to be above another method if there are at least ``MIN_SEEDS``
+seeds and the interval of the difference excludes zero. If several differences are judged together, their intervals hold
+at the same time with 95 % confidence, and p-values are corrected for the number of differences (Bonferroni). The
+t-test's corrected p-value is then below 0.05 exactly when the interval excludes zero.
 
 SciPy is imported when it is first needed.
 """
@@ -24,25 +24,25 @@ from fedstrata.base.errors import SpecError
 K = TypeVar("K", bound=Hashable)
 
 Range: TypeAlias = tuple[float, float]
-"""Lower and upper end of an interval."""
+"""The type of an interval: its lower and upper end."""
 Test = Literal["t", "wilcoxon"]
 Order = Literal["above", "below", "not significant", "too few seeds", "not run"]
 Values: TypeAlias = Mapping[K, float | None]
-"""A mapping from each key (a seed) to its number; None if the seed does not have the number."""
+"""The type of a mapping from each key (a seed) to its number; None if the seed does not have a number."""
 
 TESTS: tuple[Test, ...] = ("t", "wilcoxon")
-"""Tests of paired differences: Student's t-test, and Wilcoxon's signed-rank test."""
+"""The tests of paired differences: Student's t-test, and Wilcoxon's signed-rank test."""
 LEVEL = 0.95
 """The confidence level of all intervals."""
 FEWEST = {"t": 2, "wilcoxon": 6}
-"""The fewest pairs for each test. Wilcoxon's smallest two-sided p for n pairs is 2^(1-n), above 0.05 for n < 6."""
+"""The smallest number of pairs for each test. Wilcoxon's smallest p for n pairs is 2^(1-n), above 0.05 for n < 6."""
 MIN_SEEDS = 3
-"""The fewest seeds with which an interval is given and an order is stated."""
+"""The smallest number of seeds for which intervals and orders are shown."""
 MOST_SEEDS = 100
 """The largest number of seeds that ``seeds_needed`` recommends."""
 UNBOUNDED: Range = (-math.inf, math.inf)
 ALIKE = 1e-12
-"""Differences below this fraction of the largest value are attributed to rounding."""
+"""Differences below this fraction of the largest value count as rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Estimate:
     """The mean and the spread of a value over seeds.
 
     Args:
-        mean: The mean of the values that are known; None if no seed has a value.
-        sd: The sample standard deviation of these values; None for fewer than two.
+        mean: The mean of the known values; None if no seed has a value.
+        sd: The sample standard deviation of the known values; None for fewer than two values.
         n: The number of seeds that have a value.
         interval: The 95 % interval of the mean by Student's t; None for fewer than ``MIN_SEEDS``.
     """
@@ -63,11 +63,11 @@ class Estimate:
 
     @classmethod
     def over(cls, values: Iterable[float | None], bounds: Range = UNBOUNDED) -> Estimate:
-        """Compute the mean, spread and interval of the seeds' values; None stands for a missing value.
+        """Estimate the mean, standard deviation and interval of the seeds' values; None is a missing value.
 
         Args:
             values: The value of each seed.
-            bounds: The smallest and the largest possible value; the interval is cut there.
+            bounds: The smallest and the largest possible value, at which the interval is cut.
 
         >>> Estimate.over([1.0, None])
         Estimate(mean=1.0, sd=None, n=1, interval=None)
@@ -101,11 +101,11 @@ class Difference:
 
     Args:
         mean: The mean over the pairs; None without pairs.
-        n: The number of pairs, which are the seeds that both have.
+        n: The number of pairs, which is the number of seeds that both have.
         interval: The 95 % interval of the mean, see ``paired_difference``; None for fewer than ``MIN_SEEDS`` pairs, and
-            if all differences are equal, because their spread is then unknown.
-        p: The two-sided p-value, not corrected. It is None for fewer pairs than the test's ``FEWEST``, and if all
-            differences are equal, because a test is then impossible.
+            for equal differences, whose spread is unknown.
+        p: The two-sided p-value, not corrected. None for fewer pairs than ``FEWEST`` of the test, and for equal
+            differences, which cannot be tested.
         corrected: The p-value times the number of differences that are judged together, at most 1.
         each: The difference of each pair, in the order of the seeds.
     """
@@ -118,9 +118,9 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return the order that the interval, moved up by ``margin``, shows; or the reason why it shows none.
+        """Return the order that the interval shows after a shift by ``margin``, or the reason why it shows none.
 
-        The order is ``above`` if both ends of the moved interval are positive, and ``below`` if both are negative.
+        The order is ``above`` if both ends of the shifted interval are positive, and ``below`` if both are negative.
 
         >>> Difference(1.5, 3, (0.5, 2.5)).order(), Difference(1.0, 3, (-0.5, 2.5)).order()
         ('above', 'not significant')
@@ -143,14 +143,14 @@ class Difference:
 def paired_difference(
     values: Values[K], baseline: Values[K], test: Test = "t", *, resolution: float = 0.0, together: int = 1
 ) -> Difference:
-    """Compute the mean difference between values and the baseline's values with the same seeds.
+    """Compute the mean difference between the values of a method and a baseline with the same seeds.
 
     Args:
-        values: A mapping from each seed to a number; None stands for a missing number.
+        values: A mapping from each seed to the method's number; None is a missing number.
         baseline: The numbers of the baseline.
         test: ``"t"``, the paired t-test, or ``"wilcoxon"``, Wilcoxon's signed-rank test.
         resolution: The unit to which the numbers are rounded. The standard deviation is then at least resolution / √6,
-            which is that of the rounding errors, so that a few equal differences do not give an interval of length 0.
+            the standard deviation of rounding errors. So a few equal differences do not give an interval of length 0.
         together: The number of differences that are judged together, see ``t_interval``.
 
     Raises:
@@ -178,14 +178,14 @@ def paired_difference(
 
 
 def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
-    """Return with how many seeds the interval would exclude zero, if mean and standard deviation stay as they are.
+    """Return the number of seeds for which the interval would exclude zero, if mean and deviation stay the same.
 
     Args:
         difference: At least two differences that are not all equal.
         together: The number of differences that are judged together, see ``t_interval``.
 
     Returns:
-        At least ``MIN_SEEDS``; None if there would have to be more than ``MOST_SEEDS``.
+        At least ``MIN_SEEDS``; None if more than ``MOST_SEEDS`` seeds would be needed.
 
     >>> seeds_needed(Difference(1.0, 3, each=(0.0, 1.0, 2.0)))
     7
@@ -199,7 +199,7 @@ def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
 
 
 def cut(interval: Range | None, to: Range) -> Range | None:
-    """Limit an interval to the possible values, because a t interval over few seeds may be wider.
+    """Limit an interval to the possible values, because a t interval over few seeds may exceed them.
 
     >>> cut((-186.7, 3.5), (-100.0, 100.0)), cut(None, (-100.0, 100.0))
     ((-100.0, 3.5), None)
@@ -212,7 +212,7 @@ def _p(differences: Floats, test: Test, rounding: float) -> float | None:
 
     if test == "t":
         return float(stats.ttest_1samp(differences, 0.0).pvalue)
-    steps = np.round(differences / rounding)  # equal differences share a rank, whatever their rounding errors
+    steps = np.round(differences / rounding)  # equal differences have the same rank in spite of rounding errors
     if np.count_nonzero(steps) < FEWEST[test]:  # Wilcoxon's test ignores differences of 0
         return None
     return float(stats.wilcoxon(steps).pvalue)

@@ -1,4 +1,4 @@
-"""Draw the strata (client groups): the clients as points in the plane, with a line around each stratum."""
+"""Pictures of strata (client groups): clients as points in the plane, with a line around each stratum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedstrata.reporting.replayed_strata import View
 
 PIES = 200
-"""The most clients for which each client is drawn as a pie chart of its labels. If there are more, each client is a dot
+"""The largest number of clients that are drawn as pie charts of their labels. If there are more clients, each is a dot
 in the colour of its most frequent label."""
 
 
@@ -29,14 +29,14 @@ def plane(points: Floats32) -> tuple[Floats, float]:
         points: The points, shape (n, d), n ≥ 1.
 
     Returns:
-        The coordinates in the plane, shape (n, 2), and the fraction of the variance that they preserve, in [0, 1].
+        The coordinates in the plane, shape (n, 2), and the fraction of the variance that remains, in [0, 1].
 
     >>> where, share = plane(np.array([[0, 0, 1], [3, 0, 1], [6, 0, 1]], dtype=np.float32))
     >>> np.abs(where).round(4).tolist(), round(share, 4)
     ([[3.0, 0.0], [0.0, 0.0], [3.0, 0.0]], 1.0)
     """
     centred = points - points.mean(axis=0, dtype=np.float64)
-    # The (n, n) matrix of scalar products is smaller than the (d, d) covariance matrix, because usually n < d.
+    # The (n, n) matrix of scalar products is usually smaller than the (d, d) covariance matrix, because n < d.
     values, vectors = np.linalg.eigh(centred @ centred.T)
     values = np.maximum(values[::-1], 0.0)
     where = np.zeros((len(points), 2))
@@ -66,9 +66,9 @@ def outline(points: Floats, pad: Floats) -> Floats:
 
 
 def draw_strata(view: View, path: Path | str) -> None:
-    """Write a picture with two charts of the clients: as the server groups them, and with the labels that they hold.
+    """Write a picture with two charts of the clients: in the groups that the server forms, and with their labels.
 
-    A line is around the clients of each stratum, and the number above it counts them. Colours are labels.
+    A line surrounds the clients of each stratum, and the number above it is their number. Colours stand for labels.
 
     Args:
         view: The strata.
@@ -82,14 +82,14 @@ def draw_strata(view: View, path: Path | str) -> None:
     figure = Figure(figsize=(11.5, 5.4), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)
     left.scatter(*where.T, color=style.SOFT.light, s=24, linewidths=0)
-    left.set_title(f"what the server sees: {count} strata, with their numbers of clients", fontsize=10, loc="left")
+    left.set_title(f"what the server knows: {count} strata, with their numbers of clients", fontsize=10, loc="left")
     colours = [colour.light for colour in style.categories(classes)]
     if len(points) <= PIES:
         _pies(right, where, labels, colours)
     else:
         right.scatter(*where.T, c=[colours[c] for c in labels.argmax(axis=1)], s=14, linewidths=0)
-    criterion = "labels held" if len(points) <= PIES else "the label most held"
-    right.set_title(f"what it does not see: {criterion}", fontsize=10, loc="left")
+    criterion = "labels" if len(points) <= PIES else "most frequent labels"
+    right.set_title(f"what it does not know: the clients' {criterion}", fontsize=10, loc="left")
     if classes <= 20:
         names = view.class_names or tuple(map(str, range(classes)))
         for name, colour in zip(names, colours, strict=True):
@@ -107,7 +107,7 @@ def draw_strata(view: View, path: Path | str) -> None:
 
 
 def outline_strata(axes: Axes, where: Floats, strata: Ints, *, has_numbers: bool = True) -> None:
-    """Draw a line around the points of each stratum, and optionally their number above it.
+    """Draw a line around the points of each stratum and, if wanted, the number of points above the line.
 
     Args:
         axes: The axes.
@@ -132,7 +132,7 @@ def outline_strata(axes: Axes, where: Floats, strata: Ints, *, has_numbers: bool
 
 
 def _pies(axes: Axes, where: Floats, labels: Ints, colours: list[str]) -> None:
-    """Draw a small pie chart per client. Each slice is drawn as a marker of a scatter plot."""
+    """Draw a small pie chart per client, with each slice as a marker of a scatter plot."""
     from matplotlib.path import Path as Outline
 
     for (x, y), held in zip(where, labels, strict=True):
@@ -141,6 +141,6 @@ def _pies(axes: Axes, where: Floats, labels: Ints, colours: list[str]) -> None:
             angle = 2 * np.pi * np.linspace(ends[c], ends[c + 1], max(3, int(40 * (ends[c + 1] - ends[c]))))
             rim = np.stack([np.sin(angle), np.cos(angle)], axis=1)
             slice = Outline(np.concatenate([[[0.0, 0.0]], rim, [[0.0, 0.0]]]))
-            # Matplotlib scales a marker by its extent. With this size, all slices of a pie have the same radius.
+            # Matplotlib scales a marker by its extent; this size gives all slices of a pie the same radius.
             size = 140 * float(np.abs(rim).max()) ** 2
             axes.scatter([x], [y], marker=slice, s=size, color=colours[c], linewidths=0)

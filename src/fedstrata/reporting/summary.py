@@ -1,4 +1,4 @@
-"""Summarise a run as a panel for the terminal, and count its failures."""
+"""The summary of a run for the terminal, and the counts of its failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def summary_panel(history: History) -> Panel:
-    """Return the panel that is shown at the end of a run: its accuracy, participation, costs and folder."""
+    """Return the panel that a terminal shows at the end of a run: accuracy, participation, costs and folder."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -30,10 +30,10 @@ def summary_panel(history: History) -> Panel:
 
 
 def failures(history: History) -> str | None:
-    """Return a text with the count of each kind of failure in a run, and the first reason; None without failures."""
+    """Count each kind of failure in a run, and give the first reason, as a text; None without failures."""
     path = history.path / "events.jsonl" if history.path is not None else None
     events = read_jsonl(path) if path is not None and path.exists() else []
-    # After a crash, the log may contain an entry about the repair, which is not an event and has no kind.
+    # After a crash, the log may contain an entry about its repair, which is not an event and has no kind.
     failed = [event for event in events if event.get("kind") in ("failed", "refused", "label skipped", "batch skipped")]
     if not failed:
         return None

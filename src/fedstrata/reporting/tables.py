@@ -1,4 +1,4 @@
-"""Tables of methods, with mean and standard deviation over seeds: as Markdown and JSON."""
+"""Tables of methods with mean and standard deviation over seeds, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedstrata.evaluation.summary import MISSING as MISSING
 from fedstrata.reporting.statistics import UNBOUNDED, Estimate, Range
 
 STUCK = "†"
-"""The mark of labels with runs that are stuck; see ``Row.stuck``."""
+"""The mark of labels with runs that broke down; see ``Row.stuck``."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Row:
         label: The name that the runs share, such as that of the method.
         seeds: The number of runs.
         cells: A mapping from the key of each measure to its estimate.
-        stuck: The number of runs in which the server could use none of the clients' replies, from the start or from
-            some later round to the end.
+        stuck: The number of runs that broke down: from some round to the end, the server could not use any client's
+            reply.
         kept: A text that says which round's model the runs saved at their end, see ``kept``; None for the last round.
         at_once: The keys ``rounds_to_T`` of default targets T that all runs reached in their first evaluated round.
     """
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def marked(self) -> str:
-        """The label, followed by the mark ``STUCK`` if ``stuck`` is above 0."""
+        """The label with the mark ``STUCK`` if ``stuck`` is above 0."""
         return f"{self.label} {STUCK}" if self.stuck else self.label
 
 
@@ -82,18 +82,18 @@ _TEST, _CLIENTS, _WORST = "test.", "clients.", ".worst_10"
 
 
 def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
-    """Build a row for each label.
+    """Return a row for each label.
 
-    A target is an accuracy; the table shows in which round each label first reached it.
+    For each target accuracy, a row contains the first round in which the label reached the target.
 
     Args:
         runs: A mapping from each label to the histories of its seeds.
 
     Returns:
-        Rows with a cell for each of these keys: those of ``MEASURES``; ``final_M`` and ``best_M`` of the primary metric
-        M; ``rounds_to_T`` of each target T of any history; and, for other metrics of the saved model, ``test.NAME`` and
-        ``clients.NAME.worst_10``. Accuracies are fractions, and amounts of data are in bytes. A seed that never reached
-        a target is not counted in the target's cell.
+        Rows with cells for the keys of ``MEASURES``, ``final_M`` and ``best_M`` of the primary metric M, and
+        ``rounds_to_T`` of each target T of any history. For other metrics of the saved model, there are ``test.NAME``
+        and ``clients.NAME.worst_10``. Accuracies are fractions, and amounts of data are in bytes. A seed that never
+        reached a target is not counted in the target's cell.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
     measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
@@ -128,7 +128,8 @@ def _measured(history: History) -> Iterator[str]:
 def worst_first(columns: Iterable[str], metric: str) -> list[str]:
     """List the columns of metrics over the worst tenth of the clients.
 
-    That of ``metric`` comes first, then those of metrics between 0 and 1, which are easier to read than a loss.
+    The column of ``metric`` comes first. Columns of metrics between 0 and 1 follow, because they are easier to read
+    than a loss.
 
     >>> worst_first(["clients.log-loss.worst_10", "clients.auroc.worst_10", "clients.auroc.mean"], "accuracy")
     ['clients.auroc.worst_10', 'clients.log-loss.worst_10']
@@ -140,14 +141,14 @@ def worst_first(columns: Iterable[str], metric: str) -> list[str]:
 
 
 def primary(runs: Mapping[str, Sequence[History]]) -> str:
-    """Return the primary metric of the runs; that of the first run if they differ."""
+    """Return the primary metric of the runs; if the runs differ, of the first run."""
     return next((history.primary for members in runs.values() for history in members), "accuracy")
 
 
 def kept(members: Sequence[History]) -> str | None:
     """Return a text that says which round's model all runs saved, such as ``round of the best validation auroc``.
 
-    It is None if all runs saved the model of the last round, and empty if a run saved that of yet another round.
+    It is None if all runs saved the model of the last round, and empty if a run saved the model of another round.
     """
     members = [history for history in members if history.saved is not None]
     if not members:
@@ -166,7 +167,7 @@ def is_of_metric(key: str) -> bool:
 
 
 def value(history: History, key: str) -> float | None:
-    """Return the value of a run for a key of its summary, or for a key ``final_M`` or ``best_M``."""
+    """Return a run's value for a key of its summary, or for a key ``final_M`` or ``best_M``."""
     if not is_of_metric(key):
         return history.summary[key]  # type: ignore[no-any-return]
     when, _, metric = key.partition("_")
@@ -187,18 +188,18 @@ def is_target(key: str) -> bool:
 
 
 def reached(history: History, key: str) -> int | None:
-    """Return the first round in which a run reached the target accuracy T of ``rounds_to_T``; None if it never did."""
+    """Return the first round in which a run reached the target T of a key ``rounds_to_T``; None if there is none."""
     return history.rounds_to_target(float(key.removeprefix(_TARGET)))
 
 
 def _at_once(history: History, key: str) -> bool:
-    """Return True if a run has the default targets, and reached this one in its first evaluated round."""
+    """Return True if a run has the default targets and reached this target in its first evaluated round."""
     first, _ = history.points("accuracy")
     return history.targets == TARGETS and len(first) > 0 and reached(history, key) == first[0]
 
 
 def measure(key: str) -> Measure:
-    """Return how a measure is displayed: its heading, factor and digits.
+    """Return the display of a measure: heading, factor and digits.
 
     >>> measure("rounds_to_0.8").heading, measure("best_auroc").heading
     ('rounds to 80 %', 'best auroc')
@@ -227,7 +228,7 @@ def bounds(key: str) -> Range:
 
 
 def metric_of(key: str) -> str:
-    """Return the metric that a measure or column is about; the key itself if it is not about a metric.
+    """Return the metric of a measure or column; the key itself if it does not belong to a metric.
 
     >>> metric_of("best_auroc"), metric_of("test.auroc"), metric_of("clients.auroc.mean"), metric_of("bytes_up")
     ('auroc', 'auroc', 'auroc', 'bytes_up')
@@ -248,17 +249,17 @@ def show(row: Row, key: str) -> str:
 
 
 def shown(cell: Estimate, how: Measure, seeds: int) -> str:
-    """Format an estimate; if some seeds have no value, add the number of seeds that have one."""
+    """Format an estimate; if seeds have no value, add the number of seeds that have a value."""
     if cell.mean is None:
         return MISSING
     text = number(cell.mean, how)
-    if cell.sd and float((spread := number(cell.sd, how)).replace(",", "")):  # omit a deviation that rounds to 0
+    if cell.sd and float((spread := number(cell.sd, how)).replace(",", "")):  # leave out a deviation that rounds to 0
         text += f" ± {spread}"
     return text + (f" ({cell.n} of {seeds})" if cell.n < seeds else "")
 
 
 def number(value: float, how: Measure, sign: str = "") -> str:
-    """Format a number in the unit of its heading, with a true minus sign.
+    """Format a number in the unit of its column, with the character − for minus.
 
     >>> number(0.5, MEASURES["final_accuracy"], "+"), number(-1.0, MEASURES["rounds"])
     ('+50.00', '−1')
@@ -267,7 +268,7 @@ def number(value: float, how: Measure, sign: str = "") -> str:
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-    """List the measures that get a column: all except targets that no run reached, or that all reached at once."""
+    """List the measures that get a column: all except targets that no run reached, or all runs reached at once."""
     every = list(rows[0].cells) if rows else []
     left_out = {key for key in every if is_target(key) and not any(row.cells[key].n for row in rows)}
     left_out |= frozenset.intersection(*(row.at_once for row in rows)) if rows else set()
@@ -275,7 +276,7 @@ def keys(rows: Sequence[Row]) -> list[str]:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Return sentences that explain the numbers; the text is empty if none are needed."""
+    """Return sentences that explain the numbers; the text is empty if explanations are not needed."""
     sentences, counts = list[str](), sorted({row.seeds for row in rows})
     if counts and counts != [1]:
         seeds = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
@@ -285,12 +286,12 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_kept(models: Mapping[str, str | None]) -> list[str]:
-    """Return a list with one sentence about labels whose final values do not describe the model of the last round.
+    """Return a list with a sentence about labels whose final values do not describe the model of the last round.
 
     The list is empty if there is no such label.
 
     Args:
-        models: For each label, the result of ``kept``: a text that says which round's model its runs saved.
+        models: The result of ``kept`` for each label: a text that says which round's model the runs saved.
 
     >>> of_kept({"a": "round of the best validation auroc", "b": None})
     ['Final values of a are those of the saved model (round of the best validation auroc).']
@@ -303,10 +304,10 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
-    """Return a list with one sentence about the runs that are stuck (see ``Row.stuck``); empty if there are none.
+    """Return a list with a sentence about the runs that broke down (see ``Row.stuck``); empty if there are none.
 
     Args:
-        stuck: A mapping from each label to its number of runs whose clients' replies could not be used.
+        stuck: A mapping from each label to its number of runs that broke down.
 
     >>> of_stuck({"fedavg": 0, "wild": 2})
     ['† 2 runs of wild broke down: no reply could be used from some round to the end.']
@@ -320,7 +321,7 @@ def of_stuck(stuck: Mapping[str, int]) -> list[str]:
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-    """Return the table in Markdown, with a caption below if it needs one."""
+    """Return the table in Markdown, with a caption if it needs one."""
     shown = keys(rows)
     headings = ["", *(measure(key).heading for key in shown)]
     text = markdown_table(headings, [[row.marked, *(show(row, key) for key in shown)] for row in rows])
@@ -350,10 +351,10 @@ def markdown_row(cells: Iterable[str]) -> str:
 
 
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return a dict for JSON per row: ``label``, ``seeds``, and ``mean``, ``sd`` and ``n`` of each measure.
+    """Return the rows as dicts for JSON: ``label``, ``seeds``, and the ``mean``, ``sd`` and ``n`` of each measure.
 
-    If the server could use no reply at all in some runs of a label, or none from some round on, ``stuck`` is the number
-    of these runs. If final values do not describe the model of the last round, ``kept`` names the round of the model.
+    If runs of a label broke down, ``stuck`` is the number of these runs. If final values do not describe the model of
+    the last round, ``kept`` names the round of the model.
     """
     return [
         {"label": row.label, "seeds": row.seeds}
