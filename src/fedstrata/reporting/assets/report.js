@@ -9,7 +9,7 @@ const repaints = []; // charts and heat maps are drawn anew when the colours cha
 const choice = (options, chosen) => make("select", {}, ...options.map(([value, name]) =>
   make("option", {value, selected: value === chosen}, name)));
 
-// One data set: its methods, which of them are shown, and everything that follows when that changes
+// A data set: its methods, which methods are shown, and all updates when this selection changes
 
 class Block {
   constructor(section, data) {
@@ -93,7 +93,7 @@ class Block {
     this.changed();
   }
 
-  // Values beside the names: where the pointer is, or at the end.
+  // The values beside the names are those at the pointer, or the last values.
   values(metric = this.data.metrics[0].key, at = null) {
     const quantity = this.data.metrics.find(each => each.key === metric);
     const place = this.across === "round" ? "round " : "";
@@ -128,7 +128,7 @@ class Block {
       new Heat(this, box, "By client", [options], chosen => {
         const map = clients[chosen], scale = map.percent ? 100 : 1;
         const values = map.rows.map(row => row?.map(value => value == null ? null : value * scale));
-        const every = values.flat().filter(value => value != null); // a method without a table has none
+        const every = values.flat().filter(value => value != null); // a method without a table has no values
         const first = `${names.length > 1 ? "mean " : ""}${clients[0].column}${names.length > 1 ? " over the methods" : ""}`;
         return {rows: names, rowName: "", columns: map.clients.map(String), columnName: "client ", values, methods: true,
           ...(map.percent ? percent(values) : {low: 0, high: Math.max(...every, 0)}),
@@ -136,12 +136,12 @@ class Block {
             (map.of > map.clients.length ? `; ${map.clients.length} of ${map.of} clients are shown, evenly spaced.` : ".")};
       }, "full");
     }
-    function percent(values) { // from the ten below the lowest, so that differences are seen
+    function percent(values) { // the scale begins at the multiple of ten below the lowest value
       const lowest = Math.min(...values.flat().filter(value => value != null), 90);
       return {low: Math.floor(lowest / 10) * 10, high: 100};
     }
     function clientsName(map) {
-      const what = map.column === "heard" ? "how often it was heard" : map.column + (map.percent ? ", %" : "");
+      const what = map.column === "heard" ? "round of the last used reply" : map.column + (map.percent ? ", %" : "");
       return clients.some(each => each.seed !== map.seed) ? `${what}, ${map.seed}` : what;
     }
   }
@@ -285,7 +285,7 @@ class Chart {
     this.all = this.drawn.length > 1 && same.size === 1;
     this.names = new Map([...same.values()].map(group => [group[0],
       this.all ? "all methods" : group.map(index => methods[index].name).join(", ")]));
-    // Two rounds of a method may have cost the same: a table needs its places in order, each once.
+    // Two rounds of a method may have the same cost, but a table needs sorted and distinct positions.
     // Grey lines are drawn first, so that they do not hide coloured ones.
     this.order = [...methods.keys()].sort((a, b) => (methods[b].colour === "other") - (methods[a].colour === "other"));
     const tables = this.order.map(index => {
@@ -329,7 +329,7 @@ class Chart {
     this.pointed = over;
   }
 
-  // Of what is seen. The worst tenth of the values is cut off, which is where runs begin, but never the end of a curve.
+  // The range of the visible curves. The worst tenth of the values, where runs begin, is cut off, but never the end of a curve.
   span(u) {
     const [first, last] = u.series[0].idxs.map(i => u.data[0][i]); // the scale of x itself is not set yet
     const {low: least, high: most, better} = this.quantity, seen = [], ends = [];
@@ -386,7 +386,7 @@ class Chart {
   focus(index) { this.u?.setSeries(index == null ? null : this.order.indexOf(index) + 1, {focus: index != null}); }
 }
 
-// The final primary metric over what it cost, with those methods marked for which nothing else is both cheaper and better
+// The final primary metric over its cost. Marked methods are on the Pareto front: no method is both cheaper and better.
 
 class Pareto {
   constructor(block, box) {
@@ -470,7 +470,7 @@ class Pareto {
     for (const {index, x, y} of [...front, ...(this.points.length <= 10 ? this.points.filter(p => !front.includes(p)) : [])]) {
       const name = shortened(this.block.data.methods[index].name, 22), wide = ctx.measureText(name).width;
       const at = u.valToPos(x, "x", true), middle = u.valToPos(y, "y", true);
-      // Right or left of the point, above or below the error bar's middle: the first place that hides no other name.
+      // Try right or left of the point, above or below the middle of the error bar, until no other name is hidden.
       const place = [[near, -near * 0.6], [near, near * 1.6], [-near - wide, -near * 0.6], [-near - wide, near * 1.6]]
         .map(([right, down]) => ({left: at + right, top: middle + down, wide}))
         .find(({left, top}) => left >= u.bbox.left && left + wide < u.bbox.left + u.bbox.width &&
@@ -494,11 +494,11 @@ function watchWidth(chart) {
   }).observe(chart.plot);
 }
 
-// Heat maps: a path for each of some shades
+// Heat maps: a path for each shade
 
 const opacity = shade => 0.06 + 0.94 * shade;
 
-// Black or white: the one with more contrast to the scale's colour with this opacity on the frame
+// Return black or white, whichever has more contrast to the colour of the scale with this opacity
 function onShade(alpha) {
   const parts = name => colour(name).match(/[\d.]+/g).slice(0, 3).map(Number);
   const ground = parts("panel"), linear = parts("heat").map((part, i) => {
@@ -607,7 +607,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
     const value = row => row.cells[column].dataset.value;
     const compared = (a, b) => {
       if (words) return sign * a.cells[0].textContent.localeCompare(b.cells[0].textContent, "en", {numeric: true});
-      if (value(a) === "" || value(b) === "") return (value(a) === "") - (value(b) === ""); // what is missing comes last
+      if (value(a) === "" || value(b) === "") return (value(a) === "") - (value(b) === ""); // missing values come last
       return sign * (Number(value(a)) - Number(value(b)));
     };
     body.append(...(order ? [...original].sort(compared) : original));
@@ -659,6 +659,6 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 followPrint(repaint);
 
 for (const section of document.querySelectorAll("[data-block]")) new Block(section, blocks[section.dataset.block]);
-// uPlot paints in a microtask: by the next task everything is there.
+// uPlot paints in a microtask, so everything is painted before the next task.
 setTimeout(() => { root.dataset.drawn = Math.round(performance.now()); });
 })();
