@@ -354,7 +354,7 @@ def test_lists_add_up_leaf_by_leaf():
     assert add({"name": "x", "none": None}, {"name": "x", "none": None}) == {"name": "x", "none": None}
     with pytest.raises(TypeError, match="lists of 2 and 1 items cannot be added"):
         add([1, 2], [3])
-    with pytest.raises(TypeError, match=r"'a' and 'b' cannot be added\. Use same() to declare a field that is equal"):
+    with pytest.raises(TypeError, match=r"'a' and 'b' cannot be added\. Use same\(\) to declare a field that is equal"):
         add("a", "b")
 
 

@@ -101,14 +101,14 @@ def test_final_values_are_of_the_model_kept_and_the_caption_says_so() -> None:
     rows = compare_table({"a": [kept(0, 2), kept(1, 2)], "b": [kept(0, None)]})
     assert [show(row, "final_auroc") for row in rows] == ["0.8000", "0.7000"]
     assert show(rows[0], "final_accuracy") == "90.00"
-    said = "Final values of a are those of the saved model (round of the best validation auroc)."
+    said = "Final values of a are from the saved model (round of the best validation auroc)."
     assert said in to_markdown(rows)
     assert [row.get("kept") for row in to_json(rows)] == ["round of the best validation auroc", None]
     elsewhere = compare_table({"a": [kept(0, 1)]})
-    assert to_markdown(elsewhere).endswith("\nFinal values are those of the saved model.\n")
+    assert to_markdown(elsewhere).endswith("\nFinal values are from the saved model.\n")
     found = contrast({"a": [kept(0, 2)], "b": [kept(0, 3)]}, ["final_auroc", "test.auroc", "best_auroc"])
     assert [row.value.mean for row in found.rows] == [0.8, 0.7, 0.8, 0.7, 0.8, 0.8]
-    assert "Final values are those of the saved model." in caption(found)
+    assert "Final values are from the saved model." in caption(found)
 
 
 def test_other_metrics_have_a_column_each_by_the_last_evaluation() -> None:

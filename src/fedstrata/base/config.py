@@ -102,7 +102,7 @@ class Setting(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false where a number is expected; pydantic would accept them as 1 and 0."""
+        """Refuse true and false as numbers, because pydantic would read them as 1 and 0."""
         types = list(_types(cls.model_fields[info.field_name or ""].annotation))
         if bool not in types and (int in types or float in types) and _has_truth_value(value):
             raise ValueError("must be a number, not true or false.")
@@ -134,7 +134,7 @@ def _types(annotation: Any) -> Iterator[Any]:
 
 
 def _has_truth_value(value: object) -> bool:
-    """Return whether a value is true or false, or a list that contains true or false."""
+    """Return True if a value is true or false, or a list that contains true or false."""
     return any(map(_has_truth_value, value)) if isinstance(value, (list, tuple)) else isinstance(value, bool)
 
 

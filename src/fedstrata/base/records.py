@@ -264,7 +264,7 @@ class _Parts:
         if isinstance(node, Tensor):
             return self._tensor("$t", node.detach())
         if isinstance(node, np.ndarray):
-            # PyTorch warns about read-only arrays, so these are copied.
+            # Copy read-only arrays, because PyTorch warns about them.
             return self._tensor("$a", torch.from_numpy(np.require(node, requirements=("C", "W"))))
         if isinstance(node, bytes):
             return self._tensor("$b", torch.from_numpy(np.frombuffer(bytearray(node), dtype=np.uint8)))
@@ -341,7 +341,7 @@ def _make(name: str, fields: dict[str, Any]) -> Any:
 
 
 def require_types(message: Message) -> None:
-    """Check the types of a message's fields as ``decode`` does, for a message that was not encoded.
+    """Check the types of a message's fields like ``decode``, but in a message that was not encoded.
 
     Raises:
         WireError: A field of the message, or of a message inside it, has another type than declared.
@@ -394,7 +394,7 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
 
 def _checker(cls: type) -> TypeAdapter[Any]:
     if cls not in _CHECKERS:
-        # In strict mode, pydantic does not accept a dict for a dataclass, but it accepts a dict for a TypedDict.
+        # In strict mode, pydantic accepts a dict for a TypedDict, but not for a dataclass.
         hints = get_type_hints(cls)
         table = TypedDict(cls.__name__, {name: hints[name] for name in _FIELDS[cls]})  # type: ignore[misc]
         table.__pydantic_config__ = ConfigDict(  # type: ignore[attr-defined]

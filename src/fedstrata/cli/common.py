@@ -150,7 +150,7 @@ def add_spec(parser: argparse.ArgumentParser, help: str = SPEC_HELP) -> None:
 def add_overrides(
     parser: argparse.ArgumentParser,
     metavar: str = "SECTION.KEY=VALUE",
-    help: str = "set a key, such as training.lr=0.1; overrides the file; may be repeated",
+    help: str = "key and its value, such as training.lr=0.1; takes precedence over the file; may be repeated",
 ) -> None:
     """Add the argument ``--set``, which may be repeated."""
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar=metavar, help=help)

@@ -72,7 +72,7 @@ COMPLETERS: dict[tuple[str, str], Completer] = {
 
 
 def attach(whole: argparse.ArgumentParser) -> None:
-    """Attach completers to the arguments of all commands that have one in ``COMPLETERS``."""
+    """Attach the completers in ``COMPLETERS`` to the arguments of the commands."""
     for action in whole._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command, parser in action.choices.items():

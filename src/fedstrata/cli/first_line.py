@@ -14,13 +14,13 @@ from fedstrata.cli.layout import say
 
 
 def announce(options: argparse.Namespace, text: str) -> None:
-    """Print the line on standard error, if this is a terminal and ``--quiet`` is not set."""
+    """Print the first line of a command on standard error, if this is a terminal and ``--quiet`` is not set."""
     if text and sys.stderr.isatty() and not options.quiet:
         say(text)
 
 
 def of_run(options: argparse.Namespace) -> str:
-    """Return the line of ``fedstrata run``."""
+    """Return the first line that ``fedstrata run`` prints."""
     if options.resume is not None:
         return f"Resuming {options.resume}"
     table = _table(options)
@@ -28,7 +28,7 @@ def of_run(options: argparse.Namespace) -> str:
 
 
 def of_compare(options: argparse.Namespace) -> str:
-    """Return the line of ``fedstrata compare``; it is empty if the spec names no methods, which is an error."""
+    """Return the first line of ``fedstrata compare``; it is empty if there are no methods, which is an error."""
     table = _table(options)
     compared = table.get("compare")
     labels = options.methods.split(",") if options.methods else list(compared) if isinstance(compared, dict) else []
@@ -36,7 +36,7 @@ def of_compare(options: argparse.Namespace) -> str:
 
 
 def of_sweep(options: argparse.Namespace) -> str:
-    """Return the line of ``fedstrata sweep``."""
+    """Return the first line that ``fedstrata sweep`` prints."""
     return f"Trying settings on {_data(_table(options))}{_into(options)}"
 
 

@@ -54,7 +54,7 @@ def _datasets(options: argparse.Namespace) -> None:
         return
     rows = [(name, "yes" if present else "no", about) for name, about, present in available()]
     _columns(("data set", "found", "what it is"), rows)
-    print(f"NAME.npz is looked for in {', '.join(map(str, folders()))}; a path and hub:owner/name work too")
+    print(f"NAME.npz is searched for in {', '.join(map(str, folders()))}. You may also give a path or hub:owner/name.")
 
 
 def add_settings(commands: Commands) -> None:
@@ -74,7 +74,7 @@ def add_settings(commands: Commands) -> None:
     parser.add_argument(
         "name", nargs="?", help="name in the section to list, such as bernoulli, or module:Class of your own code"
     )
-    help = "write all sections to this folder, as Markdown files"
+    help = "folder to write all sections to, as Markdown files"
     parser.add_argument("--markdown", type=Path, metavar="DIR", help=help)
     add_output(parser, progress=False)
 
@@ -173,7 +173,7 @@ def add_strata(commands: Commands) -> None:
         "TOML file that describes the experiment, or folder of a run (default: an experiment with default settings)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=1, help="how many rounds to run first, if spec is a file (default: 1)"
+        "--rounds", type=int, default=1, help="number of rounds to run first, if SPEC is a file (default: 1)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("strata.png"), help="image file to write (default: strata.png)"

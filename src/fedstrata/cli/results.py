@@ -51,7 +51,7 @@ def add_table(commands: Commands) -> None:
     parser.add_argument("--test", choices=("t", "wilcoxon"), default="t", help=tests)
     by_client = "show a metric of each client on its own test samples, with a row per client (default: accuracy)"
     parser.add_argument("--by-client", nargs="?", const="accuracy", metavar="RESULT", help=by_client)
-    figure = "also draw the differences with their intervals into this .pdf, .png or .svg file, 3.5 inches wide"
+    figure = ".pdf, .png or .svg file in which to draw the differences and their intervals, 3.5 inches wide"
     parser.add_argument("--figure", type=Path, metavar="FILE", help=figure)
     parser.add_argument("--format", choices=FORMATS, default="console", help="format of the table (default: console)")
     common.add_columns(parser)

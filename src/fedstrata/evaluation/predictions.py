@@ -37,7 +37,7 @@ class Predictions:
     Args:
         labels: True labels, (N,).
         logits: The model's outputs, (N, C), float32.
-        predicted: The class of the largest logit of each sample, (N,).
+        predicted: The class with the largest logit for each sample, (N,).
         total_loss: Sum of the samples' cross-entropies, in nats; ``predict`` computes it in float32, batch by batch.
 
     >>> Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [0.0, 0.0]])).probabilities[1].tolist()

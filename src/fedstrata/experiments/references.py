@@ -60,10 +60,10 @@ def reference_runs(
 ) -> dict[str, Experiment]:
     """Return the experiments of a reference, as a mapping from the name of each run to its experiment.
 
-    The name of a run is also the name of its folder. ``centralised`` has one run, ``everything``. In each round, it
-    computes as many gradients of samples as all invited clients of the federated experiment compute on average.
+    The name of a run is also the name of its folder. ``centralised`` has one run, ``everything``. In each round, this
+    run computes as many gradients of samples as all invited clients of the federated experiment compute on average.
     ``local`` has a run ``client-K`` for every client, in which the client trains in every round. All other settings,
-    such as the learning rate, are those of the first experiment.
+    such as the learning rate, come from the first experiment.
 
     Args:
         name: The name of the reference, such as ``local``.
@@ -124,7 +124,7 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
 
     Args:
         name: The name of the reference.
-        folders: The folders of its runs.
+        folders: The folders of the reference's runs.
         out: The run folder to write.
         lower: The metrics for which lower values are better.
     """

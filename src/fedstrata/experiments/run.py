@@ -39,8 +39,8 @@ def run(
         model: Your own model, preferably a class; see ``prepare``.
         engine: The engine that runs the clients.
         resume: Continue the run in ``out`` from its last checkpoint.
-        callbacks: Callbacks in addition to those of the spec. Each is a ``fedstrata.Callback``, or a function that is
-            called with the record of every round.
+        callbacks: Additional callbacks. Each is a ``fedstrata.Callback``, or a function that is called with the record
+            of every round.
         progress: Show the progress: a bar in a terminal and in a notebook, otherwise a line from time to time.
 
     Returns:

@@ -397,7 +397,7 @@ def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
 
 
 def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSampler:
-    """Return Optuna's tree-structured Parzen estimator, which proposes values; its seed depends on trial and key.
+    """Return Optuna's sampler, a tree-structured Parzen estimator, with a seed that depends on trial and key.
 
     So a proposal depends on the trials that have ended, but not on interruptions of the search.
     """
@@ -459,7 +459,7 @@ def runs_of(setup: Setup, number: int) -> list[History]:
 
 
 def results(setup: Setup, study: optuna.Study) -> Sweep:
-    """Return the results of all trials of a study, and find the best trial."""
+    """Return a study's trials as a ``Sweep``, with the best trial."""
     planned, histories, notes = dict[str, Cell](), dict[str, list[History]](), dict[str, str]()
     for trial in study.get_trials(deepcopy=False):
         label = called(trial.number)

@@ -24,7 +24,7 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
     """For each client and label, estimate a result over the seeds, such as the accuracy on the client's test samples.
 
     Args:
-        runs: The histories of each label's seeds.
+        runs: The histories of each label, one per seed.
         column: A column of results in the runs' tables of clients (``clients.csv``).
 
     Returns:

@@ -182,7 +182,7 @@ def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str
     For each resource in ``axes``, the amount that was spent until each of these rounds is added.
 
     Args:
-        members: The histories of one label's seeds.
+        members: The histories of a label, one per seed.
         names: The columns to draw.
         axes: The keys of ``BUDGETS`` for possible horizontal axes.
         points: The largest number of rounds to select.

@@ -132,7 +132,7 @@ def contrast(
     within the budget. A run that spent less in total has no value.
 
     Args:
-        runs: The histories of each label's seeds.
+        runs: The histories of each label, one per seed.
         metrics: The measures to compare: keys of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
             ``rounds_to_T`` for a target T, or columns of the records (the value for the saved model). Default: the
             primary metric at the end, at equal bytes and at equal samples.

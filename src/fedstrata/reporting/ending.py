@@ -43,7 +43,7 @@ def ending(runs: Mapping[str, Sequence[History]], *, is_comparable: bool = True,
     """Return the output about the result of a comparison.
 
     Args:
-        runs: The histories of each label's seeds.
+        runs: The histories of each label, one per seed.
         is_comparable: Whether all runs use the same data. If not, the labels are not compared.
         every: Whether the table shows all columns, not only the most important columns.
     """

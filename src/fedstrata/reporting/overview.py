@@ -25,7 +25,7 @@ WIDE = 250
 BAR = 56
 """The width of the longest bar, in pixels."""
 CUT = 3.0
-"""The largest length of a row in the plot, as a multiple of the length that three quarters of the rows reach."""
+"""Rows of the plot are cut at this multiple of the extent that three quarters of the rows do not exceed."""
 UNITS = (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3))
 """The units of amounts of data, with their factors, from the largest unit."""
 

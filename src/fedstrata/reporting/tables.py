@@ -48,7 +48,7 @@ class Measure:
 
     Args:
         heading: The name of the column, with the unit.
-        factor: The factor from the recorded unit to the unit of the heading.
+        factor: The factor that converts recorded values to the unit in the heading.
         digits: The number of digits after the decimal point.
         bounds: The smallest and the largest possible value, in the recorded unit.
     """
@@ -294,13 +294,13 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
         models: The result of ``kept`` for each label: a text that says which round's model the runs saved.
 
     >>> of_kept({"a": "round of the best validation auroc", "b": None})
-    ['Final values of a are those of the saved model (round of the best validation auroc).']
+    ['Final values of a are from the saved model (round of the best validation auroc).']
     """
     labels = [label for label, model in models.items() if model is not None]
     which = {model for model in models.values() if model is not None}
     whose = "" if len(labels) == len(models) else f" of {', '.join(labels)}"
     why = f" ({which.pop()})" if len(which) == 1 and which != {""} else ""
-    return [f"Final values{whose} are those of the saved model{why}."] if labels else []
+    return [f"Final values{whose} are from the saved model{why}."] if labels else []
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:

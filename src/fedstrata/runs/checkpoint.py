@@ -37,7 +37,7 @@ class Stored:
 
     Args:
         state: The method's state.
-        own: The state of the run itself (its loop over rounds); see ``fedstrata.runs.loop_state``.
+        own: The state of the loop over rounds; see ``fedstrata.runs.loop_state``.
     """
 
     state: Tree
@@ -95,7 +95,7 @@ def save(
         folder: The folder ``checkpoint/`` of the run.
         round: The last complete round.
         state: The method's state.
-        store: The clients' states. Only states that changed since the last checkpoint are written.
+        store: The clients' states. States are only written if they changed since the last checkpoint.
         remote: Whether the sites (the clients' own machines) keep the clients' states, so that ``store`` has none.
         identity: The run's identity; see ``fedstrata.runs.identity``.
         logs: A mapping from the name of each log of the run to the checksum of its last line.
@@ -200,7 +200,7 @@ def _prune(folder: Path) -> None:
         try:
             wanted |= {name for name, _ in _manifest(kept)["clients"].values()}
         except DAMAGED:
-            return  # delete no file: it is unknown which files a checkpoint with a damaged manifest needs
+            return  # Do not delete files, because it is unknown which files a checkpoint with a damaged manifest needs.
     for path in (folder / CLIENTS).iterdir():
         if path.name not in wanted:
             path.unlink()

@@ -18,7 +18,7 @@ USE = "Use a method such as fedavg, fedprox or scaffold."
 
 
 def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> None:
-    """Check the method, the model and the settings against ``privacy.dp``.
+    """Check that the method, the model and the settings allow ``privacy.dp``.
 
     Raises:
         SpecError: A sample would affect the gradients of other samples, or a client would send values without noise.

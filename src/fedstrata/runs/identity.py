@@ -113,7 +113,7 @@ def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose
     Args:
         before: The fingerprints of the expected tensors; see ``fingerprints_of_frozen``.
         now: The fingerprints of the given model's frozen tensors.
-        whose: The owner of the tensors ``before``, for the error message.
+        whose: The origin of the expected tensors, for the error message, such as ``the run in FOLDER``.
     """
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
@@ -283,6 +283,6 @@ def _add(digest: hashlib._Hash, *pieces: Any) -> None:
 def _pieces(tensor: Tensor) -> tuple[bytes, NDArray[np.uint8]]:
     """Return a tensor's type and shape as bytes, and a view of its values as bytes."""
     flat = tensor.detach().cpu().contiguous()
-    # View the values as bytes, because NumPy lacks some types of PyTorch.
+    # View the values as bytes, because NumPy does not have all types of PyTorch.
     values = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
     return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}".encode(), values.numpy()

@@ -73,11 +73,11 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | N
 
     Args:
         spec: The experiment.
-        data: Data of your own instead of the spec's: a ``Dataset``, ``(x_train, y_train, x_test, y_test)``, or a
-            mapping with these keys.
-        model: A model of your own instead of the spec's. Pass its class, or a function that makes it: the spec's seed
-            then decides its initial values; see ``fedstrata.models.zoo.own_module``. If you pass a module object,
-            training starts from its parameters, whatever the seed.
+        data: Your own data instead of the data in the spec: a ``Dataset``, a tuple ``(x_train, y_train, x_test,
+            y_test)``, or a mapping with these keys.
+        model: Your own model instead of the model in the spec. Pass its class, or a function that creates it, so that
+            the spec's seed decides its initial values; see ``fedstrata.models.zoo.own_module``. If you pass a module
+            object, training starts from the object's parameters with every seed.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -235,7 +235,7 @@ def _attacked(attack: Attack, method: Method, dataset: Dataset, assignment: Assi
     if attack.alters_replies:
         if not isinstance(method, Recipe):
             problem = f"changes updates of local training, which clients of {method.name!r} do not send. "
-            raise SpecError("attack", f"{problem}Use 'label-flip', or a recipe such as fedavg.", attack.name)
+            raise SpecError("attack", f"{problem}Use 'label-flip', or a method such as fedavg.", attack.name)
         return dataset
     if dataset.task.name != "classification":
         problem = (

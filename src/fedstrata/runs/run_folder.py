@@ -53,7 +53,7 @@ ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late
 """Why replies were missing: a mapping from the end of a column's name ``clients_…`` to the reason in words."""
 
 LONG = 100
-"""If a ``given`` partition has more sample indices than this, they are written to a separate file."""
+"""The largest number of sample indices of a ``given`` partition in ``spec.toml``; more are in a separate file."""
 
 
 def rounds_done(folder: Path) -> int:
@@ -323,7 +323,7 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
     """
     if path is None:
         if resume:
-            raise SpecError("resume", "requires the folder of a run. Set out to this folder.")
+            raise SpecError("resume", "requires the folder of a run. Pass this folder as out.")
         return []
     if not any((path / name).exists() for name in (SPEC, METRICS, CHECKPOINT)):
         return []

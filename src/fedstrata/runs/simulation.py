@@ -74,7 +74,7 @@ HANDLERS = Handlers(
         masking.report_shares,
     ]
 )
-"""Functions by which clients answer fedstrata's own requests; ``make_context`` adds those of a method."""
+"""Functions by which clients answer fedstrata's own requests; ``make_context`` adds functions of the method."""
 
 
 def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
@@ -102,7 +102,7 @@ def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
 
 
 class Simulation:
-    """A run of which each call of ``step`` does one round; ``fedstrata.run`` uses it, and so may you.
+    """A run that you control: each call of ``step`` does one round. ``fedstrata.run`` uses this class.
 
     Args:
         prepared: The experiment.
@@ -397,7 +397,7 @@ def run_prepared(
         prepared: The experiment.
         path: The run folder; None to write no files.
         engine: The name of an engine, or an engine object. The engine is closed at the end.
-        callbacks: Callbacks in addition to those of the spec.
+        callbacks: Callbacks in addition to the spec's callbacks.
         resume: Whether to continue the run in the folder.
     """
     tracking = prepared.spec.tracking.callbacks

@@ -29,8 +29,8 @@ BEST = "best.safetensors"
 class Callback(Setting):
     """Base class of callbacks. A subclass overrides the methods that it needs.
 
-    The fields of a subclass are its settings. Store state that must survive a kill in ``simulation.memory``. Other
-    attributes do not survive it; set them in ``on_start``.
+    The fields of a subclass are its settings. Store values that a resumed run needs in ``simulation.memory``. Set other
+    attributes in ``on_start``, because they are lost if the run is killed.
 
     >>> class StopEarly(Callback):
     ...     rounds: int = 10

@@ -373,14 +373,14 @@ def variants(
     """Return the experiments of a comparison, as a mapping from each label to its experiment.
 
     A label is the name of a method, or of a table ``[compare.LABEL]``, whose sections are merged into the spec. Such a
-    table chooses its method by ``method.name``. If it does not, the method called like the label is used or, if there
-    is no such method, the spec's method.
+    table chooses its method by ``method.name``. Without this key, the method with the name of the label is used or, if
+    there is no such method, the spec's method.
 
     Args:
         table: The spec as nested tables.
         labels: The labels to compare. Default: all labels of ``[compare]``.
-        overrides: Texts ``section.key=value``, which take precedence over the spec and the tables of the labels. A
-            setting that only some of the methods have is set only for these methods.
+        overrides: Texts ``section.key=value``, which take precedence over the spec and the tables of the labels. If
+            only some methods have a setting, it is set only for these methods.
 
     Raises:
         SpecError: A label is unknown, a setting is wrong, or an override is not a setting of any of the methods.

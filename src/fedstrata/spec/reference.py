@@ -82,7 +82,7 @@ NOT_SET = "not set"
 """The word for the default of an optional key that has no value until a spec sets it."""
 
 Row = tuple[str, str, str, str]
-"""A key, the values that it accepts, its default ("" if the key is required), and its description."""
+"""The type of a row: a key, the accepted values, the default ("" if the key is required), and a description."""
 
 
 def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:

@@ -190,7 +190,7 @@ class MLflow(Tracker):
             name = self.run or title(simulation)
             self.run_id = self.client.create_run(experiment, tags=tags, run_name=name).info.run_id
         logged = self.client.get_run(self.run_id).data
-        # MLflow does not allow changes of parameters, so only new ones are logged after a resume.
+        # MLflow does not allow changes of parameters, so only new parameters are logged after a resume.
         params = {_mlflow_name(key): value for key, value in settings_of(spec).items()}
         new = [Param(name, value) for name, value in params.items() if name not in logged.params]
         self.client.log_batch(self.run_id, params=new)
