@@ -43,7 +43,7 @@ COMMENT = re.compile(r"(?:^[ \t]*# .*\n?)+|(?<=\S)[ \t]+# .*", re.MULTILINE)
 """A comment: consecutive lines, or the end of a line of code."""
 SUBJECT = re.compile(r"(?=.{1,72}$)[a-z][\w, -]*: (?!\w+(?:[^e]ed|ing)\b)\w.*[^.]")
 CHECKED = "8fccbc4c8849e297"
-"""Only the subjects of commits after this commit are checked, and only of the last 50."""
+"""The subjects of the last 50 commits are checked, but only of commits after this commit."""
 SHORT = 3
 """The largest number of words in a docstring's summary that counts as too short."""
 

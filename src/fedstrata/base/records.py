@@ -63,8 +63,8 @@ def record(name: str) -> Callable[[type[T]], type[T]]:
     """Declare a frozen dataclass that can be encoded and decoded.
 
     Args:
-        name: The wire name, which stands for the class in encoded bytes. Do not change it when you move or rename the
-            class. Begin your own names with a prefix, such as ``"my/State"``.
+        name: The wire name, which stands for the class in encoded bytes. Do not change the wire name when you move or
+            rename the class. Begin your own names with a prefix, such as ``"my/State"``.
 
     Raises:
         ValueError: Another class has this wire name.
@@ -359,8 +359,8 @@ def require_types(message: Message) -> None:
 def _obvious(message: Message) -> bool:
     """Return True if a quick test shows that all fields have the declared types.
 
-    If the result is False, pydantic must check the message. The quick test saves time, because a client with few
-    samples answers within a millisecond, of which pydantic's check takes a noticeable part.
+    If the result is False, pydantic must check the message. The quick test saves time: pydantic's check takes a
+    noticeable part of the millisecond in which a client with few samples answers.
     """
     cls = type(message)
     if cls not in _TESTS:

@@ -111,7 +111,7 @@ class ScreenTable:
         return blocks
 
     def _fitting(self, columns: Sequence[int], least: Sequence[int], width: int, gap: int) -> int:
-        """Return the number of first columns that fit beside the names."""
+        """Return the number of columns, counted from the first, that fit beside the names."""
         total = sum(least[: self.left]) + gap * (self.left - 1)
         for count, column in enumerate(columns):
             total += gap + least[column]

@@ -116,7 +116,7 @@ def _keys(title: str, about: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 def _columns(headings: Sequence[str], rows: Iterable[Sequence[str]], one_line: bool = False) -> None:
-    """Print a table of texts, which wrap to the width of the terminal, or are each cut to one line."""
+    """Print a table of texts. Long texts wrap to the terminal's width, or are cut to one line."""
     words = range(1, len(headings))
     common.show(ScreenTable(headings, list(rows), words=words, every=True, one_line=one_line))
 

@@ -231,7 +231,7 @@ class Setup:
 
 
 def called(number: int) -> str:
-    """Return a trial's label for its number.
+    """Return the label of a trial, given the trial's number.
 
     >>> called(7)
     'trial-007'

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 LABELS = "labels.json"
-"""The file with the order of the labels in a compare folder, which ``compare`` writes."""
+"""The file that lists the labels of a compare folder in their order; ``compare`` writes compare folders."""
 
 
 @dataclass(frozen=True)

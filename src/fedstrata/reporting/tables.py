@@ -20,7 +20,7 @@ class Row:
     """A row of a table: the measures of one label, estimated over its runs.
 
     Args:
-        label: The name that the runs share, such as that of the method.
+        label: The name that the runs share, such as the name of the method.
         seeds: The number of runs.
         cells: A mapping from the key of each measure to its estimate.
         stuck: The number of runs that broke down: from some round to the end, the server could not use any client's
@@ -259,7 +259,7 @@ def shown(cell: Estimate, how: Measure, seeds: int) -> str:
 
 
 def number(value: float, how: Measure, sign: str = "") -> str:
-    """Format a number in the unit of its column, with the character − for minus.
+    """Format a number in the unit of its column, with a typographic minus sign.
 
     >>> number(0.5, MEASURES["final_accuracy"], "+"), number(-1.0, MEASURES["rounds"])
     ('+50.00', '−1')

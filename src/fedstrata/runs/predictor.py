@@ -141,7 +141,8 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
     """Load the final model of a run for inference.
 
     Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. If the run's spec names your own
-    factory of the model, ``"module:factory"``, its Python module is imported, unless you pass ``model``.
+    factory of the model, ``"module:factory"``, the Python module of the factory is imported, except if you pass
+    ``model``.
 
     Args:
         run_dir: The run folder, or any folder with these two files.

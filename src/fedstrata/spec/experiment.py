@@ -248,7 +248,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
-    """Add to an error the path of the spec file and the line of the error's key, if the file contains the key.
+    """Add the path of the spec file to an error and, if the file contains the error's key, also the key's line.
 
     The path and line stand at the end of the message, or before its list of accepted words, which may be long.
     """

@@ -282,7 +282,7 @@ def _switched(value: object) -> object:
 
 
 class Tracking(Setting):
-    """Programs that show a run. They may change when a run is resumed.
+    """Trackers (programs that show a run), which may change when a run is resumed.
 
     Args:
         tensorboard: Settings of TensorBoard, or ``true`` for the defaults.
