@@ -38,9 +38,9 @@ GENERATED = (
 IDIOMS = ("is no", "unless given", "anew", "come to", "comes to", "but for")
 QUESTION = re.compile(r"(?:^|(?<=[.!?:] ))(?:Who|Whoever|Whose|What)\b[^.!?\n]*[.!]", re.MULTILINE)
 WRAP = re.compile(r"\n(?![ \t]*(?:\n|$|[-*|#>`:]|\d+\.|\w+: ))[ \t]*")
-"""A line break inside a paragraph."""
+"""A pattern of line breaks inside a paragraph."""
 COMMENT = re.compile(r"(?:^[ \t]*# .*\n?)+|(?<=\S)[ \t]+# .*", re.MULTILINE)
-"""A comment: consecutive lines, or the end of a line of code."""
+"""A pattern of comments, which are consecutive lines or the end of a line of code."""
 SUBJECT = re.compile(r"(?=.{1,72}$)[a-z][\w, -]*: (?!\w+(?:[^e]ed|ing)\b)\w.*[^.]")
 CHECKED = "8fccbc4c8849e297"
 """The subjects of the last 50 commits are checked, but only of commits after this commit."""

@@ -1,7 +1,8 @@
 """Random numbers that depend only on seed, purpose, round and client.
 
 Generators are never shared: each use of random numbers names its purpose, and gets a new counter-based generator.
-Therefore, a new client, one evaluation less or another order of work does not change any other random number.
+Therefore, adding a client, leaving out an evaluation or changing the order of work does not change other random
+numbers.
 """
 
 from __future__ import annotations

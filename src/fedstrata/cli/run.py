@@ -103,7 +103,10 @@ def add_compare(commands: Commands) -> None:
         fedstrata compare spec.toml --methods fedavg,sampler:Rotating --set training.rounds=10
     """
     help = "compare methods over several seeds, and write a table and a report"
-    more = "To continue an interrupted comparison, repeat the command with the same --out DIR."
+    more = (
+        "To continue an interrupted comparison, repeat the command with the same --out DIR. "
+        "It repeats only the rounds since the last checkpoint of each run (evaluation.checkpoint_every)."
+    )
     defaults = {"work": _compare, "after_interrupt": common.WITH_OUT}
     parser = common.add_command(commands, "compare", help, examples, more, imports=True, **defaults)
     common.add_spec(parser)

@@ -65,7 +65,7 @@ QUANTITIES = {
 
 
 def quantity(column: str) -> Quantity:
-    """Return the display of a column, by ``QUANTITIES`` or else by the column's name.
+    """Return the display of a column; it is derived from the name if ``QUANTITIES`` does not contain the column.
 
     >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("test.auroc").name
     (1e-06, 'head accuracy, %', 'test auroc')
