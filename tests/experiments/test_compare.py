@@ -295,7 +295,7 @@ def test_a_worker_that_is_killed_costs_its_own_run_alone(tmp_path, undisturbed):
         os.kill(victim, signal.SIGKILL)
         assert command.ended() == 1
         said = command.said
-    assert "the processes of 1 of 2 runs ended unexpectedly: the run in out/scaffold/seed-0 was killed by SIGKILL" in said
+    assert "1 of 2 runs ended unexpectedly: the run in out/scaffold/seed-0 was killed by SIGKILL" in said
     assert models(tmp_path / "out") == {run: undisturbed[run] for run in ["fedavg/seed-0"]}
     compare(variants(tomllib.loads(LONG), METHODS), out=tmp_path / "out", jobs=1)
     assert models(tmp_path / "out") == undisturbed
@@ -406,7 +406,7 @@ def test_a_notebook_compares_what_it_defines(tmp_path):
 def test_where_nothing_can_be_forked_runs_take_turns(in_turn, unreported, tmp_path, monkeypatch):
     monkeypatch.setattr("fedstrata.experiments.compare.can_fork", lambda: False)
     data = fs.prepare(variants(TABLE, ["fedavg"])["fedavg"]).data
-    with pytest.warns(UserWarning, match="runs follow one another in this process, because they use its objects and this proc"):
+    with pytest.warns(UserWarning, match="one another in this process, because they use its objects and this proc"):
         compare(variants(TABLE, METHODS), seeds=(0, 1), data=data, out=tmp_path, jobs=2)
     there = models(in_turn[0])  # with the same data, handed over; another test may have added a seed
     assert models(tmp_path) == {run: there[run] for run in there if "seed-2" not in run}
