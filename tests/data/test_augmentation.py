@@ -115,13 +115,13 @@ def test_samples_that_are_not_images_are_refused():
     table = X.reshape(12, 64)
     assert error_of((table, Y, table, Y), "crop-flip") == (
         "data.augment = 'crop-flip': needs images (channels, height, width), but a sample has the shape (64,). "
-        "Remove it."
+        "Remove data.augment."
     )
 
 
 def test_text_is_refused():
     problem = error_of(data_of("next-token, domains"), "crop-flip", Networks("next-token, domains"))
-    assert "but a sample has ids of shape (5,). Remove it." in problem
+    assert "but a sample has ids of shape (5,). Remove data.augment." in problem
 
 
 def test_images_that_are_not_larger_than_the_padding_are_refused():

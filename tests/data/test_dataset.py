@@ -149,7 +149,7 @@ N = [0, 1, 0]
     ("arguments", "message"),
     [
         ((X, N[:2], X, N), "y_train: has 2 values for 3 samples"),
-        ((X, N, np.zeros((3, 5)), N), "x_train is 2, but one of x_test 5"),
+        ((X, N, np.zeros((3, 5)), N), "x_train has size 2, but a sample of x_test has size 5"),
         (
             (np.array([[0, np.nan], [np.inf, 0]]), N[:2], X, N),
             r"x_train: 2 values are NaN or infinite, the first at index \(0, 1\)\. Replace or remove",
@@ -158,7 +158,7 @@ N = [0, 1, 0]
             (np.array([[1e300, 0]]), [0], X, N),
             r"x_train: 1 values are NaN or infinite, the first at index \(0, 0\)\. Replace or remove",
         ),
-        ((np.zeros(3), N, X, N), r"x_train: has shape \(3,\). Use one of: \(N, F\)"),
+        ((np.zeros(3), N, X, N), r"x_train: has shape \(3,\). Use \(N, F\)"),
         ((np.zeros((0, 2)), [], X, N), r"x_train: has shape \(0, 2\)"),
         (([["a"]], [0], X, N), "x_train: is of type <U1. Inputs must be numbers"),
         (

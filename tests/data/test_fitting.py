@@ -126,8 +126,8 @@ def test_statistics_travel():
         ({"mean": torch.full((4,), math.nan, dtype=torch.float64)}, "contain NaN or infinity"),
         ({"count": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),
         ({"samples": -1}, "below 0"),
-        ({"samples": 2**62}, f"statistics are of {2**62} samples, but the limit"),
-        ({"counts": {}}, "counts are of the columns"),
+        ({"samples": 2**62}, f"statistics cover {2**62} samples, but the limit"),
+        ({"counts": {}}, "counts for the columns"),
         ({"squares": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),
         ({"count": torch.full((4,), 10.0, dtype=torch.float64)}, "10 values for 9 samples"),
         ({"low": torch.full((4,), math.nan, dtype=torch.float64)}, "a smallest value"),
@@ -135,13 +135,13 @@ def test_statistics_travel():
         ({"high": torch.full((4,), -1e9, dtype=torch.float64)}, "a smallest value"),
         (
             {"counts": dict.fromkeys(["median", "frequent", "kind"], torch.ones(3, 2, dtype=torch.complex64))},
-            "counts are of the columns",
+            "counts for the columns",
         ),
         (
             {"counts": dict.fromkeys(["median", "frequent", "kind"], torch.full((3, 2), 9.0, dtype=torch.float64))},
-            "more values than samples",
+            "add up to more than the",
         ),
-        ({"counts": dict.fromkeys(["median", "frequent", "kind"], torch.zeros(3))}, "counts are of the columns"),
+        ({"counts": dict.fromkeys(["median", "frequent", "kind"], torch.zeros(3))}, "counts for the columns"),
         (
             {"counts": dict.fromkeys(["median", "frequent", "kind"], torch.zeros(0, 2, dtype=torch.float64))},
             "column 'median': .* values were reported, but the counts of its categories add up to 0",

@@ -97,7 +97,7 @@ def test_ids_of_test_samples_may_be_of_clients_that_never_train():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ({"clients": ["a"] * 8}, "client_train: has 8 values for 9 samples in x_train. Give one per sample"),
+        ({"clients": ["a"] * 8}, "client_train: has 8 values for 9 samples in x_train. Give one value per sample"),
         ({"clients": np.linspace(0, 1, 9)}, "client_train: contains fractions"),
         (
             {"clients": None, "clients_test": ["a", "b"]},

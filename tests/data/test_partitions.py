@@ -315,7 +315,7 @@ class Broken(Partition):
         ("short", "Broken returned 3 owners for 4 samples"),
         ("beyond", "returned owners 2…2. Return only 0…1"),
         ("dropped", "leaves out 1 of 4 samples"),
-        ("lists", "returned lists for 1 clients, not 2"),
+        ("lists", "returned 1 lists for 2 clients"),
     ],
 )
 def test_a_scheme_of_ones_own_is_checked(labelled, wrong, message):
@@ -402,7 +402,7 @@ def test_indices_may_lie_in_a_file(tmp_path, labelled):
 )
 def test_a_file_of_something_else_is_refused(tmp_path, indices, offsets):
     np.savez(tmp_path / "p.npz", indices=np.array(indices), offsets=np.array(offsets))
-    with pytest.raises(SpecError, match="must contain whole numbers: 'indices', and 'offsets' that rise from 0 to"):
+    with pytest.raises(SpecError, match="must contain whole numbers: an array 'indices', and an array 'offsets' from 0 to"):
         Given(file=str(tmp_path / "p.npz"))
 
 

@@ -126,16 +126,16 @@ def test_a_schema_that_does_not_fit_the_table(settings, message):
         ({"columns": {"a": {"type": "boolean", "range": [0, 1]}}}, "columns.a.range = [0.0, 1.0]: must be two"),
         ({"columns": {"a": {"type": "number", "categories": ["x"]}}}, "columns.a.categories = ['x']: must be"),
         ({"columns": {"a": {"type": "category", "impute": "mean"}}}, "columns.a.impute = 'mean': cannot be computed"),
-        ({"columns": {"a": {"impute": "constant"}}}, "columns.a.value = None: and impute = 'constant' must be"),
-        ({"columns": {"a": {"value": 3}}}, "columns.a.value = 3.0: and impute = 'constant' must be set together. Set"),
+        ({"columns": {"a": {"impute": "constant"}}}, "columns.a.value = None: must be set together with impute"),
+        ({"columns": {"a": {"value": 3}}}, "columns.a.value = 3.0: must be set together with impute = 'constant'. Set"),
         (
             {"columns": {"a": {"type": "category", "categories": ["x"], "impute": "constant", "value": "y"}}},
             "columns.a.value = 'y': is not a category. Use one of 'x'",
         ),
         ({"columns": {"a": {"range": [0, 1], "impute": "constant", "value": 5}}}, "columns.a.value = 5.0: is out of"),
         ({"columns": {"a": {"step": 5}}}, "columns.a.step = 5.0: has an effect only for a number with impute ="),
-        ({"test": 0.0}, "test = 0.0: must be a share between 0 and 1, or the name of a column."),
-        ({"test": 1.5}, "test = 1.5: must be a share between 0 and 1, or the name of a column."),
+        ({"test": 0.0}, "test = 0.0: must be a fraction between 0 and 1 (both excluded), or the name of a column."),
+        ({"test": 1.5}, "test = 1.5: must be a fraction between 0 and 1 (both excluded), or the name of a column."),
         ({"delimiter": ";;"}, "delimiter = ';;'"),
     ],
 )  # fmt: skip
@@ -163,10 +163,10 @@ def test_a_number_with_odd_cells_and_a_column_of_names_are_doubted():
     assert {column.type for column in found.values()} == {"category"}
     size, name = (str(warning.message) for warning in seen)
     assert size.startswith("column 'size'")
-    assert "numbers: '?', 'NA'. If they stand for no value, set missing = ['?', 'NA'] in [data.schema]" in size
+    assert "numbers: '?', 'NA'. If these cells mean a missing value, set missing = ['?', 'NA'] in [data.schema]" in size
     assert name.startswith("column 'name'")
-    assert "it has 30 values in 30 rows, each of which" in name
-    assert "To leave it out, set ignore = ['name'] in [data.schema]." in name
+    assert "each of its 30 values in 30 rows becomes" in name
+    assert "To leave the column out, set ignore = ['name'] in [data.schema]." in name
     mended = Schema(label="y", missing=["NA", "?"], ignore=["name"]).completed(rows).columns  # as they say
     assert {name: column.type for name, column in mended.items()} == {"size": "number"}
     Schema(label="y", columns={"size": "category", "name": "category"}).completed(rows)  # who says so means it
@@ -313,7 +313,7 @@ def test_a_category_with_many_values_is_doubted_once(columns):
     with pytest.warns(UserWarning, match="column 'code'") as seen:
         Schema(label="y", columns=columns).completed(rows)
     expected = (
-        "column 'code' has 101 categories, each of which becomes a feature. Merge rare ones, or leave the column "
+        "column 'code' has 101 categories, each of which becomes a feature. Merge rare values, or leave the column "
     )
     expected += "out with "
     assert [str(warning.message) for warning in seen] == [expected + "ignore = ['code'] in [data.schema]."]

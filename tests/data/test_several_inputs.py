@@ -61,7 +61,7 @@ def test_whole_numbers_and_masks_stay_as_they_are_and_floats_are_normalised():
         ),
         (
             {"x_train": {"ids": IDS[:, :1], "mask": MASK, "age": AGE}},
-            "a sample of x_train.ids is 1, but one of x_test.ids 2",
+            "a sample of x_train.ids has size 1, but a sample of x_test.ids has size 2",
         ),
         (
             {"x_train": {"ids": [["a"]], "mask": MASK, "age": AGE}},

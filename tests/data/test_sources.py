@@ -122,7 +122,7 @@ def test_files_that_are_no_data_set(folder):
     with (folder / "single.npz").open("wb") as file:
         np.save(file, np.zeros(3))
     for name, message in {
-        "single": "holds a single array",
+        "single": "is a single array",
         "half": r"lacks the arrays y_train, x_test, y_test, and has only x_train, other",
         "objects": "Object arrays cannot be loaded when allow_pickle=False",
         "wrong": "data 'wrong': y_train: has 3 values for 20 samples",

@@ -130,7 +130,7 @@ def test_weighted_classes_are_the_same_at_sites(place: Path, task: Any) -> None:
     there, here = rehearse_file(spec, place / "sites.toml", place / "there"), fs.run(spec)
     assert all(torch.equal(there.params[name], here.params[name]) for name in here.params)
     assert there[-1]["accuracy"] == here[-1]["accuracy"]
-    with pytest.raises(SpecError, match=r"task\.class_weights = .*: has 3 factors for 2 classes"):
+    with pytest.raises(SpecError, match=r"task\.class_weights = .*: has 3 weights for 2 classes"):
         prepare_server(spec_of(place, {"name": "classification", "class_weights": [1, 2, 3]}, schema), None, 3)
 
 
@@ -228,7 +228,7 @@ def refusal(place: Path, spec: fs.Experiment) -> str:
         ("-", "column 'days': a label is missing. Give a value", "column 'days' = '-': the label is missing"),
         ("inf", "column 'days': a label is not a number", "column 'days' = 'inf': is not a number"),
         ("61", "column 'days': not all labels are in range. Use numbers from 0 to 60 days", "'61': is out of range"),
-        ("4000", "column 'days': not all labels are in range.", "Check the unit, because a thousandth of it is in r"),
+        ("4000", "column 'days': not all labels are in range.", "Check the unit, because a thousandth of the n"),
     ],
 )
 def test_a_label_that_cannot_be_a_target(
@@ -255,7 +255,7 @@ def test_a_label_that_cannot_be_a_target(
         (
             {"name": "regression", "bins": 3},
             {},
-            "task.step: is required at real sites, which count multiples of it in column 'days' for task.bins. Set it, "
+            "task.step: is required at real sites, which count rounded targets in column 'days' for task.bins. Set it, "
             "or set task.edges instead of task.bins.",
         ),
         (BINS, {"classes": ["1", "2"]}, ("data.schema.classes = ['1', '2']: has no effect, because the labels of this "
@@ -386,9 +386,9 @@ def test_targets_are_labels_that_a_job_tells(place: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"count": [40.0, 39.0]}, "statistics of fewer or more targets than samples, which are 40"),
-        ({"counts": {"y": [[1.0, 39.0]]}}, "statistics of fewer or more targets than samples, which are 40"),
-        ({"counts": {}}, r"the counts are of the columns \[\], expected \['y'\]"),
+        ({"count": [40.0, 39.0]}, "exactly one target for each of the 40 samples"),
+        ({"counts": {"y": [[1.0, 39.0]]}}, "exactly one target for each of the 40 samples"),
+        ({"counts": {}}, r"there are counts for the columns \[\], expected \['y'\]"),
         ({"mean": [0.0]}, "the statistics have shape"),
     ],
     ids=str,

@@ -20,7 +20,7 @@ Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
 CHANNELS = (1, 3, 4)
-"""An axis of images with one of these lengths may be the channels."""
+"""The numbers of channels by which the channel axis of images is recognised."""
 
 
 def _numpy(values: Array, key: str) -> NDArray[np.generic]:
@@ -45,7 +45,7 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
 
 
 def checked_ids(values: Array, key: str) -> Tensor:
-    """Convert inputs that are whole numbers, such as the ids of tokens, to int64; their shape stays, (N, …).
+    """Convert whole-number inputs, such as token ids, to int64 without changing their shape (N, …).
 
     Raises:
         DataError: The inputs are not whole numbers.
@@ -60,14 +60,14 @@ def checked_ids(values: Array, key: str) -> Tensor:
 
 
 def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
-    """Convert several inputs, each with a name, to tensors (N, …). Whole numbers and booleans stay as they are.
+    """Convert a model's named inputs to tensors (N, …). Whole numbers and booleans do not become floats.
 
     Args:
-        values: A mapping from the names of a module's arguments to arrays (N, …).
+        values: A mapping from the names of the model's arguments to arrays (N, …).
         key: The name of the inputs in messages.
 
     Raises:
-        DataError: A name is not one of an argument, an input is not numbers, some are not finite, or lengths differ.
+        DataError: A name cannot name an argument, an input is not numeric, a value is not finite, or lengths differ.
     """
     tensors = {}
     for name, value in values.items():
@@ -95,19 +95,19 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
 
 
 def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
-    """Convert inputs to the form in which they are stored. The result may share memory with ``values``.
+    """Convert inputs to the form in which a ``Dataset`` stores them. The result may share memory with ``values``.
 
     Args:
         values: See ``from_arrays``.
         key: The name of the inputs in messages.
         exact: Whether to keep float64 in any case. By default, float64 is kept only if samples would become
-            indistinguishable in float32. Set it for test inputs if the training inputs are float64.
+            indistinguishable in float32. Set ``exact`` for test inputs if the training inputs are float64.
 
     Returns:
         The inputs, (N, H, W, C) or (N, F), contiguous.
 
     Raises:
-        DataError: The values are neither images nor a table, or some are not finite.
+        DataError: The values are neither images nor a table, or some values are not finite.
     """
     if (file := MappedFile.of(values)) is not None:
         if len(file.shape) not in (2, 3, 4) or (len(file.shape) == 4 and file.shape[3] not in CHANNELS):
@@ -121,9 +121,9 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
             f"{key}: has another type. Inputs must be numbers."
         )
     if array.ndim not in (2, 3, 4) or array.size == 0:
-        forms = "(N, F), (N, H, W), (N, H, W, C) or (N, C, H, W), none of them 0"
-        error = DataError(f"{key}: has shape {array.shape}. Use one of: {forms}")
-        raise error.publicly(f"{key}: has another shape. Use one of: {forms}")
+        forms = "(N, F), (N, H, W), (N, H, W, C) or (N, C, H, W). No axis may be empty."
+        error = DataError(f"{key}: has shape {array.shape}. Use {forms}")
+        raise error.publicly(f"{key}: has another shape. Use {forms}")
     if array.ndim == 4 and array.shape[3] not in CHANNELS and array.shape[1] in CHANNELS:
         array = array.transpose(0, 2, 3, 1)
     if array.ndim == 3:
@@ -188,7 +188,7 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
             array = array[:, 0]
         if array.ndim != 1:
             raise DataError(
-                f"{key}: has shape {array.shape}. Give one number or string per sample (argmax of one-hot)."
+                f"{key}: has shape {array.shape}. Give one number or string per sample, not one-hot vectors."
             )
         _require_length(array, key, samples)
         if array.dtype.kind == "f":
@@ -214,19 +214,21 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
 def _require_length(array: NDArray[np.generic], key: str, samples: int) -> None:
     if len(array) != samples:
         split = key.rpartition("_")[2]
-        raise DataError(f"{key}: has {len(array)} values for {samples} samples in x_{split}. Give one per sample.")
+        raise DataError(
+            f"{key}: has {len(array)} values for {samples} samples in x_{split}. Give one value per sample."
+        )
 
 
 def has_fractions(values: Array) -> bool:
-    """Return True if the values of targets are floats, and some are no whole numbers."""
+    """Return True if the targets are floats and some of them are not whole numbers."""
     array = _numpy(values, "y_train")
     return bool(array.dtype.kind == "f" and np.isfinite(array).all() and (array != np.floor(array)).any())
 
 
 def too_many_values(values: Array) -> int | None:
-    """Return how many different whole numbers there are, if they are too many to be classes without doubt; else None.
+    """Return the number of distinct targets if there are so many that they may not be classes; otherwise, None.
 
-    These are more than 100, and more than a third of the samples.
+    This is the case if their number is above 100 and above a third of the number of samples.
     """
     array = _numpy(values, "y_train")
     if array.dtype.kind not in "fiu" or array.ndim != 1:
@@ -236,7 +238,7 @@ def too_many_values(values: Array) -> int | None:
 
 
 def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]:
-    """Return targets that are numbers, one or several for each sample, as float64 of shape (N, K).
+    """Return numeric targets, one or several per sample, as float64 of shape (N, K).
 
     Args:
         values: The targets, (N,) or (N, K).
@@ -244,7 +246,7 @@ def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]
         samples: N, the number of samples.
 
     Raises:
-        DataError: The targets are not finite numbers, or of another shape.
+        DataError: The targets are not finite numbers, or have another shape.
     """
     array = _numpy(values, key)
     if array.dtype.kind not in "fiub":
@@ -255,12 +257,14 @@ def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]
     numbers = array.reshape(samples, -1).astype(np.float64)
     if (bad := ~np.isfinite(numbers)).any():
         place = tuple(int(axis[0]) for axis in np.nonzero(bad))[: array.ndim]
-        raise DataError(f"{key}: {int(bad.sum())} values are not finite numbers, the first at {place}. Remove them.")
+        raise DataError(
+            f"{key}: {int(bad.sum())} values are not finite numbers, the first at index {place}. Remove them."
+        )
     return numbers
 
 
 def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
-    """Return targets that are one class for each token or pixel, as int64 of shape (N, …).
+    """Return targets with one class for each token or pixel, as int64 of shape (N, …).
 
     Args:
         values: The targets, (N, T) or (N, H, W).
@@ -268,7 +272,7 @@ def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
         samples: N, the number of samples.
 
     Raises:
-        DataError: The targets are not whole numbers, or of another shape.
+        DataError: The targets are not whole numbers, or have another shape.
     """
     array = _numpy(values, key)
     if array.dtype.kind not in "iub":
@@ -300,8 +304,8 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
 
     Args:
         pair: The labels of both splits, from ``checked_labels``.
-        names: The names of the numbers. Labels must then be indices into ``names``, or elements of it. By default, the
-            sorted labels are numbered.
+        names: The name of each class. The labels must then be indices into ``names``, or elements of ``names``. By
+            default, the distinct labels are sorted and numbered.
         kind: ``"y"``, ``"domain"`` or ``"client"``, for messages.
 
     Raises:
@@ -337,8 +341,8 @@ def encode_clients(
     """Convert the clients of both splits to numbers 0…M−1; return the numbers, and the name of each number.
 
     Args:
-        first: The client of each training sample; None if there are no natural clients.
-        second: The client of each test sample; None if it is not known.
+        first: The client of each training sample; None if the data set has no clients of its own.
+        second: The client of each test sample; None if unknown.
         sizes: The number of training samples and of test samples.
 
     Raises:
@@ -355,7 +359,7 @@ def encode_clients(
 
 
 def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
-    """Warn about classes that only the test set has. Models cannot learn them, so their samples count as errors.
+    """Warn about classes that occur only in the test set. Models cannot learn these, so their samples count as errors.
 
     Raises:
         DataError: The splits have no class in common, for example because labels are spelt differently.
@@ -378,7 +382,7 @@ def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
 
 
 def _crowded(values: NDArray[Any], narrow: Floats32) -> bool:
-    """Return True if rounding to float32 makes samples indistinguishable, as with large values that differ little."""
+    """Return True if rounding to float32 makes samples indistinguishable, such as large values that differ little."""
     flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
     with np.errstate(over="ignore", invalid="ignore"):
         error = np.abs(flat - rounded).max(axis=0)

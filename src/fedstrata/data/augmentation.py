@@ -1,7 +1,7 @@
 """Augmentation: random changes of the inputs on which clients train, chosen with ``data.augment``.
 
-Only the batches of local training are augmented. The original samples are used for evaluations and predictions, for the
-gradients and losses that samplers ask for, and for what an objective computes from all samples.
+Only the batches of local training are augmented. Evaluations, predictions, the gradients and losses that samplers
+request, and an objective's computations over all samples use the original samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRIALS = 8
 
 
 class Augmentation(Setting):
-    """Base class of the augmentations."""
+    """Base class of data augmentations."""
 
     @abstractmethod
     def __call__(self, x: Any, generator: torch.Generator) -> Any:
@@ -48,12 +48,13 @@ class Augmentation(Setting):
 class CropFlip(Augmentation):
     """A random crop of each padded image, which is then mirrored from left to right with probability 1/2.
 
-    The padding continues an image by its reflection, so that it has the image's colours with every ``normalize``.
+    The padding reflects the image at its edges. It therefore has the image's colours, however inputs are normalised.
 
     Args:
         padding: Number of pixels that are added on each side of an image. The crop is shifted by at most this number in
             each direction.
-        flip: Whether images are mirrored. Set it to false if mirroring changes the meaning, as it does for digits.
+        flip: Whether images are mirrored at random. Use false if mirroring changes the meaning of an image, such as a
+            digit.
     """
 
     padding: NonNegativeInt = 4
@@ -78,7 +79,7 @@ class CropFlip(Augmentation):
         shape = data.shape
         if data.keep or isinstance(shape, Mapping) or len(shape) != 3:
             form = f"ids of shape {shape}" if data.keep else f"the shape {shape}"
-            problem = f"needs images (channels, height, width), but a sample has {form}. Remove it."
+            problem = f"needs images (channels, height, width), but a sample has {form}. Remove data.augment."
             raise SpecError(KEY, problem, self.name)
         if min(shape[1:]) <= self.padding:
             problem = f"must be smaller than the sides of the images, {shape[1]}x{shape[2]}. Use a smaller padding."
@@ -95,7 +96,7 @@ def _reflected(places: Tensor, size: int) -> Tensor:
 
 
 class OwnAugmentation(Augmentation):
-    """A function of the user's own, ``function(x, generator)``; see ``Augmentation.__call__`` about its arguments.
+    """A user's own function ``function(x, generator)``; ``Augmentation.__call__`` describes the two arguments.
 
     Args:
         path: The function, as ``"module:function"``.
@@ -107,7 +108,7 @@ class OwnAugmentation(Augmentation):
 
     @property
     def implementation(self) -> Any:
-        """The function that the path names."""
+        """The function that ``path`` refers to."""
         return load_object(self.path, KIND)
 
     def to_spec(self) -> dict[str, Any]:
@@ -166,7 +167,7 @@ class _Augmentations(Registry[Augmentation]):
     path_form = "function as 'module:function'"
 
     def make(self, name: str, table: Mapping[str, Any]) -> Augmentation:
-        """Make the augmentation with a name; see ``Registry.make``."""
+        """Create the augmentation called ``name`` with the settings in ``table``; see ``Registry.make``."""
         if ":" not in name:
             return super().make(name, table)
         function = load_object(name, self.kind)

@@ -27,7 +27,7 @@ def folders() -> list[Path]:
     """Return the folders that are searched for ``NAME.npz``: ``$FEDSTRATA_DATA``, then ``~/.cache/fedstrata``.
 
     Raises:
-        SpecError: ``$FEDSTRATA_DATA`` begins with the home of an unknown user.
+        SpecError: ``$FEDSTRATA_DATA`` begins with the home directory of an unknown user.
     """
     variable = os.environ.get("FEDSTRATA_DATA")
     try:
@@ -35,14 +35,14 @@ def folders() -> list[Path]:
     except RuntimeError:
         raise SpecError(
             "FEDSTRATA_DATA",
-            "begins with the home of an unknown user. Set FEDSTRATA_DATA to the path of a folder.",
+            "begins with the home directory of an unknown user. Set FEDSTRATA_DATA to the path of a folder.",
             variable,
         ) from None
     return [*named, Path.home() / ".cache" / "fedstrata"]
 
 
 def available() -> list[tuple[str, str, bool]]:
-    """Return the name, description and presence of each known data set, and then of other files in ``folders()``."""
+    """Return name, description and presence of each known data set, and of each other file in ``folders()``."""
     files = names_there()
     known = [(name, text, name == "digits" or name in files) for name, text in KNOWN.items()]
     return known + [(name, "your own file", True) for name in files if name not in KNOWN]

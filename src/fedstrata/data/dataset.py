@@ -1,4 +1,4 @@
-"""A data set in memory, which all clients share: a client is a list of indices.
+"""A data set in memory that all clients share; each client is a list of sample indices.
 
 Batches are normalised when they are read.
 """
@@ -38,9 +38,9 @@ Indices = Tensor | Ints | slice
 class Dataset:
     """Training and test samples of one task.
 
-    Images are stored as N,H,W,C and tables as N,F, in the type in which they are given: 60,000 images of bytes stay
-    bytes. ``inputs`` converts a batch to float32 for the model. If a sample has several inputs, each is a tensor of its
-    own type and shape. ``from_arrays`` and ``Data(…).load()`` build data sets.
+    Images are stored as N,H,W,C and tables as N,F, in the type in which they are given. For example, 8-bit images stay
+    8-bit. ``inputs`` converts a batch to float32 for the model. If a sample has several inputs, each input is a tensor
+    with a type and shape of its own. ``from_arrays`` and ``Data(…).load()`` build data sets.
 
     Args:
         name: The name of the data set in reports.
@@ -50,22 +50,23 @@ class Dataset:
         x_test: Test inputs, of the same form.
         y_test: Test targets, of the same form.
         class_names: The name of each output of a model, such as the classes; empty if outputs have no names.
-        domain_train: The domain of each training sample, (N,) int64; None without domains.
+        domain_train: The domain of each training sample, (N,) int64; None if there are no domains.
         domain_test: The domain of each test sample.
         domain_names: The name of each domain.
-        shift: The number to subtract from each channel (C,) or feature (F,); float32 or float64. For several inputs,
-            a mapping with those that are normalised.
+        shift: The number to subtract from each channel (C,) or feature (F,); float32 or float64. For several inputs, a
+            mapping from the name of each normalised input to its shift.
         scale: The number by which each channel or feature is multiplied after ``shift`` is subtracted.
-        client_train: The client that each training sample comes from, (N,) int64; None without natural clients.
+        client_train: The client that each training sample comes from, (N,) int64; None if unknown.
         client_test: The client that each test sample comes from, if known.
-        client_names: The name of each client, also of clients that only have test samples.
-        unfitted: The raw samples, from which features are computed again when it is known which samples clients train
-            on; None if the features stay the same.
+        client_names: The name of each client, including clients that have only test samples.
+        unfitted: The raw samples. Features are computed from these again when the clients' training samples are known.
+            None if the features stay the same.
         features: The rule that computes the features of a table from its rows; None for arrays.
         task: The task, which says what the targets mean.
-        n_outputs: The number of outputs of a model for a sample, a token or a pixel. Default: one for each name.
-        keep: Whether inputs are whole numbers, such as ids of tokens, that the model gets as they are.
-        mapped: The files of inputs that are memory-mapped; keys are such as ``x_train`` or ``x_train.ids``.
+        n_outputs: The number of outputs of a model for a sample, a token or a pixel. Default: the number of
+            ``class_names``.
+        keep: Whether inputs are whole numbers, such as token ids, that are passed to the model unchanged.
+        mapped: A mapping from each memory-mapped input, such as ``x_train`` or ``x_train.ids``, to its file.
     """
 
     name: str
@@ -121,11 +122,11 @@ class Dataset:
         return self.strata, len(self.stratum_names)
 
     def require_strata(self, key: str, value: object) -> Ints:
-        """Return ``strata``.
+        """Return the stratum of each training sample, (N,), as ``strata`` does.
 
         Args:
             key: The key of the setting that needs strata.
-            value: Its value.
+            value: The value of the setting.
 
         Raises:
             SpecError: The samples have no strata; the message says what would provide them.
@@ -147,7 +148,7 @@ class Dataset:
 
     @cached_property
     def sample_bytes(self) -> int:
-        """The size of one sample as a model sees it."""
+        """The size in bytes of one sample as a model sees it."""
         if not isinstance(self.x_train, Tensor):
             return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in self.x_train.values())
         return 4 * self.x_train.shape[1:].numel()
@@ -166,7 +167,7 @@ class Dataset:
 
         Returns:
             A copy of the inputs, float32, (B, F) or (B, C, H, W) in channels-last memory format; with ``keep``, int64.
-            Or a mapping from the name of each of several inputs to a tensor (B, …).
+            For several inputs, a mapping from each input's name to a tensor (B, …).
 
         Raises:
             IndexError: An index is negative or too large.
@@ -193,9 +194,9 @@ class Dataset:
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor] | None:
-        """The shift and scale of each number of a flattened sample; None if inputs are not normalised.
+        """The shift and scale of each value of a flattened sample; None if inputs are not normalised.
 
-        To broadcast shift and scale over the last axis of images, which has 3 channels, would take four times as long.
+        Broadcasting shift and scale over the channel axis of images would take four times as long.
         """
         if not isinstance(self.x_train, Tensor) or not isinstance(self.shift, Tensor):
             return None
@@ -241,15 +242,15 @@ def from_arrays(
     normalize: Normalize = "standard",
     task: Task | str | None = None,
 ) -> Dataset:
-    """Build a data set from arrays or tensors. It may share their memory, so do not change them afterwards.
+    """Build a data set from arrays or tensors. Do not change them afterwards: the data set may share their memory.
 
     Inputs that were opened with ``numpy.load(…, mmap_mode="r")`` stay in their files and may be larger than the memory.
 
     Args:
         x_train: Images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F), of any numeric type. Four axes are
-            read as N,C,H,W if the length of the second axis is 1, 3 or 4 and that of the last is not. If a model takes
-            several inputs, a mapping from the names of its arguments to arrays (N, …) of any shape: whole numbers and
-            booleans, such as ids of tokens and masks, stay as they are; floats are normalised along their last axis.
+            read as N,C,H,W if the second axis has length 1, 3 or 4 and the last axis does not. For a model with several
+            inputs: a mapping from the names of its arguments to arrays (N, …) of any shape. Whole numbers and booleans,
+            such as token ids and masks, stay unchanged. Floats are normalised along their last axis.
         y_train: Training targets. Classification: one label per sample, any whole numbers or strings. Regression: one
             or several numbers per sample, (N,) or (N, K). Several labels: 0 or 1 for each label, (N, K). Next token:
             ids, (N, T). Segmentation: classes, (N, H, W).
@@ -258,20 +259,20 @@ def from_arrays(
         name: The name of the data set in reports.
         domain_train: The domain of each training sample: any whole numbers or strings.
         domain_test: The domain of each test sample.
-        class_names: The name of each label, for labels that are indices into this list. By default, labels are sorted
-            and numbered, and their texts are the names.
+        class_names: The name of each class. Labels must then be indices into this list, or elements of this list.
+            Default: the sorted distinct labels.
         domain_names: The name of each domain; see ``class_names``.
         clients: The client of each training sample, for the partition ``natural``: any whole numbers or strings.
         clients_test: The client of each test sample. A client without training samples never trains.
         normalize: ``"standard"``: each channel or feature is shifted and scaled to mean 0 and standard deviation 1 on
-            the training set (a constant one is only shifted). ``"unit"``: it is scaled to [0, 1] on the training set
-            (bytes are divided by 255). ``"none"``: values do not change. ``"keep"``: inputs are whole numbers of any
-            shape, such as the ids of tokens (N, T), and the model gets them as they are.
-        task: The task, or its name. By default, targets with fractions are a regression, and others are classes.
+            the training set. Constant values are only shifted. ``"unit"``: each channel or feature is scaled to [0, 1]
+            on the training set. Bytes are divided by 255. ``"none"``: values do not change. ``"keep"``: inputs are
+            whole numbers of any shape, such as token ids (N, T), and are passed to the model unchanged.
+        task: The task, or its name. Default: regression if targets have fractions, otherwise classification.
 
     Raises:
         DataError: Lengths, shapes or types do not match, a value is not finite, or no label of the test set is in the
-            training set. A warning names the labels that only the test set has.
+            training set. Labels that occur only in the test set cause a warning.
 
     >>> data = from_arrays([[0.0], [2.0]], ["cat", "ant"], [[4.0]], ["cat"])
     >>> data.class_names, data.y_train.tolist(), data.inputs(slice(None)).tolist()
@@ -310,7 +311,7 @@ def from_arrays(
 
 
 def _checked_pair(x_train: Any, x_test: Any, normalize: Normalize) -> tuple[Inputs, Inputs]:
-    """Return the inputs of both splits in the form in which they are stored.
+    """Return the inputs of both splits in the form in which a ``Dataset`` stores them.
 
     Raises:
         DataError: The inputs cannot be used, or the splits differ in names, shapes or types.
@@ -322,7 +323,7 @@ def _checked_pair(x_train: Any, x_test: Any, normalize: Normalize) -> tuple[Inpu
         train, test = arrays.checked_named(x_train, "x_train"), arrays.checked_named(x_test, "x_test")
         if train.keys() != test.keys():
             names = f"the inputs {', '.join(train)}, but x_test has {', '.join(test)}"
-            raise DataError(f"x_train has {names}. Give both the same.")
+            raise DataError(f"x_train has {names}. Give both splits the same inputs.")
         pairs = [(f"x_train.{name}", train[name], f"x_test.{name}", test[name]) for name in train]
         both: tuple[Inputs, Inputs] = (train, {name: test[name] for name in train})
     else:
@@ -334,8 +335,8 @@ def _checked_pair(x_train: Any, x_test: Any, normalize: Normalize) -> tuple[Inpu
         pairs, both = [("x_train", first, "x_test", second)], (first, second)
     for key, first, other_key, second in pairs:
         if first.shape[1:] != second.shape[1:]:
-            sizes = f"a sample of {key} is {_size(first)}, but one of {other_key} {_size(second)}"
-            raise DataError(f"{sizes}. Give both the same shape.")
+            sizes = f"a sample of {key} has size {_size(first)}, but a sample of {other_key} has size {_size(second)}"
+            raise DataError(f"{sizes}. Give all samples the same shape.")
     return both
 
 
@@ -343,8 +344,8 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
     """Compute the shift and scale that normalise inputs, from the training inputs; see ``arrays.normalisation``.
 
     Returns:
-        The shift and the scale; for several inputs, mappings with the shift and the scale of each input of floats. None
-        if inputs are not normalised.
+        The shift and the scale; for several inputs, mappings from the name of each float input to its shift and scale.
+        None if inputs are not normalised.
     """
     if normalize in ("keep", "none"):
         return None, None
@@ -358,17 +359,17 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
 
 
 def task_of(task: Task | str | None, y_train: Array) -> Task:
-    """Return the task that is given as an object or by its name. If no task is given, the targets decide.
+    """Return the task with a given name, or the given task itself. If ``task`` is None, choose it by the targets.
 
-    Targets with fractions are a regression, and all others are classes. Whole numbers with very many different values
-    could be either, and are refused.
+    Targets with fractions mean regression; all other targets mean classification. Whole numbers with very many distinct
+    values could mean either, and are refused.
 
     Args:
         task: The task, its name, or None.
         y_train: The targets of the training samples.
 
     Raises:
-        SpecError: There is no task of that name, or the targets could be classes or numbers.
+        SpecError: There is no task of that name, or the targets could be either classes or quantities.
     """
     if isinstance(task, str):
         return TASKS.make(task, {})

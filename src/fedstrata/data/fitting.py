@@ -1,9 +1,9 @@
 """Compute statistics of training samples, and features that depend on them: imputed values and normalisation.
 
-The statistics of several clients can be added up. The server therefore gets the statistics of all samples without
-seeing samples. Sites that keep their samples and a simulation of these sites therefore compute the same numbers.
-Statistics leave out samples that are held out of training, for example for validation. These are known only after the
-samples were divided among clients.
+The clients' statistics can be added up. The server therefore gets the statistics of all samples without seeing any
+sample. Real sites and a simulation of these sites compute the same numbers. Statistics exclude samples that are held
+out of training, for example for validation. Held-out samples are known only after the samples have been divided among
+clients.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ if TYPE_CHECKING:
 
 
 TARGET = "y"
-"""The name under which a task finds how often each target occurs."""
+"""The key in ``Statistics.counts`` under which a task finds how often each target occurs."""
 CHUNK = 1 << 20
 """The number of rows that are cast to float64 at once, to limit memory."""
 
 
 @record("Statistics")
 class Statistics(Message):
-    """Statistics of training samples, which can be added over clients.
+    """Statistics of training samples, which can be added up over clients.
 
     Args:
         samples: The number of samples.
-        count: The number of values that are not missing, for each of K columns of a table or channels of images, (K,)
-            float64.
+        count: The number of values that are not missing in each of K table columns or image channels, (K,) float64.
         mean: The mean of these values, (K,) float64.
         squares: The sum of their squared distances from the mean, (K,) float64.
         low: The smallest value, (K,) float64; an empty tensor if the normalisation does not need it.
-        high: The largest value, of the same form.
-        counts: A mapping from column to its values and how often each occurs, (V, 2) float64, sorted by value. It has
-            only categories, and columns that impute the median or the most frequent value.
+        high: The largest value, in the same form as ``low``.
+        counts: A mapping from column name to the column's distinct values and their frequencies, (V, 2) float64, sorted
+            by value. It contains only categories, and columns that impute the median or the most frequent value.
 
     >>> one, none = (torch.tensor(x, dtype=torch.float64) for x in ([2.0], []))
     >>> both = Statistics(2, one, one, one, none, none, {}) + Statistics(2, one, 2 * one, one, none, none, {})
@@ -82,7 +81,7 @@ class Statistics(Message):
         )
 
     def beside(self, targets: Statistics) -> Statistics:
-        """Return these statistics of features together with those of the targets, whose columns come last."""
+        """Append the statistics of the targets to these statistics of the features."""
         tensors = {
             key: torch.cat([getattr(self, key), getattr(targets, key)])
             for key in ("count", "mean", "squares", "low", "high")
@@ -117,7 +116,7 @@ class Statistics(Message):
         """Check the form and plausibility of statistics that another party sent.
 
         Raises:
-            DataError: The statistics are of other columns, or are impossible.
+            DataError: The statistics describe other columns, or are impossible.
         """
         for name in ("count", "mean", "squares", "low", "high"):
             expected, given = getattr(self, name), getattr(other, name)
@@ -126,16 +125,16 @@ class Statistics(Message):
         tables = list(other.counts.values())
         pairs = all(each.dim() == 2 and each.shape[1] == 2 and each.dtype == torch.float64 for each in tables)
         if other.counts.keys() != self.counts.keys() or not pairs:
-            raise DataError(f"the counts are of the columns {sorted(other.counts)}, expected {sorted(self.counts)}")
+            raise DataError(f"there are counts for the columns {sorted(other.counts)}, expected {sorted(self.counts)}")
         if not all(each.isfinite().all() for each in (other.count, other.mean, other.squares, *tables)):
             raise DataError("the statistics contain NaN or infinity")
         sums = [other.squares, other.count, *(table[:, 1] for table in tables)]
         if other.samples < 0 or any((each < 0).any() for each in sums):
             raise DataError("a count or a sum of squares is below 0")
         if other.samples > MOST:
-            raise DataError(f"the statistics are of {other.samples} samples, but the limit is {MOST}")
+            raise DataError(f"the statistics cover {other.samples} samples, but the limit is {MOST}")
         if any(float(table[:, 1].sum()) > other.samples for table in tables):
-            raise DataError(f"there are more values than samples ({other.samples})")
+            raise DataError(f"the counts of a column's values add up to more than the {other.samples} samples")
         some = other.count[: len(other.low)] > 0
         low, high = other.low[some], other.high[some]
         if not bool((low.isfinite() & high.isfinite() & (low <= high)).all()):
@@ -146,12 +145,12 @@ class Statistics(Message):
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The rule that computes features from the rows of a table; a model needs it for new rows.
+    """The rule that computes features from the rows of a table, which is also needed to predict new rows.
 
     Args:
         schema: The completed schema of the table.
-        imputed: The number that replaces missing values of each column that has a value for ``impute``. For a category,
-            it is the index of the category, or −1 if missing values are a category of their own.
+        imputed: A mapping from column name to the number that replaces missing values of the column. For a category
+            column, this is the index of a category, or −1 if missing values are a category of their own.
     """
 
     schema: Schema
@@ -176,12 +175,12 @@ class Features:
 
 @dataclass(frozen=True, eq=False)
 class RawTargets:
-    """Training targets from whose statistics a task computes settings, such as their mean.
+    """Training targets whose statistics, such as the mean, a task needs.
 
     Args:
         task: The task.
         train: The targets, (N, K) float64.
-        name: The name of the first target among the counts of statistics; features have other names.
+        name: The key of the first target in ``Statistics.counts``, which must not be the name of a feature.
     """
 
     task: Task
@@ -197,7 +196,7 @@ class RawTargets:
         return Unfitted("standard", self.train, self.train[:0])._of(self.train[rows])
 
     def counts(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return how often each of some targets occurs, under the key ``name``; empty if the task does not need this.
+        """Return how often each target value occurs, under the key ``name``; empty if the task needs no frequencies.
 
         Args:
             rows: The indices of the samples, (M,).
@@ -217,7 +216,8 @@ class Unfitted:
         test: Test samples, of the same form.
         schema: The completed schema of a table; None for arrays.
         given: The shift and scale that the spec sets; None if they are computed.
-        targets: The training targets, if sites send their statistics too; they are the last columns of statistics.
+        targets: The training targets, if sites also send statistics of the targets. These are the last columns of the
+            statistics.
     """
 
     normalize: Normalize
@@ -240,12 +240,13 @@ class Unfitted:
     def statistics(self, groups: Iterable[Ints], least: int = 1) -> Statistics:
         """Compute the statistics of each client's training samples, and add them up client by client.
 
-        A server adds up the statistics that sites send in the same order, so that the bits are the same.
+        A server adds up the sites' statistics in the same order, so that both results are equal to the last bit.
 
         Args:
-            groups: For each client, the indices of its training samples. They are not read if nothing depends on
-                statistics.
-            least: If a client has fewer values of a column than this, its statistics count as if it had none.
+            groups: For each client, the indices of its training samples. The indices are not read if neither features
+                nor task depend on statistics.
+            least: The smallest number of values of a column from which a client's statistics are used. A client with
+                fewer values counts as having no values.
         """
         groups = groups if self.needed else ()
         none = torch.empty(0, dtype=torch.int64)
@@ -285,17 +286,17 @@ class Unfitted:
         return replace(known, **changed)
 
     def refuse_unlike(self, other: Statistics) -> None:
-        """Check the form and plausibility of statistics that another party sent of such data.
+        """Check the form and plausibility of statistics that another party computed from its own data.
 
         Raises:
-            DataError: The statistics are of other columns, are impossible, or lack required values.
+            DataError: The statistics describe other columns, are impossible, or lack required values.
         """
         self.statistics(()).refuse_unlike(other)
         other, targets = self.divided(other)
         if (targets.count != targets.samples).any() or any(
             float(table[:, 1].sum()) != targets.samples for table in targets.counts.values()
         ):
-            raise DataError(f"statistics of fewer or more targets than samples, which are {targets.samples}")
+            raise DataError(f"there must be exactly one target for each of the {targets.samples} samples")
         for index, (name, column) in enumerate(self._columns()):
             count = float(other.count[index])
             if count > other.samples or (column.impute is None and count < other.samples):
@@ -343,7 +344,7 @@ class Unfitted:
         """Return the training samples, the test samples, and their shift and scale, as a ``Dataset`` stores them.
 
         Args:
-            known: The statistics of the samples that are trained on.
+            known: The statistics of the clients' training samples.
 
         Raises:
             DataError: A value is missing and cannot be imputed, because no training sample has one.
@@ -363,7 +364,7 @@ class Unfitted:
         """Return the rule that computes the features of a table; None for arrays.
 
         Args:
-            known: The statistics of the samples that are trained on.
+            known: The statistics of the clients' training samples.
 
         Raises:
             DataError: A value is missing and cannot be imputed, because no training sample has one.
@@ -382,7 +383,7 @@ class Unfitted:
         return Features(self.schema, imputed)
 
     def _of_features(self, known: Statistics, imputed: dict[str, float]) -> Statistics:
-        """Return statistics of features, in the order of ``Schema.names``, from those of columns and imputed values."""
+        """Convert the statistics of columns to statistics of features, in the order of ``Schema.names``."""
         rows: list[tuple[Any, ...]] = []
         """Count, mean, sum of squares, smallest and largest value of each feature."""
         n = known.samples
@@ -446,7 +447,7 @@ def _normal(known: Statistics, train: Tensor, *, unit: bool) -> tuple[Tensor, Te
 
 
 def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
-    """Return a data set whose task is fitted to the targets that clients train on.
+    """Return the data set with its task fitted to the clients' training targets.
 
     Args:
         data: The data set.
@@ -458,11 +459,11 @@ def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
 
 
 def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
-    """Return a data set whose features, and whose task at real sites, are fitted to the statistics ``known``.
+    """Return the data set with its features, and at real sites its task, fitted to statistics of training samples.
 
     Args:
         data: A data set with raw samples (``Dataset.unfitted``).
-        known: The statistics of the samples that are trained on.
+        known: The statistics of the clients' training samples.
         again: Whether to keep the raw samples, so that features can be computed again with other statistics.
     """
     assert data.unfitted is not None

@@ -20,7 +20,7 @@ TEST_SPLITS = ("test", "validation", "valid", "dev")
 
 
 def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
-    """Load a data set of the hub, from the cache if it was downloaded before.
+    """Load a data set of the Hugging Face hub, from the local cache if it was downloaded before.
 
     Args:
         name: ``"owner/name"`` or ``"owner/name:configuration"``.
@@ -50,7 +50,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     """Return the arrays of a ``datasets.DatasetDict``.
 
     The training samples are the split ``train``. The test samples are the split ``test`` or, if there is none, a
-    validation split. Without both, a fifth of each class of ``train`` becomes the test samples.
+    validation split. If there is neither, a random fifth of each class of ``train`` becomes the test samples.
 
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``, all with the same columns.
@@ -62,7 +62,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
         ``client_train`` and ``client_test``, if ``client`` is set. They have the same meaning as in a ``.npz`` file.
 
     Raises:
-        DataError: There is no split ``train``, or the columns are not clear.
+        DataError: There is no split ``train``, or it is not clear which columns contain the inputs and the labels.
     """
     if "train" not in splits:
         raise DataError(f"the data set has no split 'train'. It has: {', '.join(splits)}.")
@@ -97,16 +97,16 @@ def _check_client(client: str, features: Any) -> None:
 
 
 def input_columns(features: Any) -> list[str]:
-    """Return the columns with the inputs.
+    """Return the names of the columns that contain the inputs.
 
-    This is a single column of images if there is one. Otherwise, it is a single column of arrays, or a single column of
-    lists. Without such a column, all columns of numbers together are the inputs, as a table.
+    If a column contains images, the inputs are this column. Otherwise, they are a single column of arrays, or a single
+    column of lists. Without such a column, all columns of numbers together are the inputs, as a table.
 
     Args:
         features: The ``datasets.Features`` of a split.
 
     Raises:
-        DataError: No column has inputs; or several could be the input, and none of them has a usual name.
+        DataError: No column can be the input; or several columns could be the input, and none of them has a usual name.
     """
     kinds = {name: type(feature).__name__ for name, feature in features.items()}
     label = label_column(features)
@@ -127,13 +127,13 @@ def input_columns(features: Any) -> list[str]:
 
 
 def label_column(features: Any) -> str:
-    """Return the column with the label: the column of type ``ClassLabel``, or else the column with a usual name.
+    """Return the name of the label column: the column of type ``ClassLabel``, or else a column with a usual name.
 
     Args:
         features: The ``datasets.Features`` of a split.
 
     Raises:
-        DataError: No column has labels; or several could be the label, and none of them has a usual name.
+        DataError: No column can be the label; or several columns could be the label, and none of them has a usual name.
     """
     labels = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
     usual = [name for name in LABEL_NAMES if name in (labels or features)]
@@ -152,8 +152,8 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
         columns: The columns with the inputs; see ``input_columns``.
 
     Returns:
-        The inputs. Images are bytes, except images of 16 bits or of floats, which keep their type. Other columns keep
-        their type, too.
+        The inputs. Images are uint8, except for integer and float images with more bits, which keep their type. Columns
+        of other types also keep their type.
 
     Raises:
         DataError: Images or lists have different sizes.
@@ -194,7 +194,7 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
 
 
 def _pixels(picture: Any) -> NDArray[Any]:
-    """Return the pixels of an image, (H, W) or (H, W, 3), as bytes, or in their own type if they are not bytes."""
+    """Return the pixels of an image, (H, W) or (H, W, 3), as uint8, or in their own type if they have more bits."""
     if picture.mode.startswith(("I", "F")):
         return np.asarray(picture)
     return np.asarray(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))

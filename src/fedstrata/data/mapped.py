@@ -17,18 +17,18 @@ CHUNK = 1 << 22
 """The number of values that are checked at once, to limit memory."""
 
 TYPES = ("uint8", "int8", "int16", "int32", "int64", "float32", "bool")
-"""The types of memory-mapped inputs; others would have to be converted, and so be copied into memory."""
+"""The accepted types of memory-mapped inputs. Other types would have to be converted, and thus copied into memory."""
 
 
 @dataclass(frozen=True)
 class MappedFile:
-    """An array in a file, which is read page by page when samples are used.
+    """An array in a memory-mapped file, of which only the samples in use are read.
 
     Args:
         path: The file.
         dtype: The type of the values, one of ``TYPES``.
         shape: The shape of the array, (N, …).
-        offset: The position of its first byte in the file.
+        offset: The position of the array's first byte in the file.
     """
 
     path: str
@@ -38,7 +38,7 @@ class MappedFile:
 
     @classmethod
     def of(cls, values: object) -> MappedFile | None:
-        """Return the file of a whole ``numpy.memmap``; None for other arrays and for parts of one."""
+        """Return the file of a complete ``numpy.memmap``; None for any other array, and for a part of a memmap."""
         if not isinstance(values, np.memmap) or not isinstance(values.base, mmap.mmap) or not values.flags.c_contiguous:
             return None
         return cls(str(values.filename), str(values.dtype), values.shape, values.offset)
@@ -48,7 +48,7 @@ class MappedFile:
         return replace(self, shape=tuple(shape))
 
     def open(self) -> Tensor:
-        """Return the array as a tensor. Changes of the tensor would not change the file.
+        """Return the array as a tensor. Changes to the tensor do not change the file.
 
         Raises:
             DataError: The file is missing or too short, for example on another machine.
@@ -57,7 +57,7 @@ class MappedFile:
             values = np.memmap(self.path, dtype=self.dtype, mode="c", offset=self.offset, shape=self.shape)
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{self.path}: cannot be memory-mapped: {error}. It must be there on each machine."
+                f"{self.path}: cannot be memory-mapped: {error}. Put the file there on each machine."
             ) from None
         return torch.from_numpy(values)
 
@@ -84,7 +84,7 @@ class MappedFile:
 
 
 def mapped_files(inputs: Mapping[str, Any]) -> dict[str, MappedFile]:
-    """Return a mapping from names, such as ``x_train`` or ``x_train.ids``, to the memory-mapped files among inputs."""
+    """Return the files of all memory-mapped inputs, with names such as ``x_train`` or ``x_train.ids`` as keys."""
     named = dict(inputs)
     for key, x in inputs.items():
         if isinstance(x, Mapping):

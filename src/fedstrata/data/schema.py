@@ -1,4 +1,4 @@
-"""The schema of a table, which converts its cells to numbers; ``fitting`` computes features from these numbers."""
+"""The schema of a table, which converts cells to numbers. ``fitting`` computes features from these numbers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from fedstrata.data.tasks.base import Task
 
 TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
-"""The accepted cells of a boolean column, in small letters, and their values."""
+"""The accepted cells of a boolean column, in lower case, and their values."""
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
 """The accepted cells of a column that marks the test samples: 1 for test samples."""
 MANY = 20
-"""In tables with more rows than this, there is a warning if a category has more than half as many values as rows."""
+"""The number of rows above which a category column with more distinct values than half the rows causes a warning."""
 MOST_CATEGORIES = 100
-"""There is a warning if a table has more categories of a column than this, because each becomes a feature."""
+"""The number of categories of a column above which there is a warning, because each category becomes a feature."""
 _DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"
 DATE = re.compile(rf"({_DAY})([ T]\d{{1,2}}:\d\d.*)?|\d{{1,2}}:\d\d(:\d\d.*)?")
 """The form of texts that are read as a date or a time of day."""
 SHOWN = 12
-"""The most categories or columns that a message lists."""
+"""The largest number of categories or columns that a message lists."""
 
 
 class Column(Setting):
@@ -45,21 +45,21 @@ class Column(Setting):
 
     Args:
         type: ``number``, ``boolean`` or ``category``. Each value of a category becomes a feature that is 0 or 1.
-            Default: the type that other keys of this column imply, such as ``categories``. If no key implies one,
+            Default: the type that other keys of this column imply, such as ``categories``. If no key implies a type,
             simulations guess the type from the cells, and real sites use ``number``.
         unit: Unit of the numbers, such as ``mm``. It is shown in messages and changes nothing else.
         range: Smallest and largest allowed number.
-        categories: Allowed categories. Default: those in the table.
-        missing: Texts of cells that mean a missing value in this column, in addition to those of the schema.
-        impute: Replacement of missing values. From the training rows: ``mean``; ``median`` (of two middle values, the
-            lower one); or ``most-frequent`` (of equally frequent values, the smallest number or the first category).
-            ``constant``: the ``value`` of this column. ``separate-category``: a category of its own. Default: a missing
-            value is an error.
-        step: Unit of rounding: before ``median`` or ``most-frequent`` is computed, each number is rounded to a multiple
-            of ``step``. Real sites need ``step`` for these two rules, because they send how often each rounded number
+        categories: Allowed categories. Default: all categories in the table.
+        missing: Cell texts that mean a missing value in this column, in addition to the schema's key ``missing``.
+        impute: Replacement of missing values. ``mean``, ``median`` or ``most-frequent``: this statistic of the training
+            rows. If two values are in the middle, the median is the lower value. If several values are most frequent,
+            the smallest number or the first category is used. ``constant``: the ``value`` of this column.
+            ``separate-category``: a category of its own. Default: a missing value is an error.
+        step: Rounding unit. Each number is rounded to a multiple of ``step`` before ``median`` or ``most-frequent`` is
+            computed. Real sites need ``step`` for these two rules, because sites send how often each rounded number
             occurs.
         value: Replacement of missing values if ``impute`` is ``constant``.
-        indicator: Whether to add a feature that is 1 where a value of this column is missing.
+        indicator: Whether to add a feature that is 1 if the value of this column is missing, and 0 otherwise.
     """
 
     type: Literal["number", "category", "boolean"] | None = None
@@ -117,7 +117,7 @@ class Column(Setting):
                 self.step,
             )
         if (self.impute == "constant") != (self.value is not None):
-            raise SpecError("value", "and impute = 'constant' must be set together. Set both or neither.", self.value)
+            raise SpecError("value", "must be set together with impute = 'constant'. Set both or neither.", self.value)
         if self.value is not None and self.type is not None and (self.type != "category" or self.categories):
             try:
                 self.number(self.value)
@@ -175,7 +175,7 @@ class Column(Setting):
             )
         if isinstance(cell, (int, str)) and abs(number) >= 2**53 and _digits(cell) not in (None, int(number)):
             raise ValueError(
-                f"has more digits than a feature keeps (2^53). Use {self.accepted} below 2^53, or type = 'category'."
+                f"is too large to be stored exactly. Use {self.accepted} below 2^53, or type = 'category'."
             )
         self.refuse_outside(number)
         return number
@@ -187,7 +187,7 @@ class Column(Setting):
 
 
 def _columns(value: object, info: ValidationInfo) -> object:
-    """Parse the setting ``columns``; a text instead of a table is the type of a column."""
+    """Parse the setting ``columns``, in which a text instead of a column's table is the type of the column."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -207,16 +207,17 @@ class Schema(Setting):
     Args:
         label: Column with the label.
         client: Column with the client of each row, for the partition ``natural``.
-        features: Feature columns. Default: all columns without another role; at real sites, those in ``columns``.
-        columns: A table from features to their types or settings. It may also describe a label that is a number. If a
-            feature is not in the table, fedstrata guesses its type from the cells. At real sites, the table must have
-            every feature.
-        classes: Possible labels, in order. Default: the labels of the table, sorted.
-        missing: Texts of cells that mean a missing value, in addition to empty cells.
+        features: Feature columns. Default: all columns without another role; at real sites, the keys of ``columns``.
+        columns: TOML table with the type, or the settings, of each feature column. The table may also describe a label
+            that is a number. If a feature is not in the table, fedstrata guesses its type from the cells. At real
+            sites, the table must contain every feature.
+        classes: All possible labels, in the order of the model's outputs. Default: the sorted labels of the table.
+        missing: Cell texts that mean a missing value, in addition to empty cells.
         ignore: Columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: How test rows are chosen. A number is the share of each client's rows that is held out for testing: each
-            label keeps its share, and a client with two or more rows holds out at least one. A text is the name of the
-            column that marks each row as ``test`` or ``train``, or as ``true`` (test) or ``false``.
+        test: Choice of the test rows. A number is the fraction of each client's rows that is held out for testing,
+            stratified by label if labels are classes. A client with two or more rows holds out at least one row. A text
+            is the name of a column that marks each row as ``test`` or ``train``, or as ``true`` (test) or ``false``
+            (train).
         delimiter: Character between the cells of a CSV file.
     """
 
@@ -234,7 +235,7 @@ class Schema(Setting):
     @classmethod
     def _a_share(cls, test: float | str) -> float | str:
         if not isinstance(test, str) and not 0 < test < 1:
-            raise ValueError("must be a share between 0 and 1, or the name of a column.")
+            raise ValueError("must be a fraction between 0 and 1 (both excluded), or the name of a column.")
         return test
 
     @model_validator(mode="after")
@@ -268,12 +269,12 @@ class Schema(Setting):
 
     @property
     def roles(self) -> dict[str, str]:
-        """A mapping from each column with another role than a feature to the key that names it, such as ``label``."""
+        """A mapping from each column that is not a feature to the key of its role, such as ``label``."""
         named = {"label": self.label, "client": self.client, "test": self.test if isinstance(self.test, str) else None}
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """Fill in columns and categories that were not given, from the table.
+        """Return the schema, completed with the table's columns and categories where they were not given.
 
         Raises:
             SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.
@@ -293,7 +294,7 @@ class Schema(Setting):
         return self._with({name: self._completed(table, name) for name in names})
 
     def _with(self, inputs: dict[str, Column]) -> Schema:
-        """Return the schema with these descriptions of features, and the same description of the label."""
+        """Return the schema with other descriptions of the features, but the same description of the label."""
         label = {name: column for name, column in (self.columns or {}).items() if name == self.label}
         return self.model_copy(update={"columns": {**inputs, **label}})
 
@@ -316,13 +317,13 @@ class Schema(Setting):
             constant = [] if column.value is None else [column.value]
             filled["categories"] = tuple(sorted({text_of(cell) for cell in [*cells, *constant] if cell is not None}))
             if (count := len(filled["categories"])) > MOST_CATEGORIES:
-                advice = f"Merge rare ones, or leave the column out with ignore = {[name]} in [data.schema]."
+                advice = f"Merge rare values, or leave the column out with ignore = {[name]} in [data.schema]."
                 problem = f"column {name!r} has {count} categories, each of which becomes a feature. {advice}"
                 warnings.warn(problem, stacklevel=2)
         return under(key, lambda: build(Column, filled))
 
     def closed(self, *, classes: bool = True) -> Schema:
-        """Return the schema for real sites, which read only described columns and guess nothing from their own tables.
+        """Return the schema for real sites, which read only columns that the spec describes, and guess nothing.
 
         Args:
             classes: Whether labels are classes; otherwise they are numbers.
@@ -361,9 +362,9 @@ class Schema(Setting):
                 )
             if column.type == "number" and column.counted and column.step is None:
                 problem = (
-                    f"is required for impute = {column.impute!r} at real sites, which send how often each multiple "
+                    f"is required for impute = {column.impute!r} at real sites, which send counts of rounded numbers. "
                 )
-                raise SpecError(f"{key}.step", f"{problem}of it occurs. Set it, or use impute = 'mean'.")
+                raise SpecError(f"{key}.step", f"{problem}Set a rounding unit, or use impute = 'mean'.")
             columns[name] = column
         if not columns:
             raise SpecError("data.schema.columns", "describes no feature. Describe at least one column.")
@@ -392,7 +393,7 @@ class Table:
 
     Args:
         source: The name of the file or data frame, for messages.
-        columns: A mapping from column to its cells: texts, numbers or booleans, and None for missing values.
+        columns: A mapping from column name to cells: texts, numbers or booleans, and None for missing values.
         lines: The line of the file on which each row begins; None if the source is not a text file.
     """
 
@@ -417,7 +418,7 @@ class Table:
 
         Args:
             column: The column.
-            missing: Texts that mean a missing value, in addition to empty cells.
+            missing: Cell texts that mean a missing value, in addition to empty cells.
         """
         marks = {"", *missing}
         cells = self.columns[column]
@@ -426,7 +427,7 @@ class Table:
         return [None if is_missing(cell) or text_of(cell) in marks else cell for cell in cells]
 
     def _decoded(self, row: int, column: str) -> Any:
-        """Return a cell, with bytes as text."""
+        """Return a cell; decode it to text if it contains bytes."""
         cell = self.columns[column][row]
         try:
             return cell.decode() if isinstance(cell, bytes) else cell
@@ -435,13 +436,13 @@ class Table:
             raise self.wrong(row, column, problem, f"a cell {problem}") from None
 
     def wrong(self, row: int, column: str, problem: str, public: str) -> DataError:
-        """Return the error about a cell.
+        """Return the error for an invalid cell.
 
         Args:
             row: The row of the cell, counted from 0.
             column: The column of the cell.
             problem: The problem; the text may quote the cell.
-            public: The problem in a text that discloses nothing about the cell, for other parties.
+            public: The problem in a text for other parties, which does not disclose the cell.
         """
         where = f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
         cell = self.columns[column][row]
@@ -458,8 +459,8 @@ def parsed(table: Table, schema: Schema) -> Floats:
         schema: A completed schema.
 
     Raises:
-        DataError: A cell does not match the schema, or a value is missing and has no rule. The message has file, line
-            and column.
+        DataError: A cell does not match the schema, or a value is missing and the column has no rule for missing
+            values. The message contains file, line and column.
         SpecError: The table lacks a column.
     """
     for name in schema.inputs:
@@ -492,10 +493,10 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
     Args:
         table: The rows.
         schema: A completed schema.
-        seed: The seed of the random choice, if ``test`` is a share.
-        first: The id, in the whole federation, of the table's first client. A site that has only some clients then
-            selects the same rows as a simulation of all clients.
-        task: The task; None for classes. The test samples of other tasks are not spread over the labels.
+        seed: The seed of the random choice, if the setting ``test`` is a fraction.
+        first: The index, in the whole federation, of the table's first client. With it, a site that has only some of
+            the clients selects the same rows as a simulation of all clients.
+        task: The task; None for classification. Test samples are stratified by label only if the task has classes.
 
     Raises:
         DataError: A label or a client is missing, or a cell of the column ``test`` is not accepted.
@@ -550,8 +551,8 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
     Args:
         table: The rows.
         schema: The schema.
-        strict: Whether a cell that is not a finite number in its range is an error. Otherwise, the range is not
-            checked, and None is returned if a cell is not a finite number.
+        strict: Whether to raise an error for a cell that is not a finite number in its range. If False, the range is
+            not checked, and the result is None if a cell is not a finite number.
 
     Raises:
         DataError: A cell is missing, or ``strict`` is set and a cell is not a number in its range.
@@ -587,7 +588,7 @@ def _known(table: Table, column: str, schema: Schema) -> list[Any]:
 
 def another_unit(number: float, span: tuple[float, float]) -> str:
     """Return a hint for a number that is out of range, if 1,000 times or 1/1,000 of this number would be in range."""
-    for factor, what in ((1e-3, "a thousandth of it"), (1e3, "a thousand times it")):
+    for factor, what in ((1e-3, "a thousandth of the number"), (1e3, "a thousand times the number")):
         if number and span[0] <= number * factor <= span[1]:
             return f" Check the unit, because {what} is in range."
     return ""
@@ -651,13 +652,15 @@ def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "
     values = {text_of(cell) for cell in known}
     if 2 * len(texts) < len(known):
         odd = sorted(set(texts))
-        message = f"because some cells are not numbers: {_listed(map(repr, odd))}. If they stand for no value, set "
+        message = (
+            f"because some cells are not numbers: {_listed(map(repr, odd))}. If these cells mean a missing value, set "
+        )
         message += f"missing = {odd[:SHOWN]}"
     elif len(known) > MANY and 2 * len(values) > len(known) and len(values) <= MOST_CATEGORIES:
         message = (
-            f"although it has {len(values)} values in {len(known)} rows, each of which becomes a feature. To leave "
+            f"although each of its {len(values)} values in {len(known)} rows becomes a feature. To leave the column "
         )
-        message += f"it out, set ignore = {[name]}"
+        message += f"out, set ignore = {[name]}"
     else:
         return "category"
     warnings.warn(f"column {name!r} is read as a category, {message} in [data.schema].", stacklevel=2)
@@ -692,7 +695,7 @@ def _float(cell: Any) -> float:
 
 
 def _digits(cell: int | str) -> int | None:
-    """Return a cell as a whole number with all its digits; None if it is not written as one."""
+    """Return a cell as a whole number with all its digits; None if the cell is not written as a whole number."""
     try:
         return int(cell)
     except ValueError:

@@ -34,10 +34,10 @@ from fedstrata.data.tables import SUFFIXES, dataset_of, read_table, task_of_tabl
 from fedstrata.data.tasks.base import Task
 
 Arrays = dict[str, Any]
-"""A mapping from names to arrays; the inputs may be a mapping from the names of several inputs to arrays."""
+"""Arrays by name. If a model has several inputs, ``x_train`` and ``x_test`` are mappings from input to array."""
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
-"""The arrays that a ``.npz`` file must hold."""
+"""The arrays that a ``.npz`` file must contain."""
 
 MOST = 1 << 38
 """The largest size in bytes of the arrays that a ``.npz`` file may declare."""
@@ -55,27 +55,29 @@ with warnings.catch_warnings():
         """The data set and its preparation.
 
         Args:
-            name: Name or path of the data set. A known name: see ``fedstrata datasets``. Another NAME: the file
-                NAME.npz in ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``. A path: a ``.npz``, ``.csv`` or ``.parquet``
-                file, or a folder of ``.npy`` files, with ``/`` at the end, whose inputs may be larger than the memory.
-                ``"hub:owner/name"`` or ``"hub:owner/name:configuration"``: a data set of the Hugging Face hub.
+            name: Name or path of the data set. ``fedstrata datasets`` lists the known names. Any other NAME stands for
+                the file NAME.npz in ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``. A path is a ``.npz``, ``.csv`` or
+                ``.parquet`` file, or a folder of ``.npy`` files with ``/`` at the end. Inputs in a folder may be larger
+                than the memory. ``"hub:owner/name"`` or ``"hub:owner/name:configuration"`` is a data set of the Hugging
+                Face hub.
             normalize: How each channel or feature is scaled. ``standard``: to mean 0 and standard deviation 1 over the
                 training samples. ``unit``: to [0, 1], from the smallest to the largest value of the training samples.
-                ``none``: values are only converted to float32. ``keep``: whole numbers stay whole numbers, which models
-                of tokens need.
-            limit: Number of training samples to use. They are drawn at random, and each class keeps its share. Default:
-                all.
-            client: Column of a Hugging Face data set with the client of each sample, for the partition ``natural``.
+                ``none``: values are only converted to float32. ``keep``: whole numbers stay whole numbers, as token
+                models require.
+            limit: Number of training samples to use. These are drawn at random, in proportion from each class. Default:
+                all samples.
+            client: Column of a Hugging Face data set that contains the client of each sample, for the partition
+                ``natural``.
             schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file; or the name of the label column.
-            shape: Shape of one sample in an array file: (channels, height, width) or (features,). If it is set,
+            shape: Shape of one sample in an array file: (channels, height, width) or (features,). If ``shape`` is set,
                 normalisation uses only the samples that clients train on. Real sites with arrays need ``shape`` and
                 ``classes``.
-            classes: Number C of classes in an array file, whose labels are 0 … C−1.
+            classes: Number C of classes in an array file. Its labels must be 0 … C−1.
             range: Smallest and largest value that an array file may contain.
-            shift: Number that is subtracted from each channel or feature. Default: computed from the training samples,
-                as ``normalize`` says.
-            scale: Factor by which each channel or feature is multiplied after ``shift`` is subtracted. Set both keys or
-                neither.
+            shift: Numbers that are subtracted from the channels or features, one per channel or feature. Default:
+                computed from the training samples according to ``normalize``.
+            scale: Factors by which the channels or features are multiplied after ``shift`` is subtracted, one per
+                channel or feature. Set both ``shift`` and ``scale``, or neither.
             augment: Random change of the samples of each training batch: ``crop-flip`` for images, or a function of
                 your own, ``"module:function"``. Evaluation and statistics use the unchanged samples.
             custom: Description of the arrays that a Python program passed. fedstrata sets this key itself.
@@ -98,7 +100,7 @@ with warnings.catch_warnings():
         def _agree(self) -> Data:
             for key, other in (("shape", "classes"), ("classes", "shape"), ("shift", "scale"), ("scale", "shift")):
                 if getattr(self, key) is not None and getattr(self, other) is None:
-                    raise SpecError(other, f"and {key} must be set together. Set both keys or neither.")
+                    raise SpecError(other, f"must be set together with {key}. Set both keys or neither.")
             for key in ("shape", "range"):
                 if getattr(self, key) is not None and (self.schema is not None or self.shape is None):
                     problem = (
@@ -109,7 +111,7 @@ with warnings.catch_warnings():
             if self.shift is not None and self.scale is not None and len(self.shift) != len(self.scale):
                 raise SpecError(
                     "scale",
-                    f"has {len(self.scale)} numbers, but shift has {len(self.shift)}. Give equally many.",
+                    f"has {len(self.scale)} numbers, but shift has {len(self.shift)}. Make both equally long.",
                     list(self.scale),
                 )
             return self
@@ -121,9 +123,9 @@ with warnings.catch_warnings():
             """Read the data set into memory.
 
             Args:
-                seed: The seed of random choices: of the samples for ``limit``, and of test samples if the data set has
-                    no separate ones.
-                task: The task; None if the targets decide.
+                seed: The seed for drawing the samples of ``limit``, and the test samples if the data set has no
+                    separate test set.
+                task: The task. If None, the task follows from the targets.
 
             Raises:
                 SpecError: No data set has that name.
@@ -262,14 +264,14 @@ with warnings.catch_warnings():
 
 
 OPTIONAL = ("domain_train", "domain_test", "classes", "domains", "client", "client_train", "client_test")
-"""The arrays that a file or folder may hold."""
+"""The arrays that a file or folder may contain."""
 
 
 def read_folder(folder: Path) -> Arrays:
     """Open the arrays of a data set in a folder of ``.npy`` files. Inputs are memory-mapped.
 
     Args:
-        folder: The folder. Its files have the names that the arrays of a ``.npz`` file have; see ``read_npz``.
+        folder: The folder. Its files are named like the arrays of a ``.npz`` file; see ``read_npz``.
 
     Raises:
         DataError: The folder lacks a file, or a file is damaged.
@@ -290,7 +292,7 @@ def read_folder(folder: Path) -> Arrays:
 
 
 def _joined(arrays: Arrays) -> Arrays:
-    """Return arrays in which those called ``x_train.NAME`` are one mapping ``x_train``, and ``x_test`` likewise."""
+    """Collect all arrays called ``x_train.NAME`` in one mapping ``x_train``, and likewise for ``x_test``."""
     joined: Arrays = {}
     for key, array in arrays.items():
         whole, _, name = key.partition(".")
@@ -305,13 +307,13 @@ def read_npz(path: Path) -> Arrays:
     """Read the arrays of a data set from a ``.npz`` file.
 
     Args:
-        path: The file. It must hold ``x_train y_train x_test y_test``; several inputs of a model have names such as
-            ``x_train.ids`` and ``x_train.mask``. It may hold ``domain_train domain_test``,
-            ``classes`` (the name of each label 0…C−1), ``domains``, and the client of each sample in ``client_train
-            client_test``; ``client`` means ``client_train``.
+        path: The file. It must contain ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If a model has several
+            inputs, they have names such as ``x_train.ids`` and ``x_train.mask``. The file may contain ``domain_train``
+            and ``domain_test``, ``classes`` (the name of each label 0…C−1), ``domains``, and the client of each sample
+            in ``client_train`` and ``client_test``. ``client`` is another name of ``client_train``.
 
     Raises:
-        DataError: The file is missing or damaged, holds Python objects or lacks an array.
+        DataError: The file is missing or damaged, contains Python objects or lacks an array.
     """
     return read_arrays(path, NEEDED, OPTIONAL)
 
@@ -321,12 +323,12 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
 
     Args:
         path: The file.
-        needed: The names of arrays that the file must hold. Instead of ``x_train``, it may hold ``x_train.NAME`` for
-            several inputs, which are returned as a mapping.
-        optional: The names of arrays that it may hold, which are also read.
+        needed: The names of arrays that the file must contain. Instead of ``x_train``, it may contain ``x_train.NAME``
+            for several inputs, which are returned as a mapping.
+        optional: The names of arrays that the file may contain, which are also read.
 
     Raises:
-        DataError: The file is missing, damaged or too large, holds Python objects or lacks an array.
+        DataError: The file is missing, damaged or too large, contains Python objects or lacks an array.
     """
     try:
         path = path.expanduser()
@@ -338,7 +340,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
             file.seek(0)
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, NpzFile) or archive.zip is None:
-                raise DataError(f"{path} holds a single array. Save all arrays with np.savez(file, {needed[0]}=…, …).")
+                raise DataError(f"{path} is a single array. Save all arrays with np.savez(file, {needed[0]}=…, …).")
             several = [name for name in archive if name.partition(".")[0] in needed and name.startswith("x_")]
             there = {*archive, *(name.partition(".")[0] for name in several)}
             if missing := [key for key in needed if key not in there]:
@@ -402,9 +404,9 @@ def _names(arrays: Arrays, key: str) -> list[str] | None:
 
 
 def _digits() -> Arrays:
-    """Load scikit-learn's digits, with grey levels scaled from 0…16 to 0…255 and a fixed stratified test set (20 %).
+    """Load scikit-learn's digits, with grey levels scaled from 0…16 to 0…255, and a fixed stratified test set (20 %).
 
-    Their file is read without importing scikit-learn, because the import takes longer than a round.
+    The file is read without importing scikit-learn, because the import takes longer than a round of training.
     """
     file = importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
     table = np.loadtxt(str(file), delimiter=",")

@@ -39,7 +39,7 @@ def by_class(codes: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints,
     """Sort all samples by class, in random order within each class.
 
     Returns:
-        The indices of the samples; where each class begins among them; and the size of each class.
+        The indices of the samples, the position at which each class begins, and the number of samples of each class.
     """
     shuffled = rng.permutation(len(codes))
     sizes = np.bincount(codes, minlength=classes)

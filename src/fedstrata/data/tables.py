@@ -67,19 +67,19 @@ def from_dataframe(
     """Build a data set from a data frame of pandas or polars.
 
     Args:
-        frame: Anything with ``columns`` whose columns have ``to_list``, or a mapping of column names to lists.
-        label: The column with the label.
-        client: The column with the client of each row.
-        test: The share of rows that become test samples; or the name of a column that marks test rows; or another
-            frame, with the test samples.
+        frame: Any object that has ``columns`` with a method ``to_list``, or a mapping from column names to lists.
+        label: The name of the label column.
+        client: The name of the column that contains the client of each row.
+        test: The fraction of rows that become test samples; or the name of a column that marks test rows; or another
+            data frame, which contains the test samples.
         normalize: See ``from_arrays``.
-        seed: The seed of the random choice of test samples, if ``test`` is a share.
+        seed: The seed of the random choice of test samples, if ``test`` is a fraction.
         name: The name of the data set in reports.
-        task: The task, or its name. By default, labels with fractions are a regression, and others are classes.
+        task: The task, or its name. Default: regression if labels have fractions, otherwise classification.
         settings: Other settings of ``Schema``, such as ``columns`` and ``missing``.
 
     Raises:
-        DataError: A cell does not match the schema; the message names row and column.
+        DataError: A cell does not match the schema; the message contains row and column.
         SpecError: The frame lacks a column, or a setting is wrong.
     """
     table, task = table_of(frame, name), TASKS.make(task, {}) if isinstance(task, str) else task
@@ -107,9 +107,9 @@ def dataset_of(
     given: tuple[Tensor, Tensor] | None = None,
     task: Task | None = None,
 ) -> Dataset:
-    """Build a data set whose features are imputed and normalised with statistics of all training rows.
+    """Build a data set, with features that are imputed and normalised by statistics of all training rows.
 
-    When a run begins, it computes the features again with statistics of only the rows that clients train on.
+    When a run begins, the features are computed again, with statistics of only the rows that clients train on.
 
     Args:
         table: The rows.
@@ -149,7 +149,7 @@ def dataset_of(
 
 
 def task_of_table(table: Table, schema: Schema) -> Task | None:
-    """Return a regression if a table's labels are numbers with fractions, otherwise None.
+    """Return the regression task if a table's labels are numbers with fractions; otherwise, None.
 
     Raises:
         DataError: A label is missing.
@@ -176,7 +176,7 @@ def targets_of(table: Table, schema: Schema, task: Task | None) -> NDArray[np.ge
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Table:
-    """Read a text file in UTF-8 whose first line names the columns.
+    """Read a CSV file in UTF-8 whose first line contains the column names.
 
     Raises:
         DataError: The file has no rows, two columns of the same name, or a line with too many or too few cells.
@@ -206,7 +206,7 @@ def read_parquet(path: Path) -> Table:
     """Read a Parquet file.
 
     Raises:
-        DataError: The file is damaged, of another format, or has no rows.
+        DataError: The file is damaged, has another format, or has no rows.
         ExtraMissingError: pyarrow is not installed.
     """
     try:
@@ -224,10 +224,11 @@ def read_parquet(path: Path) -> Table:
 
 
 def table_of(rows: Any, name: str) -> Table:
-    """Return the rows of a data frame, or of a mapping of column names to their cells.
+    """Return a data frame, or a mapping from column names to cells, as a ``Table``.
 
     Args:
-        rows: Anything with ``columns`` whose columns have ``to_list``; or a mapping to lists, arrays or tensors.
+        rows: Any object that has ``columns`` with a method ``to_list``; or a mapping from column names to lists, arrays
+            or tensors.
         name: The name of the table, for messages.
 
     Raises:

@@ -132,7 +132,7 @@ def test_statistics_are_those_of_the_samples_that_clients_train_on(held):
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        ([1.5, np.nan, 2.5, 3.5], "y_train: 1 values are not finite numbers, the first at (1,)"),
+        ([1.5, np.nan, 2.5, 3.5], "y_train: 1 values are not finite numbers, the first at index (1,)"),
         ([1.5, 2.5, 3.5], "y_train"),
         (["a", "b", "c", "d"], "y_train: is of type <U1. The task needs numbers as targets."),
         (np.zeros((4, 2, 2)), "y_train: has shape (4, 2, 2)."),

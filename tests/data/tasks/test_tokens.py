@@ -66,14 +66,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"y_test": np.full((4, 3), -100)}, "y_test: every target is -100"),
     ({"y_train": np.zeros((3, 3), dtype=int)}, "y_train: has 3 values for 4 samples"),
     ({"y_train": np.zeros(4, dtype=int)}, "y_train: has shape (4,). Give one class for each token or pixel"),
-    ({"y_test": np.zeros((4, 2), dtype=int)}, "y_test: a sample has the shape (2,), and one of y_train (3,)"),
+    ({"y_test": np.zeros((4, 2), dtype=int)}, "y_test: a sample has the shape (2,), but in y_train (3,)"),
     ({"y_train": np.zeros((4, 3))}, "y_train: is of type float64. The task needs whole numbers as targets"),
     ({"y_train": np.full((4, 3), "a")}, "y_train: is of type <U1. The task needs whole numbers as targets"),
-    ({"task": NextToken(outputs=4)}, "y_train: holds 4. Use 0…3, or task.ignore = -100"),
-    ({"y_test": np.full((4, 3), -1)}, "y_test: holds -1. Use 0…4, or task.ignore = -100"),
+    ({"task": NextToken(outputs=4)}, "y_train: contains 4. Use 0…3, or task.ignore = -100"),
+    ({"y_test": np.full((4, 3), -1)}, "y_test: contains -1. Use 0…4, or task.ignore = -100"),
     ({"x_train": np.zeros((4, 3))}, "x_train: is of type float64 and shape (4, 3). With normalize = 'keep'"),
     ({"x_test": np.zeros(4, dtype=int)}, "x_test: is of type int64 and shape (4,). With normalize = 'keep'"),
-    ({"x_test": np.zeros((4, 2), dtype=int)}, "a sample of x_train is 3, but one of x_test 2"),
+    ({"x_test": np.zeros((4, 2), dtype=int)}, "a sample of x_train has size 3, but a sample of x_test has size 2"),
 ]
 
 

@@ -1,6 +1,7 @@
 """The algorithms of the partition schemes, as pure functions on arrays.
 
-An *owner* is the client that holds a sample. A *holding* is a pair of a client and a class that it holds.
+An *owner* is the client that has a sample. A *holding* is a pair of a client and a class of which the client has
+samples.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
 
 
 def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
-    """Divide the samples of every class among the clients, in proportion to a draw of N shares from Dir(α).
+    """Divide the samples of each class among N clients, in proportions drawn from a Dirichlet distribution.
 
-    To each cut between clients, a random number in [0, 1) is added, the same for all cuts of a class, and the sum is
-    rounded down. The expected size of a part is then exactly its share. Without that number, the last client would get
-    half a sample per class too many on average.
+    The boundaries between clients are rounded down to whole samples, after the same random number in [0, 1) was added
+    to all boundaries of a class. The expected number of samples is then exactly in proportion. Without the random
+    number, the last client would get half a sample per class too many on average.
 
     Args:
         codes: The class (or domain) of every sample, 0…C−1, (samples,).
@@ -59,11 +60,11 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
 
 
 def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Generator) -> Ints:
-    """Give every client its number of samples, with classes drawn from the client's own mix (class probabilities).
+    """Give each client a fixed number of samples, with classes drawn from class probabilities of its own.
 
     All clients draw at once. If a class is drawn more often than it has samples, randomly chosen draws get its samples.
-    The other draws are repeated in another pass, with the mixes renormalised over the classes that have samples left.
-    Every pass except the last uses up a class, so there are at most C passes.
+    The other draws are repeated in another pass, with class probabilities renormalised over classes that have samples
+    left. Every pass except the last uses up a class, so there are at most C passes.
 
     Args:
         codes: The class of every sample, 0…C−1, (samples,).
@@ -98,11 +99,11 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
 
 
 def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    """Choose which classes every client holds.
+    """Choose at random the classes of which each client has samples.
 
-    A client's classes are different, and all classes are held by equally many clients (±1). Dealing the classes to the
-    clients in turn has both properties. After that, random pairs of clients swap random classes, as long as both
-    properties stay true, so that any two classes may occur together at a client.
+    A client's classes are all different, and each class has equally many clients (±1). Dealing the classes to the
+    clients in turn ensures both properties. Then, random pairs of clients swap random classes wherever this preserves
+    both properties. Any two classes may therefore occur together at a client.
 
     Args:
         each: The number of classes of each client, at most ``classes``, (N,).
@@ -130,7 +131,7 @@ def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[In
 
 
 def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generator, quota: Ints | None = None) -> Ints:
-    """Split the samples of every class among the clients that hold the class.
+    """Split the samples of every class among the holders, the clients that were chosen for the class.
 
     Args:
         codes: The class of every sample, 0…C−1, (samples,). Every class must have a holder.
@@ -165,7 +166,7 @@ def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> I
     Args:
         owner: The owner of every sample, (samples,). There must be at least ``clients`` · ``least`` samples.
         clients: The number of clients N.
-        least: The smallest number of samples that a client may hold.
+        least: The smallest number of samples that a client may have.
         rng: The generator that selects the samples and their new owners.
 
     Returns:

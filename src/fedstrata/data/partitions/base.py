@@ -17,7 +17,7 @@ from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Dataset
 
 UNUSED = -1
-"""The value in an array of owners for samples that no client holds."""
+"""The value that marks samples without a client in an array of owners."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Assignment:
     """The samples of N clients, in one array for all clients (compressed sparse rows).
 
     Client k holds the samples ``indices[offsets[k]:offsets[k + 1]]``. A million clients therefore need only two arrays,
-    and no Python object each.
+    and not a million Python objects.
 
     Args:
         indices: The indices of the samples in the training set, client after client, int64.
@@ -107,7 +107,7 @@ class Assignment:
 
 
 Clients = Annotated[PositiveInt, Field(le=10_000_000)]
-"""A number of clients, limited so that arrays with an entry per client fit into memory."""
+"""A number of clients, which is limited so that arrays with an entry per client fit into memory."""
 
 
 class Partition(Setting):
@@ -172,29 +172,29 @@ class Partition(Setting):
         return assignment
 
     def _checked(self, result: Ints | Sequence[Ints], samples: int) -> Assignment:
-        """Convert the result of ``assign``; refuse a result that loses or repeats samples, or has unknown ones."""
+        """Convert the result of ``assign``; refuse a result that loses or repeats samples, or has unknown samples."""
 
         def wrong(problem: str) -> SpecError:
             return SpecError("partition.name", f"{type(self).__name__} {problem}")
 
         if isinstance(result, np.ndarray) and result.ndim == 1 and result.dtype.kind in "iu":
             if len(result) != samples:
-                raise wrong(f"returned {len(result)} owners for {samples} samples")
+                raise wrong(f"returned {len(result)} owners for {samples} samples. Return one owner per sample.")
             if samples and not (result.min() >= UNUSED and result.max() < self.clients):
                 raise wrong(f"returned owners {result.min()}…{result.max()}. Return only 0…{self.clients - 1}.")
             assignment = Assignment.from_owners(result, self.clients)
         else:
             assignment = Assignment.from_lists(list(result))
             if len(assignment) != self.clients:
-                raise wrong(f"returned lists for {len(assignment)} clients, not {self.clients}")
+                raise wrong(f"returned {len(assignment)} lists for {self.clients} clients. Return one list per client.")
         indices = assignment.indices
         if len(indices) and not (indices.min() >= 0 and indices.max() < samples):
             raise wrong(f"returned samples {indices.min()}…{indices.max()}. Return only 0…{samples - 1}.")
         held = np.bincount(indices, minlength=samples)
         if held.max(initial=0) > 1:
-            raise wrong(f"gives sample {int(held.argmax())} to {held.max()} clients")
+            raise wrong(f"gives sample {int(held.argmax())} to {held.max()} clients. Give each sample to one client.")
         if self.covers and held.min(initial=1) == 0:
-            raise wrong(f"leaves out {int((held == 0).sum())} of {samples} samples")
+            raise wrong(f"leaves out {int((held == 0).sum())} of {samples} samples. Give every sample to a client.")
         return assignment
 
 
@@ -202,7 +202,7 @@ _SCHEMES, _HOLDING = "fedstrata.data.partitions.schemes", "fedstrata.data.partit
 
 PARTITIONS = Registry(
     "partition",
-    Partition,  # type: ignore[type-abstract]  # the base of all, itself never made
+    Partition,  # type: ignore[type-abstract]  # the abstract base class
     {
         "iid": f"{_SCHEMES}:IID",
         "dirichlet": f"{_SCHEMES}:Dirichlet",

@@ -17,10 +17,10 @@ from fedstrata.data.partitions.schemes import Alpha, Generator
 
 
 class Classes(Partition):
-    """Label skew with k classes per client; the clients that hold a class share it equally (#C = k).
+    """Label skew with k classes per client (#C = k); each class is divided equally among its clients.
 
-    Stratify (section V) and many others use this division. The classes of a client are random, but all classes are held
-    by equally many clients (±1), and by at least one.
+    Stratify (section V) and many other papers use this division. The classes of a client are random, but each class has
+    equally many clients (±1), and at least one client.
 
     Args:
         per_client: Number of classes of each client.
@@ -47,8 +47,8 @@ class ClassGroup(Setting):
     """A group of clients with the same number of classes.
 
     Args:
-        clients: The number of clients.
-        classes: The number of classes of each client.
+        clients: Number of clients in the group.
+        classes: Number of classes of each client in the group.
     """
 
     clients: PositiveInt
@@ -58,9 +58,9 @@ class ClassGroup(Setting):
 class Groups(Partition):
     """Groups of clients with different numbers of random classes.
 
-    Clients are numbered group after group. All classes are held by equally many clients (±1), and each is split equally
-    among them. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups, whose clients
-    hold 2, 2, 3, 3 and 5 classes.
+    Clients are numbered group after group. Each class has equally many clients (±1), and is divided equally among these
+    clients. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups, whose clients hold
+    2, 2, 3, 3 and 5 classes.
 
     Args:
         groups: The groups, each with its number of clients and of classes per client, such as ``{clients = 4, classes =
@@ -112,7 +112,7 @@ class Groups(Partition):
 
 
 class Domains(Partition):
-    """Feature skew with d domains per client; the clients that hold a domain share it equally (#D = d).
+    """Feature skew with d domains per client (#D = d); each domain is divided equally among its clients.
 
     Stratify (section V) uses this division.
 

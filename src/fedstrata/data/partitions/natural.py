@@ -1,4 +1,4 @@
-"""Partitions by the clients that the data name, and partitions with a single client for comparison."""
+"""The partition by client ids in the data, and the partition with a single client for comparison."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ class Natural(Partition):
 
 
 class SingleClient(Partition):
-    """One client with samples of another partition, to compare with federated training.
+    """One client with the samples of another partition, as a baseline for federated training.
 
     The client has the samples of all clients of another partition (centralised training), or of one of these clients
     (local training).
 
     Args:
-        clients: Always 1.
-        of: Partition that divides the samples among clients first.
-        only: Index, from 0, of the only client whose samples are used, in the partition ``of``. Default: the samples of
-            all clients are used.
+        clients: Number of clients, which is always 1.
+        of: Other partition, which first divides the samples among its own clients.
+        only: Index (from 0) of the client of the partition ``of`` whose samples are used. Default: the samples of all
+            its clients are used.
     """
 
     clients: Literal[1] = 1
@@ -87,7 +87,7 @@ class SingleClient(Partition):
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
         """Raise ``SpecError``, because this scheme divides the data in ``split`` instead."""
-        problem = "divides the data of another partition, for which labels may not be enough. Use this other partition."
+        problem = "needs the whole data set, not only its labels. Use another partition."
         raise SpecError("partition.name", problem, self.name)
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:

@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BUBBLES = 100
-"""A picture has a bubble per client and label, up to this number of clients and half this number of labels."""
+"""The largest number of clients, and twice the largest number of labels, that a picture shows as bubbles."""
 NAMED = 20
-"""Largest number of clients in a picture that writes the clients' names below it."""
+"""The largest number of clients whose names are written below a picture."""
 COLUMNS = 1000
-"""Largest number of clients that a picture shows. If there are more, it shows an evenly spaced selection."""
+"""The largest number of clients that a picture shows. Of more clients, it shows an evenly spaced selection."""
 LARGEST = 0.95
 """The width of the largest bubble, as a fraction of the height of a row."""
 SHADE = style.SCALE.light
 
 
 def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -> None:
-    """Write a picture of the labels that each client holds, with the clients' numbers of samples above it.
+    """Write a picture of the number of samples of each label at each client, and of each client's number of samples.
 
-    Up to 100 clients (and 50 labels) are shown with a bubble per client and label, whose area is the number of samples.
-    Otherwise, the picture is a heat map of at most 1,000 clients, sorted by their most frequent label.
+    For up to 100 clients and 50 labels, there is a bubble per client and label. Its area is proportional to the number
+    of samples. Otherwise, the picture is a heat map of at most 1,000 clients, sorted by their most frequent label.
 
     Args:
         assignment: The partition.
@@ -51,7 +51,7 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
     xlabel = "client"
     if not bubbles:
         order = np.lexsort((-table.max(axis=1), table.argmax(axis=1)))
-        xlabel = "clients, sorted by the label they hold most of"
+        xlabel = "clients, sorted by their most frequent label"
         if clients > COLUMNS:
             order = order[np.linspace(0, clients - 1, COLUMNS).astype(np.int64)]
             xlabel += f" ({COLUMNS:,} of them)"
@@ -102,7 +102,7 @@ def _draw_sizes(axes: Axes, sizes: Ints) -> None:
 
 
 def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
-    """Draw bubbles whose area is the number of samples; the largest is ``widest`` points wide."""
+    """Draw bubbles with areas proportional to the numbers of samples; the largest is ``widest`` points wide."""
     client, label = np.nonzero(table)
     amounts = table[client, label]
     largest = max(int(amounts.max(initial=1)), 1)
@@ -115,17 +115,17 @@ def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
 
 
 def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every: bool = False) -> ScreenTable:
-    """Return a table of the labels that each client holds, for the terminal.
+    """Return a table of the number of samples of each label at each client, for the terminal.
 
     Args:
         assignment: The partition.
         dataset: The data set that was divided.
-        rows: The number of clients that are shown. The last rows are smallest, mean and largest over all clients.
+        rows: The number of clients that are shown. Three more rows show minimum, mean and maximum over all clients.
         every: Whether the terminal shows all columns even if it is narrow.
 
     Returns:
         The table. It has a column per label if there are at most 12 labels. Otherwise, it has two columns: the number
-        of labels that a client holds, and the share of its most frequent label.
+        of labels at a client, and the percentage of samples with the client's most frequent label.
     """
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]

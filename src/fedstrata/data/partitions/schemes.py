@@ -19,7 +19,7 @@ from fedstrata.data.subsets import largest_remainder
 
 Generator = np.random.Generator
 MOST_SHARDS = 10_000_000
-"""The largest number of shards if clients may be empty (``min_size = 0``), to limit the memory for shards."""
+"""The largest number of shards if clients may be empty (``min_size = 0``). It limits the memory for shards."""
 
 Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
@@ -105,13 +105,15 @@ class Shards(Partition):
 
 
 class PowerLaw(Partition):
-    """Quantity skew only: client k = 1, 2, … holds samples in proportion to k^(−exponent).
+    """Quantity skew only: the number of samples of client k = 1, 2, … is proportional to k^(−exponent).
 
-    All clients have the same mix of classes. Sizes are rounded with the largest-remainder method, and clients below
-    ``min_size`` get samples from the largest ones. FedProx (Li et al. 2020, section 5) does not state its power law.
+    Classes are not skewed, because each client's samples are drawn at random. Sizes are rounded with the
+    largest-remainder method, and clients below ``min_size`` get samples from the largest ones. FedProx (Li et al. 2020,
+    section 5) also uses a power law, but does not state its parameters.
 
     Args:
-        exponent: Exponent; 0 gives equal sizes.
+        exponent: Exponent of the power law. With 0, all clients have equally many samples; a larger exponent increases
+            the skew.
     """
 
     exponent: Annotated[NonNegativeFloat, Field(le=100)] = 1.0
@@ -187,7 +189,7 @@ class Given(Partition):
         return [np.array(part, dtype=np.int64) for part in self.indices]
 
     def packed(self) -> bytes:
-        """Return the content of a file for the setting ``file`` that has these indices."""
+        """Return the content of a ``.npz`` file with these indices, for the setting ``file``."""
         lists = Assignment.from_lists([np.array(part, dtype=np.int64) for part in self.indices])
         content = io.BytesIO()
         np.savez(content, indices=lists.indices, offsets=lists.offsets)
@@ -207,7 +209,7 @@ def _indices_in(file: object) -> list[list[int]]:
     ends = offsets.astype(np.int64) if flat else offsets
     if not (flat and ends[0] == 0 and ends[-1] == len(indices) and (np.diff(ends) >= 0).all()):
         problem = (
-            "must contain whole numbers: 'indices', and 'offsets' that rise from 0 to the number of indices, "
+            "must contain whole numbers: an array 'indices', and an array 'offsets' from 0 to the number of indices, "
             f"{indices.size}."
         )
         raise SpecError("file", problem, str(file))

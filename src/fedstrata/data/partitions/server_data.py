@@ -1,4 +1,4 @@
-"""The training samples that no client holds, which are the only samples that a server may use."""
+"""The training samples without a client, which are the only samples that a server may use."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class ServerData:
     assignment: Assignment
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickle as None: server data are not sent to other processes."""
+        """Pickle as None, because server data are not sent to other processes."""
         return type(None), ()
 
     def indices(self) -> Ints:
         """Return the indices of the samples in the training set, ascending.
 
-        If the clients are those of the data set, the result is empty: samples that a partition leaves out belong to
-        other clients.
+        The result is empty if the clients come from the data set itself, because samples that the partition leaves out
+        then belong to other clients.
         """
         if self.assignment.codes is not None:
             return np.empty(0, dtype=np.int64)

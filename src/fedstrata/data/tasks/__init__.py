@@ -1,1 +1,1 @@
-"""Learning tasks: what a target is, which loss is minimised, and what an evaluation keeps."""
+"""Learning tasks, which define the targets, the loss and the results that an evaluation records."""

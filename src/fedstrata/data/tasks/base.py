@@ -1,8 +1,8 @@
-"""Learning tasks: the base class, and the names that a spec accepts.
+"""The base class of learning tasks, and the task names that a spec accepts.
 
 A *target* is what a model learns to predict for a sample: a class, numbers, several labels, or one class for each token
-or pixel. A task says how targets are checked and stored, how a loss is computed from them, what an evaluation keeps of
-each sample, and into which *strata* (such as classes or ranges of values) samples are divided.
+or pixel. A task defines how targets are checked and stored, how a loss is computed from them, and what an evaluation
+records for each sample. It also divides samples into *strata*, such as classes or ranges of values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """The targets of a data set, as it stores them.
+    """The targets of a data set, in the form in which a ``Dataset`` stores them.
 
     Args:
         train: The targets of the training samples, (N, …).
@@ -49,11 +49,11 @@ class Task(Setting):
     """
 
     default_metrics: ClassVar[tuple[str, ...]] = ()
-    """The metrics of an evaluation whose spec names none. The first one is the primary metric."""
+    """The metrics of an evaluation if the spec sets no metrics. The first metric is the primary metric."""
 
     tables: ClassVar[tuple[str, ...]] = ()
-    """The entries of ``rows`` from which metrics are computed. They are sums: the entry of many samples is the sum of
-    the entries of single samples."""
+    """The entries of ``rows`` from which metrics are computed. These entries are additive: the entry of many samples is
+    the sum of the entries of single samples."""
 
     weighted: ClassVar[bool] = False
     """Whether samples have different weights, such as their numbers of tokens."""
@@ -100,7 +100,7 @@ class Task(Setting):
         return losses.sum() / weights.sum().clamp(min=1e-12)
 
     def total_loss(self, outputs: Tensor, targets: Tensor) -> float:
-        """Return the sum of the samples' losses."""
+        """Return the sum of the losses of all samples in a batch."""
         return float(self.losses(outputs, targets)[0].sum())
 
     def weights(self, targets: Tensor) -> Tensor:
@@ -109,18 +109,18 @@ class Task(Setting):
 
     @abstractmethod
     def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return what an evaluation keeps of each sample, as small tensors (B, …).
+        """Return what an evaluation records for each sample, as small tensors (B, …).
 
-        The entries named in ``tables`` are summed for metrics. ``targets`` and ``predictions``, if there are such
-        entries, are the arguments of metrics that are functions of the user's own.
+        The entries that ``tables`` lists are summed for metrics. The entries ``targets`` and ``predictions``, if
+        present, are the arguments of a user's own metric functions.
         """
 
     @abstractmethod
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
-        """Return what a user wants to know of a sample: ``labels``, ``probabilities`` or ``values``, each (B, …)."""
+        """Return predictions for a user, such as ``labels``, ``probabilities`` or ``values``, each (B, …)."""
 
     def strata(self, targets: Tensor, names: Sequence[str]) -> Ints | None:
-        """Return the stratum of each sample, (N,) from 0; None if the task divides samples into no strata.
+        """Return the index of each sample's stratum, (N,); None if the task does not divide samples into strata.
 
         Args:
             targets: The targets of N samples.
@@ -138,29 +138,29 @@ class Task(Setting):
 
     @property
     def stratum_hint(self) -> str:
-        """A sentence that says how samples would get strata, for errors."""
+        """A sentence for error messages that says how to define strata."""
         return "Give each sample a domain, which then serves as its class."
 
     def order(self, targets: Tensor) -> Ints:
-        """Return a number for each sample, (N,). Samples that are held out are spread evenly over these numbers."""
+        """Return a sort key for each sample, (N,). Held-out samples are spread evenly over the sorted samples."""
         return np.zeros(len(targets), dtype=np.int64)
 
     @property
     def fits(self) -> bool:
-        """Whether the task needs statistics of the targets that clients train on; see ``fitted``."""
+        """Whether the task needs statistics of the clients' training targets; see ``fitted``."""
         return False
 
     def fitted(self, known: Statistics) -> Task:
         """Return the task with settings that depend on the training targets, such as their mean.
 
         Args:
-            known: The statistics of the targets that clients train on: one column for each value of a target, and under
-                ``"y"`` how often each value of ``counted`` occurs.
+            known: The statistics of the clients' training targets: one column for each value of a target, and in
+                ``counts["y"]`` how often each value of ``counted`` occurs.
         """
         return self
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return the value of each target, (N,) float64, whose frequencies ``fitted`` needs; None if it needs none."""
+        """Return the values, (N,) float64, whose frequencies ``fitted`` needs; None if it does not need frequencies."""
         return None
 
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
@@ -186,7 +186,7 @@ class Task(Setting):
 
 
 def require_strata(task: Task, key: str, value: object) -> SpecError:
-    """Return the error for a setting that needs strata which the task does not have."""
+    """Return the error for a setting that needs strata if the task has no strata."""
     problem = f"needs classes, and the task {task.name!r} has none. {task.stratum_hint}".rstrip()
     return SpecError(key, problem, value)
 

@@ -1,4 +1,4 @@
-"""One class for each sample: the task of a spec that names none."""
+"""Classification with one class per sample, which is the default task."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Classification(Task):
         class_weights: Weight of each class in the loss, in the order of the classes. The weights are scaled to the mean
             1. The sum of the weighted losses is divided by the number of samples, and not by the sum of the weights as
             in PyTorch. Default: 1 for each class.
-        label_smoothing: Share of the target probability that is spread evenly over all classes.
+        label_smoothing: Fraction of the target probability that is spread evenly over all classes.
     """
 
     default_metrics = ("accuracy",)
@@ -48,7 +48,7 @@ class Classification(Task):
 
     def _check_weights(self, n_classes: int) -> None:
         if self.class_weights is not None and len(self.class_weights) != n_classes:
-            problem = f"has {len(self.class_weights)} factors for {n_classes} classes. Give one for each class."
+            problem = f"has {len(self.class_weights)} weights for {n_classes} classes. Give one weight per class."
             raise SpecError("task.class_weights", problem, list(self.class_weights))
 
     @override

@@ -1,4 +1,4 @@
-"""Several labels for each sample, each of which is there or not."""
+"""Classification with several labels per sample, each of which is present or absent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class MultiLabel(Task):
     half.
 
     Args:
-        stratum: Name of the label that divides samples into two strata: without and with it. Default: no strata.
+        stratum: Name of a label that divides samples into two strata: samples without and with this label. Default: no
+            strata.
     """
 
     default_metrics = ("micro-f1", "macro-f1")
@@ -38,7 +39,7 @@ class MultiLabel(Task):
         for values, part in zip(both, arrays.SPLITS, strict=True):
             if len(wrong := values[(values != 0) & (values != 1)]):
                 raise DataError(
-                    f"y_{part}: holds {wrong[0]:g}. Use 1 for each label that a sample has, and 0 for all others."
+                    f"y_{part}: contains {wrong[0]:g}. Use 1 for each label that a sample has, and 0 for all others."
                 )
         width = both[0].shape[1]
         if both[1].shape[1] != width:

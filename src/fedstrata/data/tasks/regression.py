@@ -1,4 +1,4 @@
-"""One or several numbers for each sample."""
+"""Regression with one or several numbers per sample."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Regression(Task):
     """The prediction of numbers, such as a length of stay.
 
     The model learns standardised targets: (target − mean) / deviation. Losses are in these units; metrics and
-    predictions are in the unit of the targets. Mean and deviation are those of the targets that clients train on.
+    predictions are in the unit of the targets. By default, mean and deviation are computed from the clients' training
+    targets.
 
     Args:
         loss: Loss of a standardised target. ``mse``: squared error. ``mae``: absolute error. ``huber``: Huber loss,
@@ -37,7 +38,7 @@ class Regression(Task):
         edges: Boundaries between neighbouring strata, in ascending order and in the unit of the target. Set either
             ``edges`` or ``bins``.
         step: Unit of rounding: before ``bins`` are computed, each target is rounded down to a multiple of ``step``.
-            Real sites need ``step`` for ``bins``, because they send how often each rounded target occurs.
+            Real sites need ``step`` for ``bins``, because sites send how often each rounded target occurs.
         mean: Mean of each target. Default: computed from the training samples.
         deviation: Standard deviation of each target. Default: computed from the training samples.
     """
@@ -92,7 +93,7 @@ class Regression(Task):
     def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         values = self.predictions(outputs)["values"]
         error = values - targets
-        # Use distances from the mean and not the targets themselves, because the sums for R² would lose digits.
+        # Sum distances from the mean, because sums of the targets themselves would lose digits that R² needs.
         centred = targets - next(iter(self._units(targets)))
         columns = (torch.ones_like(error), error.abs(), error.square(), centred, centred.square())
         return {"targets": targets, "predictions": values, "errors": torch.stack(columns, dim=2)}
@@ -110,7 +111,7 @@ class Regression(Task):
 
     @override
     def stratum_names(self, names: Sequence[str]) -> tuple[str, ...]:
-        if self.edges is None:  # before the run, sites know how many bins there are, but not their ends
+        if self.edges is None:  # before the run, sites know the number of bins, but not their boundaries
             return tuple(f"range {number + 1} of {self.bins}" for number in range(self.bins or 0))
         ends = [f"{edge:g}" for edge in self.edges]
         return (f"below {ends[0]}", *(f"{a} to {b}" for a, b in pairwise(ends)), f"from {ends[-1]}")
@@ -146,7 +147,7 @@ class Regression(Task):
             problem = "needs numbers as labels, which real sites read only from tables. Describe them in [data.schema]."
             raise SpecError("task", problem, self.name)
         if self._needs_edges and self.step is None:
-            problem = f"is required at real sites, which count multiples of it in column {label!r} for task.bins. "
+            problem = f"is required at real sites, which count rounded targets in column {label!r} for task.bins. "
             raise SpecError("task.step", problem + "Set it, or set task.edges instead of task.bins.")
 
     @override
@@ -163,14 +164,15 @@ class Regression(Task):
 
 
 def quantile_edges(counts: Floats, bins: int) -> tuple[float, ...]:
-    """Return the ends between ranges that hold equally many values, as far as equal values allow.
+    """Return the boundaries between ranges that contain equally many values, as far as ties permit.
 
     Args:
-        counts: The different values, ascending, and how often each occurs, (V, 2).
+        counts: The distinct values, ascending, and how often each value occurs, (V, 2).
         bins: The number of ranges.
 
     Returns:
-        At most ``bins`` − 1 different ends, ascending. A range contains its lower end and not its upper one.
+        At most ``bins`` − 1 distinct boundaries, ascending. A range contains its lower boundary, but not its upper
+        boundary.
 
     Raises:
         DataError: All values are equal.
@@ -185,5 +187,5 @@ def quantile_edges(counts: Floats, bins: int) -> tuple[float, ...]:
     edges = np.unique(values[places[places < len(values)]])
     if len(values) < 2:
         problem = "all targets are equal, or within one task.step, so that they cannot be divided into task.bins. "
-        raise DataError(f"y_train: {problem}Remove it.")
+        raise DataError(f"y_train: {problem}Remove task.bins.")
     return tuple(edges.tolist()) or (float(values[-1]),)

@@ -1,4 +1,4 @@
-"""One class for each pixel."""
+"""Semantic segmentation: one class per pixel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Segmentation(PerPlace):
     Targets are classes, (N, H, W). The model returns logits (B, outputs, H, W).
 
     Args:
-        ignore: Target value that marks pixels without a loss, such as borders.
+        ignore: Target value of pixels that loss and metrics leave out, such as borders.
         outputs: Number of classes. Default: one more than the largest target.
     """
 

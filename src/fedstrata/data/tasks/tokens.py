@@ -1,4 +1,4 @@
-"""The next token of a sequence, at each of its positions."""
+"""The prediction of the next token at each position of a sequence."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fedstrata.data.tasks.base import Targets, Task
 
 
 class PerPlace(Task):
-    """Base class of tasks that predict a class at each place of a sample: at each token, or at each pixel.
+    """Base class of tasks that predict a class at each position of a sample: at each token or pixel.
 
-    A sample's weight is the number of its places that count. Batches, clients and evaluations therefore average over
-    places, and padding changes nothing.
+    The weight of a sample is its number of positions whose target is not ``ignore``. Batches, clients and evaluations
+    therefore average over these positions, and padding has no effect.
 
     Args:
-        ignore: Target of places that do not count, such as padding.
+        ignore: Target value of positions that loss and metrics leave out, such as padding.
         outputs: Number of classes. Default: one more than the largest target.
     """
 
@@ -41,18 +41,20 @@ class PerPlace(Task):
         pairs = zip((train, test), arrays.SPLITS, sizes, strict=True)
         both = [torch.from_numpy(arrays.checked_places(y, f"y_{part}", n)) for y, part, n in pairs]
         if both[0].shape[1:] != both[1].shape[1:]:
-            shapes = f"{tuple(both[1].shape[1:])}, and one of y_train {tuple(both[0].shape[1:])}"
+            shapes = f"{tuple(both[1].shape[1:])}, but in y_train {tuple(both[0].shape[1:])}"
             raise DataError(f"y_test: a sample has the shape {shapes}. Pad both to the same shape.")
         largest = max(int(y[y != self.ignore].max()) if bool((y != self.ignore).any()) else -1 for y in both)
         outputs = self.outputs or (len(names) if names is not None else largest + 1)
         for y, part in zip(both, arrays.SPLITS, strict=True):
             counting = y[y != self.ignore]
             if not len(counting):
-                raise DataError(f"y_{part}: every target is {self.ignore}, which does not count (task.ignore).")
+                raise DataError(
+                    f"y_{part}: every target is {self.ignore} (task.ignore). Change targets or task.ignore."
+                )
             wrong = counting[(counting < 0) | (counting >= outputs)]
             if len(wrong):
-                accepted = f"Use 0…{outputs - 1}, or task.ignore = {self.ignore} for positions that do not count."
-                raise DataError(f"y_{part}: holds {int(wrong[0])}. {accepted}")
+                accepted = f"Use 0…{outputs - 1}, or task.ignore = {self.ignore} for positions without a target."
+                raise DataError(f"y_{part}: contains {int(wrong[0])}. {accepted}")
         return Targets(both[0], both[1], tuple(names or ()), outputs)
 
     @override
@@ -66,7 +68,7 @@ class PerPlace(Task):
         return (targets.flatten(1) != self.ignore).sum(dim=1).double()
 
     def by_place(self, outputs: Tensor) -> Tensor:
-        """Return the logits of each place, (B, places, classes)."""
+        """Return the logits of each position, (B, positions, classes)."""
         return outputs
 
     @override
@@ -81,7 +83,7 @@ class NextToken(PerPlace):
     the same length, and the targets of padding are ``ignore``. The model returns logits (B, T, outputs).
 
     Args:
-        ignore: Target value that marks positions without a loss, such as padding.
+        ignore: Target value of positions that loss and metrics leave out, such as padding.
         outputs: Size of the vocabulary. Default: one more than the largest target.
     """
 
