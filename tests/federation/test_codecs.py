@@ -295,8 +295,8 @@ def damaged(packed: torch.Tensor, dice: random.Random) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("form", "problem"),
     [
-        ({"a": {"": ((3,), torch.float32)}}, "'a' is .*float64.* said .*float32"),
-        ({"b": {"": ((2,), torch.float64)}}, "'a' is .* said None"),
+        ({"a": {"": ((3,), torch.float32)}}, "'a' is .*float64.* expected .*float32"),
+        ({"b": {"": ((2,), torch.float64)}}, "'a' is .* expected None"),
         ({"a": {"": ((2,), torch.float64)}, "b": {"": ((), torch.bool)}}, "'b' is None"),
     ],
 )

@@ -44,15 +44,15 @@ class ClientContext:
         assignment: The indices of each client's training samples.
         objective: The objective that clients minimise.
         handlers: The functions with which clients answer requests.
-        held: The samples that are held out of training, such as each client's own test part.
+        held: The samples that are held out of training, such as each client's own test samples.
         evaluation: The settings of evaluation, such as the metrics.
         communication: The codecs of models and updates.
         personal: The objective with which a client fine-tunes its copy of the global model before the copy is
             evaluated.
         tells_values: Whether the answer to an evaluation contains the metrics on the client's own samples. The answer
             always contains sums, from which the server computes the metrics over all clients.
-        privacy: The smallest number of samples that may contribute to an answer. The spec sets it, and the clients'
-            site may raise it.
+        privacy: The privacy settings of the spec. The clients' site may raise the smallest number of samples that may
+            contribute to an answer.
         prepared: The results of ``cached``: a mapping from each function to its result.
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses them.
     """
@@ -72,7 +72,7 @@ class ClientContext:
     keys: Any = field(default=None, compare=False, repr=False)
 
     def cached(self, factory: Callable[[ClientContext], T]) -> T:
-        """Return ``factory(self)``, which is computed at the first call only. All clients share the result."""
+        """Return ``factory(self)``, which is computed only at the first call. All clients share the result."""
         if factory not in self.prepared:
             self.prepared[factory] = factory(self)
         prepared: T = self.prepared[factory]
@@ -80,12 +80,12 @@ class ClientContext:
 
 
 class Client:
-    """A client while it answers one request. Each request gets a new object.
+    """A client that answers one request. Each request gets a new ``Client`` object.
 
     Args:
         number: The client's id, from 0 to N − 1.
         context: The data, the model and the settings that all clients of this process share.
-        state: The values that the client kept from earlier requests. A handler may replace entries, but must not change
+        state: The values that the client stored at earlier requests. A handler may replace entries, but must not change
             a value in place, so that the old state remains valid if the answer is refused.
         group: The connection to the clients that answer at the same time, with which they can add up tensors
             (``all_reduce_sum``); None if the client runs alone.
@@ -120,7 +120,8 @@ class Client:
             samples: Number of samples that contribute.
 
         Raises:
-            WithheldError: There are fewer samples than ``privacy.min_samples``. The message does not say how many.
+            WithheldError: There are fewer samples than ``privacy.min_samples``. The message does not disclose the
+                number of samples.
         """
         if samples < (least := self.context.privacy.min_samples) and least > 1:
             problem = f"it is based on fewer than privacy.min_samples = {least} samples"
@@ -130,7 +131,8 @@ class Client:
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        With ``training.local_steps``, at most as many samples count as the batches of these steps contain.
+        With ``training.local_steps``, the number of samples is limited to the number that the batches of these steps
+        contain.
 
         Args:
             samples: Number of samples that are available for training.

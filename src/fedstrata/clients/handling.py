@@ -1,8 +1,8 @@
 """Handlers: the functions with which clients answer requests.
 
 A decorator marks a function with the class of requests that it answers. ``Handlers`` is a table of marked functions.
-The handlers of fedstrata are listed in ``fedstrata.runs.simulation.HANDLERS``, those of a user's method in
-``Method.handlers``.
+``fedstrata.runs.simulation.HANDLERS`` lists the handlers of fedstrata, and ``Method.handlers`` the handlers of a user's
+method.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HopHandler = Callable[[Client, Any, Weights], tuple[Weights, Reply]]
 
 
 class RelayHandler(Protocol):
-    """A relay, in which a model travels from client to client, computed by one object for all clients.
+    """An object that computes a whole relay, in which a model travels from client to client.
 
     Each client's turn is called a hop. ``fedstrata.federation.engine.RelaySession`` has the same methods.
     """
@@ -31,7 +31,7 @@ class RelayHandler(Protocol):
     def hop(self, client: Client, task: Any) -> Reply:
         """Let one client change the model, and return the client's reply.
 
-        If this raises an exception, the client counts as failed.
+        If this method raises an exception, the client is recorded as failed.
         """
 
     def keep(self, accepted: bool) -> None:
@@ -57,9 +57,9 @@ def handles_sum(kind: type[Request]) -> Callable[[SumHandler], SumHandler]:
 
 
 def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
-    """Mark a function as the handler of tasks of the class ``kind``.
+    """Mark a function as the handler of a relay's tasks of the class ``kind``.
 
-    In a relay, the function changes the model at a client.
+    The function changes the travelling model at a client.
     """
     return _marking(kind, "hop")
 
@@ -82,7 +82,7 @@ class Handlers:
 
     Args:
         functions: Functions that are marked with one of the decorators above. If several functions have the same mark,
-            the last one is used.
+            the last of these functions is used.
 
     >>> Handlers([]).alone[Request]
     Traceback (most recent call last):

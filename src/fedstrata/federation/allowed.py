@@ -17,7 +17,7 @@ from fedstrata.federation.settings import Privacy, Training
 
 @dataclass(frozen=True)
 class Terms:
-    """The fields of a ``FederationConfig`` that are known from the spec alone, before data are loaded.
+    """The fields of a ``FederationConfig`` that are known from the spec, before any data are loaded.
 
     Args:
         training: The settings of local training.
@@ -84,14 +84,14 @@ class Allowed:
         request: The class of the request; subclasses are not included.
         where: A mapping from names of the request's fields to the accepted value, or to a ``Bound`` for several values.
             Other fields may have any value.
-        times: How often the request may come. None for no fixed count: it is then limited by the order of requests (see
-            ``Order``) or by the client's data.
+        times: How often the request may come. None means no fixed number: the order of requests (see ``Order``) or the
+            client's data then limit how often it comes.
         per: Whether ``times`` counts the requests of one phase of one round, or of the whole run.
-        rounds: The rounds in which the request may come: a range, or a function that returns True for them. Default:
-            every round.
+        rounds: The rounds in which the request may come: a range, or a function that returns True for these rounds.
+            Default: every round.
         limit: The largest number of samples from which a reply is computed. Default: all samples of the client.
-        rule: The ``RequestRule`` of the request, adapted to the spec. Default: the one of the request's class.
-        inside: The list's entry for the inner request, if this request is an envelope around another request.
+        rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's class.
+        inside: The ``Allowed`` entry of the inner request, if this request is an envelope around another request.
 
     Raises:
         TypeError: The class of the request has no ``RequestRule``.
@@ -110,9 +110,7 @@ class Allowed:
         rule = self.rule or getattr(self.request, "rule", None)
         if rule is None:
             name = self.request.__name__
-            raise TypeError(
-                f"{name}.rule is not set. Set it to a RequestRule, which says what the reply to {name} sends."
-            )
+            raise TypeError(f"{name}.rule is not set. Set it to a RequestRule, which describes the reply to {name}.")
         object.__setattr__(self, "rule", rule)
 
     @property
@@ -133,8 +131,8 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return this entry's sample limit if it is so small that no client may answer; otherwise None.
 
-        No client may answer if the limit is below ``privacy.min_samples``, unless clients keep samples of a batch
-        that has too few of them for a later batch.
+        No client may answer if the limit is below ``privacy.min_samples``. The exception are requests for which clients
+        hold back the samples of a too small batch until a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None
@@ -152,7 +150,7 @@ class Allowed:
         return self.inside is None or self.inside.includes(getattr(request, "request", None))  # type: ignore[arg-type]
 
     def table(self) -> dict[str, Any]:
-        """Return the entry as a table of values that JSON can represent."""
+        """Return the entry as a dict that JSON can represent."""
         rule = self.rule
         table = dict[str, Any](request=self.label, sends=rule.description, phase=rule.phase, times=self.times)
         if self.per == "run":
@@ -188,7 +186,7 @@ def _short(value: object) -> str:
 
 
 def joined(*parts: list[Allowed] | None) -> list[Allowed] | None:
-    """Return the concatenation of all lists; None if one of them is None, which means that its requests are unknown."""
+    """Return the concatenation of all lists; None if any list is None, which means that some requests are unknown."""
     lists = [part for part in parts if part is not None]
     return [allowed for part in lists for allowed in part] if len(lists) == len(parts) else None
 
@@ -196,7 +194,7 @@ def joined(*parts: list[Allowed] | None) -> list[Allowed] | None:
 def declares(cls: type, declaration: str, *hooks: str) -> bool:
     """Return True if a class declares all requests that it sends.
 
-    A declaration that a class inherits counts only if the class does not override a method that sends requests.
+    An inherited declaration counts only if the class does not override a method that sends requests.
 
     Args:
         cls: The class.

@@ -1,7 +1,7 @@
 """Attacks by clients, for simulations: some clients train on false labels, or send false updates.
 
-An attack on updates changes replies at the server, after they arrived and before the method gets them. So it is the
-same on every engine, and it can use the honest updates of the round, which the strongest attackers are assumed to know.
+An attack on updates is simulated at the server: it changes replies before the method gets them. It is therefore the
+same on every engine. It can use the honest updates of the round, which the strongest attackers are assumed to know.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ DEFAULT_SHARE = 0.2
 
 
 class Attack(Setting):
-    """Base class of the attacks, which choose the attackers.
+    """Base class of attacks, which chooses the clients that attack.
 
     Args:
-        share: Share of the clients that attack, in all rounds. They are drawn by the seed, and their number is rounded.
-            Default: 0.2.
-        clients: Clients that attack, instead of ``share``.
+        share: Fraction of the clients that attack in every round. The seed decides which clients attack, and their
+            number is rounded. Default: 0.2.
+        clients: Ids of the clients that attack. Set either ``clients`` or ``share``.
     """
 
     alters_replies: ClassVar[bool] = True
-    """Whether the attackers send false updates; the method must then be a recipe."""
+    """Whether the attackers send false updates. If so, the method must be a recipe (``Recipe``)."""
 
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
     clients: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
@@ -53,7 +53,7 @@ class Attack(Setting):
             seed: The experiment's seed.
 
         Raises:
-            SpecError: A client does not exist, or ``share`` of the clients is none.
+            SpecError: A client does not exist, or ``share`` of the clients rounds to zero.
 
         >>> SignFlip(share=0.3).attackers(10, seed=0), SignFlip(clients=[7, 2]).attackers(10, seed=0)
         ((1, 5, 9), (2, 7))
@@ -66,7 +66,7 @@ class Attack(Setting):
             return tuple(sorted(set(self.clients)))
         share = self.share or DEFAULT_SHARE
         if not (number := round(share * clients)):
-            problem = f"is none of {clients} clients after rounding. Use a larger share, or name clients."
+            problem = f"is 0 of {clients} clients after rounding. Use a larger share, or set attack.clients."
             raise SpecError("attack.share", problem, share)
         drawn = rng(seed, "attackers").choice(clients, size=number, replace=False)
         return tuple(sorted(drawn.tolist()))
@@ -75,7 +75,7 @@ class Attack(Setting):
         """Return the labels on which an attacker trains. Default: its true labels.
 
         Args:
-            labels: The labels of its samples, int64, shape (n,).
+            labels: The labels of the attacker's samples, int64, shape (n,).
             classes: The number of classes C.
         """
         return labels
@@ -86,7 +86,7 @@ class Attack(Setting):
         Args:
             update: The update that the attacker computed, shape (d,).
             honest: The updates of the h honest clients that replied, shape (h, d).
-            generator: Random numbers of this client and round.
+            generator: The source of random numbers for this client and round.
         """
         return update
 
@@ -132,7 +132,7 @@ class Attack(Setting):
 
 
 class LabelFlip(Attack):
-    """Attackers train on false labels: class c of C classes becomes C − 1 − c. They then follow the method."""
+    """Attackers train on false labels, in which class c of C becomes C − 1 − c, and otherwise follow the method."""
 
     alters_replies = False
 
@@ -149,7 +149,7 @@ class SignFlip(Attack):
     """Attackers send their update with the opposite sign.
 
     Args:
-        scale: Factor by which the update is multiplied in addition.
+        scale: Additional factor by which the update is multiplied.
     """
 
     scale: PositiveFloat = 1.0
@@ -169,7 +169,7 @@ class Gaussian(Attack):
     deviation: PositiveFloat = 1.0
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return independent normal numbers, with new ones for each client and round."""
+        """Return independent normal random numbers, which differ between clients and rounds."""
         drawn = torch.from_numpy(generator.standard_normal(len(update)))
         return (self.deviation * drawn).to(update.dtype)
 
@@ -177,7 +177,8 @@ class Gaussian(Attack):
 class LittleIsEnough(Attack):
     """Attackers hide among the honest updates: ALIE, "a little is enough" (Baruch et al. 2019).
 
-    Each attacker sends the mean of the round's honest updates plus z of their standard deviations, in each coordinate.
+    In each coordinate, an attacker sends the mean of the round's honest updates plus z standard deviations of these
+    updates.
 
     Args:
         deviations: Number z of standard deviations. The paper derives a largest z from the number of clients.
@@ -186,7 +187,7 @@ class LittleIsEnough(Attack):
     deviations: PositiveFloat = 1.5
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return mean + z · standard deviation of the honest updates; the own update if there is no honest one."""
+        """Return mean + z · standard deviation of the honest updates; the attacker's own update if there are none."""
         if len(honest) < 2:
             return honest[0] if len(honest) else update
         return honest.mean(dim=0) + self.deviations * honest.std(dim=0)
@@ -196,13 +197,14 @@ class InnerProduct(Attack):
     """Attackers send the opposite of the mean honest update: inner-product manipulation, IPM (Xie et al. 2019).
 
     Args:
-        scale: Factor ε of the mean. A small one is harder to detect; a large one can turn a mean around.
+        scale: Factor ε of the mean. A small factor is harder to detect; a large factor can reverse the sign of an
+            averaged update.
     """
 
     scale: PositiveFloat = 2.0
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return −ε · mean of the honest updates; −ε · the own update if there is no honest one."""
+        """Return −ε · mean of the honest updates; −ε · the attacker's own update if there are none."""
         return -self.scale * (honest.mean(dim=0) if len(honest) else update)
 
 

@@ -1,8 +1,8 @@
 """Availability models: they simulate which clients drop out of a round, and how fast clients are.
 
 Whether a client is online in a round depends only on the settings, the seed, the round and the client. It does not
-depend on how many other clients there are (except in ``SizeCorrelated``), or on which clients are invited. To resume a
-run, no state of these models is therefore needed.
+depend on how many other clients there are (except in ``SizeCorrelated``), or on which clients are invited. Resuming a
+run therefore requires no state of these models.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Availability(Setting):
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` if these settings do not fit the federation.
 
-        It is called once before the first round, on a copy of the settings that only this run uses. The method may
-        therefore store in a ``pydantic.PrivateAttr`` what ``online`` needs later.
+        This method is called once before the first round, on a copy of the settings that only this run uses. It may
+        therefore store values that ``online`` needs later in a ``pydantic.PrivateAttr``.
 
         Args:
             population: The clients.
@@ -172,7 +172,7 @@ class Bernoulli(Availability):
 
 
 class Persistent(Availability):
-    """Each client is drawn to be online or offline for ``period`` rounds at a time (ReBaFL §5.5.3).
+    """Each client is online or offline for a whole period of rounds, drawn at random for each period (ReBaFL §5.5.3).
 
     Args:
         p: Probability that a client is online in a period.
@@ -204,7 +204,7 @@ class Grouped(Availability):
 
     Args:
         groups: The groups in the order of the client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p =
-            0.2}]``. Their sizes add up to the number of clients.
+            0.2}]``. Their sizes must add up to the number of clients.
     """
 
     groups: list[AvailabilityGroup] = Field(min_length=1)
@@ -232,14 +232,14 @@ class Combined(Availability):
     model sets the common settings, such as ``deadline``.
 
     Args:
-        models: The models.
+        models: The combined models.
     """
 
     models: tuple[Availability, ...]
 
     @model_validator(mode="after")
     def _share(self) -> Combined:
-        """Take the common settings from the first model, and refuse others."""
+        """Take the common settings from the first model, and refuse different values in the other models."""
         common = {key: getattr(self.models[0], key) for key in Availability.model_fields}
         for place, model in enumerate(self.models):
             for key, value in common.items():
@@ -268,12 +268,12 @@ class Combined(Availability):
         return online
 
     def seconds(self, clients: Clients, work: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-        """Return the seconds of the first model."""
+        """Return the simulated seconds of each client according to the first model, (n,)."""
         return self.models[0].seconds(clients, work, seed)
 
 
 def _seed_of(place: int, seed: int) -> int:
-    """Return the seed of a model in ``Combined``. The first model draws as it does without the others."""
+    """Return the seed of a model in ``Combined``. The first model draws as if there were no other models."""
     return int(rng(seed, "availability", place).integers(2**63)) if place else seed
 
 

@@ -16,15 +16,15 @@ from fedstrata.federation.availability_patterns import Floats, in_cycles, in_spe
 
 
 class Correlated(Availability):
-    """Base class: each client has its own probability of being online, which depends on its samples.
+    """Base class of models in which a client's probability of being online depends on its samples.
 
     Args:
-        mean: Mean over the clients of the probability of being online in a round. After this mean is set, each
-            probability is limited to the range from ``least`` to 1.
-        least: Smallest probability of a client.
-        pattern: How a client's availability changes over the rounds. ``independent``: it is drawn in each round.
-            ``markov``: spells online and offline have random lengths. ``cyclic``: the client is online for a part of
-            each period.
+        mean: Mean, over all clients, of the probability of being online in a round. Probabilities are afterwards
+            limited to the range from ``least`` to 1.
+        least: Lower limit of each client's probability of being online in a round.
+        pattern: Change of a client's availability over the rounds. ``independent``: a new draw in each round.
+            ``markov``: spells online and offline of random lengths. ``cyclic``: online for a fixed fraction of each
+            period.
         offline_rounds: Mean length of a spell offline, in rounds; only for ``markov``.
         period: Length of a period, in rounds; only for ``cyclic``.
     """
@@ -53,7 +53,7 @@ class Correlated(Availability):
         """
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return for each client whether it is online, with its probability and the pattern."""
+        """Return for each client whether it is online, according to its probability and the pattern."""
         p = self._p[clients]
         if self.pattern == "markov":
             return in_spells(p, self.offline_rounds, clients, round, seed)
@@ -63,11 +63,11 @@ class Correlated(Availability):
 
 
 class LabelCorrelated(Correlated):
-    """Clients with some labels are online more often than clients with others (FedAU, arXiv:2306.03401).
+    """Clients with some labels are online more often than clients with other labels (FedAU, arXiv:2306.03401).
 
-    Each label c of C gets a random weight w_c, and the weights add up to 1. A client with a share q_c of samples of
-    each label is online with probability ``mean`` · C · Σ_c q_c w_c. The mean over clients is ``mean`` if labels are
-    balanced.
+    Each label c of C labels gets a random weight w_c, and the weights add up to 1. A client, of whose samples a
+    fraction q_c has label c, is online with probability ``mean`` · C · Σ_c q_c w_c. The mean over clients is ``mean``
+    if labels are balanced.
 
     Args:
         concentration: Concentration of the symmetric Dirichlet distribution from which the weight of each label is
@@ -77,7 +77,7 @@ class LabelCorrelated(Correlated):
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)
 
     def relative(self, population: Population) -> Floats:
-        """Return C · Σ_c q_c w_c of each client, (N,)."""
+        """Return C · Σ_c q_c w_c of each client, (N,), with the symbols of ``LabelCorrelated``."""
         counts = population.labels
         if counts is None:
             problem = "needs the labels of all clients' samples, which real sites do not reveal. Use another model."
@@ -90,13 +90,13 @@ class LabelCorrelated(Correlated):
 
 
 class SizeCorrelated(Correlated):
-    """Clients with many samples are online more often than clients with few, or less often.
+    """The probability that a client is online increases, or decreases, with its number of samples.
 
     A client with n samples is online with a probability proportional to n to the power of ``exponent``.
 
     Args:
-        exponent: Power of a client's number of samples to which its probability of being online is proportional. With a
-            negative power, clients with many samples are online less often.
+        exponent: Exponent of a client's number of samples in its probability of being online. With a negative exponent,
+            clients with many samples are online less often.
     """
 
     exponent: float = Field(default=1.0, ge=-10, le=10)

@@ -16,9 +16,9 @@ Floats = NDArray[np.float64]
 
 
 class Markov(Availability):
-    """Clients come and go: spells online and offline have random lengths (a Markov chain with two states).
+    """Each client alternates between spells online and offline of random lengths (a Markov chain with two states).
 
-    In each round, also in the first, a client is online with probability ``online_rounds / (online_rounds +
+    In each round, including the first, a client is online with probability ``online_rounds / (online_rounds +
     offline_rounds)``.
 
     Args:
@@ -36,10 +36,10 @@ class Markov(Availability):
 
 
 class Cyclic(Availability):
-    """Each client is online for a part of each period, which begins at a random round for each client.
+    """Each client is online for a fixed fraction of each period; periods begin at a random round for each client.
 
     Args:
-        p: Part of a period in which a client is online. It is rounded to whole rounds, and to at least one.
+        p: Fraction of a period in which a client is online, rounded to whole rounds and to at least one round.
         period: Length of a period, in rounds.
     """
 
@@ -52,14 +52,14 @@ class Cyclic(Availability):
 
 
 class Diurnal(Availability):
-    """The probability that a client is online follows the time of day, as a sine between two probabilities.
+    """The probability that a client is online varies over a day, as a sine wave between two probabilities.
 
     Args:
         lowest: Smallest probability of being online within a day.
         highest: Largest probability of being online within a day.
         period: Length of a day, in rounds.
-        spread: Part of a day over which the clients' time zones are spread at random. With 0, all clients are in the
-            same zone.
+        spread: Fraction of a day over which the clients' time zones are spread at random. With 0, all clients are in
+            the same time zone.
     """
 
     lowest: float = Field(default=0.1, ge=0, le=1)
@@ -78,21 +78,21 @@ class Diurnal(Availability):
         return self
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Draw for each client whether it is online, with the probability of its time of day."""
+        """Draw for each client whether it is online, with the probability at the client's time of day."""
         day = (round - 1) / self.period + self.spread * uniforms(seed, "zone", 0, clients)
         p = self.lowest + (self.highest - self.lowest) * (1 + np.sin(2 * math.pi * day)) / 2
         return uniforms(seed, "online", round, clients) < p
 
 
 def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-    """Return the states of two-state Markov chains, which are stationary from round 1.
+    """Return for each client whether it is online, as the state of a Markov chain that is stationary from round 1.
 
     A chain goes online with probability 1 / ``offline_rounds``. If a spell online would then be shorter than one round
     on average, the chain goes online with a smaller probability, and goes offline after each round online (FedAU,
     arXiv:2306.03401).
 
-    A round's uniform number either decides the state whatever it was before, or keeps (or flips) the state. The
-    function therefore goes back only to the last round that decides, and needs no memory.
+    In each round, a uniform random number either sets the state regardless of the previous state, or keeps or flips the
+    previous state. The function therefore goes back only to the last round that set the state, and needs no memory.
 
     Args:
         p: The probability that each client is online in a round, (n,).
@@ -121,10 +121,10 @@ def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, se
 
 
 def in_cycles(p: Floats, period: int, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-    """Return whether a round is in the online part of each client's period.
+    """Return for each client whether a round is in the online part of the client's period.
 
     Args:
-        p: The part of the period in which each client is online, (n,).
+        p: The fraction of the period in which each client is online, (n,).
         period: Length of a period, in rounds.
         clients: The clients, (n,).
         round: The round, counted from 1.

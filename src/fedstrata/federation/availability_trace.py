@@ -20,9 +20,9 @@ class Trace(Availability):
         file: Path of a CSV file with the columns ``client,first,last``: the client is online from round ``first``
             (counted from 1) to round ``last``. A client may have several lines. A client without a line is never
             online.
-        round_seconds: Seconds from the start of a round to the start of the next. If set, ``first`` and ``last`` are
-            seconds since the start of round 1, and a client that is online when a round starts is online in the round.
-            Default: ``first`` and ``last`` are rounds.
+        round_seconds: Seconds from the start of a round to the start of the next round. If set, ``first`` and ``last``
+            are seconds since the start of round 1, and a client that is online when a round starts is online in the
+            round. Default: ``first`` and ``last`` are rounds.
     """
 
     file: str
@@ -69,7 +69,7 @@ class Trace(Availability):
             raise SpecError("file", f"contains client {unknown[0]}. Use only clients 0 to {last}.", self.file)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return for each client whether the round, or the round's start, lies in one of its intervals."""
+        """Return for each client whether the round, or the round's start, lies in one of the client's intervals."""
         time = round if self.round_seconds is None else (round - 1) * self.round_seconds
         online = [any(a <= time <= b for a, b in self._intervals.get(int(c), ())) for c in clients]
         return np.array(online, dtype=bool)

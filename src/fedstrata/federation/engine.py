@@ -32,16 +32,16 @@ class FederationConfig:
         clients: Number of clients, N.
         sizes: Number of samples n_k of every client, shape (N,); None at real sites. A method uses the sizes only for
             warnings and for simulated time, never for training.
-        most_samples: The largest number of samples that the server accepts from every client, shape (N,); None if it
-            accepts any number.
-        server_data: Training samples that the server itself has, for methods that need some; None at clients.
+        most_samples: The largest number of samples that the server accepts in a reply of each client, shape (N,); None
+            if it accepts any number.
+        server_data: Training samples at the server, for methods that need such samples; None at clients.
         weight_diversity: Whether methods that combine clients' models record the distances between these models.
         random: Whether the model's forward pass draws random numbers during training, as dropout does.
-        privacy: The settings of privacy, with the smallest number of samples that may contribute to an answer.
+        privacy: The privacy settings, such as the smallest number of samples from which a client may compute an answer.
         strata: Number of strata, such as the classes; 0 if samples have no strata.
-        places: Number of tokens or pixels of a sample's target, the largest weight of a sample; 1 for other tasks.
+        places: Largest weight of a sample: the number of tokens or pixels of its target; 1 for other tasks.
         task: The task, which gives the loss.
-        augment: The augmentation of the inputs on which clients train; None without one.
+        augment: The augmentation of the inputs on which clients train; None if inputs are not augmented.
     """
 
     seed: int
@@ -68,8 +68,8 @@ class Failure:
     Args:
         reason: The reason in words.
         error: The client's exception, if it raised one.
-        bystander: Whether the answer is missing only because another client, with which this one adds up tensors,
-            failed.
+        bystander: Whether the answer is missing only because another client failed, with which this client adds up
+            tensors.
         refused: Whether the answer was refused: the server cannot use it, or the client withheld it.
     """
 
@@ -102,17 +102,17 @@ class RelaySession(Protocol):
 class Engine(ABC):
     """An engine runs the clients: in this process, in other processes or at sites.
 
-    - ``ask`` lets clients answer requests, each alone or all *together*, so that they can add up tensors with each
+    - ``ask`` lets clients answer requests, each alone or all *together*. Together, they can add up tensors with each
       other (``all_reduce_sum``). ``ask_sum`` returns the sum of all answers if the engine can compute it in one pass.
     - ``relay`` sends a model from client to client.
     - ``commit`` makes the new states of clients permanent, after their answers were accepted.
-    - ``save`` and ``restore`` are for clients that keep their states themselves (``keeps_states``): they let clients
-      write their states to disk, and reset them to the states that they had after a certain round.
+    - ``save`` and ``restore`` are for clients that store their states themselves (``keeps_states``). ``save`` lets the
+      clients write their states to disk. ``restore`` resets the clients to their states after a given round.
     - ``events`` returns events that do not belong to an answer, such as the loss of a site.
     """
 
     keeps_states: ClassVar[bool] = False
-    """Whether clients keep their states themselves. If so, the server's checkpoints do not contain them."""
+    """Whether clients store their states themselves. If so, the server's checkpoints do not contain these states."""
 
     @abstractmethod
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
@@ -133,7 +133,7 @@ class Engine(ABC):
         """Let one client work on the travelling model of a relay; return the new model and the reply."""
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay: let a model travel from client to client, where each client gets a task of the same class.
+        """Begin a relay, in which a model travels from client to client and all tasks have the same class.
 
         Args:
             kind: The class of the tasks.
@@ -143,12 +143,12 @@ class Engine(ABC):
 
     @abstractmethod
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Keep the new states of the accepted clients; discard those of other clients that got the last request."""
+        """Keep the new states of the accepted clients; discard the new states of other clients."""
 
     def restore(self, round: int) -> None:
         """Reset the clients to the states that they had after ``round`` (0 for a new run).
 
-        The loop over rounds calls this method before the first exchange.
+        The training loop calls this method before the first exchange.
         """
         return
 

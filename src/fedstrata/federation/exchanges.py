@@ -80,13 +80,13 @@ class RoundLog:
             self.note("late", new)
 
     def fail(self, client: ClientId, failure: Failure) -> None:
-        """Record why a client's answer does not count."""
+        """Record why a client's answer is not used."""
         self.failed.add(client)
         kind = "refused" if failure.refused else "failed"
         self.note(kind, [client], f"client {client} in round {self.round} of {self.method}: {failure.reason}")
 
     def absent(self) -> set[ClientId]:
-        """Return the clients that missed at least one exchange of the round: they were offline or late, or failed."""
+        """Return the clients that were offline, late or failed in at least one exchange of the round."""
         return self.dropped | self.late | self.failed
 
     def metrics(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Exchanges:
 
         Args:
             client: The client.
-            task: Its task.
+            task: The client's task.
             model: Size of the travelling model in bytes.
             work: See ``Federation.relay``.
         """
@@ -164,7 +164,7 @@ class Exchanges:
             return requests
         if clients[0] < 0 or clients[-1] >= self._config.clients:
             raise ValueError(
-                f"clients {clients[0]} … {clients[-1]} were asked, but there are only 0 … {self._config.clients - 1}"
+                f"requests for clients {clients[0]} … {clients[-1]}, but there are only 0 … {self._config.clients - 1}"
             )
         log.invited.update(clients)
         if self.log.round > 0 and not self._availability.always_online:
@@ -201,12 +201,13 @@ class Exchanges:
         together: bool,
         check: Check | None,
     ) -> Replies:
-        """Return the replies that count, and log the reasons why other replies do not.
+        """Return the usable replies, and log why other replies are not used.
 
         Args:
             asked: The requests that were sent.
             outcomes: The reply or the failure of each client.
-            together: Whether the clients added up tensors with each other, so that each reply depends on all of them.
+            together: Whether the clients added up tensors with each other, so that each reply depends on all these
+                clients.
             check: A check of the replies in addition to ``Request.check``; None for no further check.
         """
         log, replies = self.log, Replies()
@@ -225,7 +226,7 @@ class Exchanges:
                 log.fail(client, Failure(f"{outcome.samples} samples, but the client has {most[client]}", refused=True))
             elif isinstance(outcome, WeightedFitReply) and not 0 <= outcome.weight <= outcome.samples * places:
                 refused = True
-                limit = f"but its {outcome.samples} samples have at most {places} each"
+                limit = f"but each of its {outcome.samples} samples has at most {places}"
                 log.fail(client, Failure(f"a weight of {outcome.weight:g}, {limit}", refused=True))
             else:
                 replies[client] = outcome
@@ -239,12 +240,12 @@ class Exchanges:
             self.raise_if_hopeless(set(asked), raised, kinds, list(failures.items()))
         if together and len(replies) < len(outcomes):
             # Every reply depends on sums over all these clients. If one client has no valid reply, no reply is valid.
-            void = Failure("the group's sums are void: another of its clients did not count", bystander=True)
+            void = Failure("the sums are invalid, because another client of the group failed", bystander=True)
             failures |= dict.fromkeys(replies, void)
             replies.clear()
         if failures:
             # A bystander is a client that only waited for another client, which failed. Bystanders are logged only if
-            # all failures are bystanders, because then nothing else tells why the exchange failed.
+            # all failures are bystanders, because then no other entry explains why the exchange failed.
             broken = not refused and all(failure.bystander for failure in failures.values())
             for client, failure in failures.items():
                 if broken or not failure.bystander:
@@ -262,16 +263,16 @@ class Exchanges:
         kinds: set[type[Request]],
         failures: list[tuple[ClientId, Failure]],
     ) -> None:
-        """Raise ``ClientsFailedError`` if the failures seem to have their cause in the program.
+        """Raise ``ClientsFailedError`` if the failures are probably caused by a fault in the program.
 
-        This is assumed if all clients that were asked raised an exception, and no client has ever answered a request of
-        these classes. If the federation has at least two clients, at least two must have been asked.
+        This is assumed if all clients with a request raised an exception, and no client has ever answered a request of
+        these classes. If the federation has at least two clients, at least two must have got a request.
 
         Args:
-            asked: The clients that were asked.
+            asked: The clients that got a request.
             raised: Number of clients that raised an exception.
             kinds: The classes of the requests.
-            failures: The failed clients and their failures. The message quotes the first one.
+            failures: The failed clients and their failures. The message quotes the first failure.
         """
         several = len(asked) >= min(2, self._config.clients)
         if self.resumed or not several or raised < len(asked) or kinds & self.answered:
@@ -284,7 +285,7 @@ class Exchanges:
 
 
 def communication(weights: Weights, transfers: int, clients: int, round: int) -> dict[str, Any]:
-    """Return the metrics of communication: the bytes T = R × C × f that a client has sent on average, and R, C and f.
+    """Return metrics of communication, such as the mean number of bytes that a client has sent so far.
 
     Args:
         weights: The model or gradient that is transferred; its size is C.
@@ -295,8 +296,8 @@ def communication(weights: Weights, transfers: int, clients: int, round: int) ->
 
     Returns:
         ``transfers``, the argument; ``transfers_per_client``, f, the mean number of transfers over all clients;
-        ``update_bytes``, C; and ``client_bytes``, T, under the assumption that all rounds so far had as many transfers
-        as this one.
+        ``update_bytes``, C; and ``client_bytes``, R × C × f, the mean number of bytes that a client has sent, if all
+        rounds so far had as many transfers as this round.
 
     >>> communication(Weights({}, {}), 30, 10, 2)["transfers_per_client"]
     3.0

@@ -1,4 +1,4 @@
-"""How a method on the server communicates with clients, wherever they run.
+"""The interface through which a method on the server communicates with clients, wherever the clients run.
 
 A method uses a ``Federation``: ``ask`` sends requests and collects the replies, ``relay`` sends the model from client
 to client. The federation decides which clients can be reached, counts bytes, refuses unusable replies, and records why
@@ -51,7 +51,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class Leg:
-    """One exchange of requests and replies. A call of ``Federation.ask`` makes one or, with some codecs, several.
+    """One exchange of requests and replies. With some codecs, a call of ``Federation.ask`` makes several exchanges.
 
     Args:
         requests: The requests as they are sent.
@@ -84,8 +84,9 @@ class Federation:
         availability: The model of which clients are online in a round, and of how fast they are.
         method: The method's name, for messages.
         listener: A function that is called after every ``ask`` with the round and the accepted replies.
-        legs: A function that divides an ``ask`` into exchanges. Default: one exchange without encoding. The alternative
-            is ``Compression.legs`` (``fedstrata.federation.communication``), which encodes models and updates.
+        legs: A function that divides a call of ``ask`` into exchanges. Default: one exchange without encoding. The
+            alternative is ``Compression.legs`` (``fedstrata.federation.communication``), which encodes models and
+            updates.
         attack: The attack that some clients make; None if all clients are honest.
     """
 
@@ -119,7 +120,7 @@ class Federation:
         self.round, self.log = round, self.exchanges.log
 
     def rng(self, purpose: str, client: int = SERVER) -> np.random.Generator:
-        """Return a new random generator, seeded by the purpose, this round and a client (default: the server)."""
+        """Return a new random generator, whose seed depends on purpose, round and client (default: the server)."""
         return rng(self.config.seed, purpose, self.round, client)
 
     def candidates(self) -> NDArray[np.int64]:
@@ -153,15 +154,15 @@ class Federation:
             request: One request for all clients, or a mapping from each client to its request.
             quorum: Smallest number of replies with which the round can go on.
             together: Whether clients run at the same time and can add up tensors with each other (``all_reduce_sum``).
-                If one of them fails, the sums are void and no reply counts.
+                If one of them fails, the sums are invalid and no reply is used.
             work: Number of sample-gradients (gradients of one sample) that an answer takes: a function of the client's
                 number of samples, or a mapping from clients. It determines simulated time and the order of work.
                 Default: zero.
             check: A check of replies in addition to ``Request.check``, such as one that needs the server's knowledge.
 
         Returns:
-            The replies, sorted by client. A client that dropped out, failed, was late or was refused is absent;
-            ``events`` says why.
+            The replies, sorted by client, without clients that dropped out, failed, were late or were refused.
+            ``events`` contains the reasons.
 
         Raises:
             QuorumError: Fewer than ``quorum`` clients answered.
@@ -185,7 +186,7 @@ class Federation:
         and reply.
 
         Returns:
-            The sum over the clients that answered; None if no client did.
+            The sum over the clients that answered; None if no client answered.
         """
         replies = self._ask(Requests.of(clients, request), 0, together, work, check, at_once=True)
         if isinstance(replies, Summed):
@@ -201,7 +202,7 @@ class Federation:
         check: Check | None,
         at_once: bool = False,
     ) -> Any:
-        """Ask as in ``ask``, and return the ``Replies``.
+        """Send requests as ``ask`` does, and return the ``Replies``.
 
         With ``at_once``, the engine may compute the sum of the replies in one pass. If it does, the sum is returned, as
         a ``Summed``.
@@ -231,7 +232,7 @@ class Federation:
         return replies
 
     def _falsify(self, attack: Attack, requests: Requests, replies: Replies, check: Check | None) -> None:
-        """Replace the attackers' replies by false ones, and remove those that the server would refuse."""
+        """Replace the attackers' replies by false ones, and remove false replies that the server would refuse."""
         false = attack.altered(self.round, self.config.seed, self.attackers, requests, replies)
         for client, reply in false.items():
             if defect := defect_of(reply, requests[client].check_reply, check):
@@ -242,7 +243,7 @@ class Federation:
                 replies[client] = reply
 
     def _sum(self, reached: Requests, check: Check | None) -> Summed | None:
-        """Return the sum of the replies if the engine can compute it in one pass and it is usable; otherwise None."""
+        """Return the sum of the replies if the engine can compute a usable sum in one pass; otherwise None."""
         clock, deadline = self.exchanges.clock, self.availability.deadline
         # With a simulated network and a deadline, a reply can be late because of its size, so each reply is needed.
         alone = clock is not None and self.availability.network and deadline is not None
@@ -265,8 +266,8 @@ class Federation:
     def measure(self, request: Request, *, check: Check | None = None) -> tuple[dict[ClientId, Any], int]:
         """Send all clients a request that measures a model.
 
-        It changes no client's state, and the round's log does not count its bytes. All clients are reached, because
-        availability and simulated time apply to training only.
+        The request changes no client's state, and the round's log does not count its bytes. All clients are reached,
+        because availability and simulated time apply to training only.
 
         Args:
             request: The request.

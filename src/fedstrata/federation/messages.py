@@ -17,7 +17,7 @@ from fedstrata.base.records import Message, record
 
 ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
-"""How many sample-gradients (gradients of one sample) a client computes for its answer.
+"""The number of sample-gradients (gradients of one sample) that a client computes for its answer.
 
 This is a function of the client's number of samples, or a mapping from each client to the number of sample-gradients.
 """
@@ -28,22 +28,22 @@ Extra = dict[str, dict[str, Tensor]]
 
 
 Phase = Literal["enrolment", "round", "evaluation"]
-"""When requests come: before the first round (``enrolment``), in rounds, or when a model is measured
-(``evaluation``)."""
+"""The phase of a run in which a request comes: before the first round (``enrolment``), in a round, or when a model is
+measured (``evaluation``)."""
 PHASES: tuple[Phase, ...] = ("enrolment", "round", "evaluation")
 
 Fact = Literal["labels", "sizes"]
-"""A fact that a reply may disclose: which labels a client holds (``labels``), or how many samples (``sizes``)."""
+"""A fact that a reply may disclose: which labels a client has (``labels``), or how many samples (``sizes``)."""
 
 
 class Order:
-    """A check of the sequence of requests: it decides from earlier requests whether a client may answer the next one.
+    """A check of the sequence of requests: earlier requests decide whether a client may answer the next request.
 
-    Each client has one instance per phase, which all request classes that name this order share.
+    Each client has one instance per phase. All request classes with this order share the instance.
     """
 
     def refusal(self, request: Any) -> str:
-        """Return the reason why a request may not be answered now; an empty string if it may."""
+        """Return the reason why a request may not be answered now; an empty string if it may be answered."""
         return ""
 
     def asked(self, request: Any) -> None:
@@ -61,13 +61,13 @@ class RequestRule:
         description: The contents of the reply, as the rest of a sentence that begins with "It sends".
         phase: The phase in which the request comes.
         order: The class that checks the sequence of requests. Default: any sequence is allowed.
-        after: A request before the first round (enrolment) that a client must have answered before this one. It is
-            ignored in jobs that do not send it.
+        after: The class of an enrolment request (before the first round) that a client must have answered first.
+            ``after`` has no effect in jobs that do not send this enrolment request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
-        together: Whether clients may answer together and let the server add up their tensors meanwhile. If one of them
-            fails, the same request may come again.
-        forms: A function that returns the variants of a request which count as repetitions of it; the first one is the
-            request as it is. Default: only this one.
+        together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
+            these clients fails, the same request may come again.
+        forms: A function that returns all variants of a request that count as the same request, beginning with the
+            request itself. Default: only the request itself.
         merges: Whether a client with fewer than ``privacy.min_samples`` samples in a batch uses them in a later batch,
             if ``privacy.below`` is "hold-back".
         discloses: The facts about the client that the server can read in the reply.
@@ -107,7 +107,7 @@ class Reply(Message):
         return self
 
     def has_update(self) -> bool:
-        """Return True if the reply contains an update. It contains none if the client had no samples to train on."""
+        """Return True if the reply contains an update. A client without samples sends no update."""
         return True
 
 
@@ -118,7 +118,7 @@ class Request(Message):
     """The type of reply that this request expects."""
 
     rule: ClassVar[RequestRule]
-    """The properties of these requests, which a site checks. Only jobs that run at real sites need them."""
+    """The properties of these requests, which a site checks. Only jobs at real sites need a rule."""
 
     def check(self, reply: Any) -> None:
         """Refuse a reply of the right type whose values are wrong.
@@ -130,14 +130,14 @@ class Request(Message):
         """
 
     def check_reply(self, reply: Any) -> None:
-        """Refuse a reply of another type, or one that ``check`` refuses.
+        """Refuse a reply of the wrong type, or a reply that ``check`` refuses.
 
         Raises:
             ReplyRefusedError: The reply is refused.
         """
         if not isinstance(reply, self.reply_type):
-            wanted = f"{type(self).__name__}, which wants {self.reply_type.__name__}"
-            raise ReplyRefusedError(f"the reply is a {type(reply).__name__}, which is not an answer to {wanted}")
+            wanted = f"the reply to {type(self).__name__} must be a {self.reply_type.__name__}"
+            raise ReplyRefusedError(f"{wanted}, not a {type(reply).__name__}")
         self.check(reply)
 
 
@@ -197,7 +197,7 @@ class Weights(Message):
         """Refuse tensors whose names, shapes or dtypes differ from those of ``like``.
 
         Raises:
-            ReplyRefusedError: There is a difference; the message names the first one.
+            ReplyRefusedError: There is a difference; the message describes the first difference.
         """
         require_like(self.params, like.params, "params")
         if self.buffers or like.buffers:
@@ -208,12 +208,12 @@ def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: st
     """Refuse tensors whose names, shapes or dtypes differ from those of ``like``.
 
     Raises:
-        ReplyRefusedError: There is a difference; the message names the first one.
+        ReplyRefusedError: There is a difference; the message describes the first difference.
     """
     if got.keys() != like.keys():
         if missing := [name for name in like if name not in got]:
             raise ReplyRefusedError(f"{what} lacks {missing[0]!r}")
-        raise ReplyRefusedError(f"{what} has an unknown {next(name for name in got if name not in like)!r}")
+        raise ReplyRefusedError(f"{what} has an unknown tensor {next(name for name in got if name not in like)!r}")
     for name, tensor in like.items():
         other = got[name]
         if other.shape != tensor.shape or other.dtype != tensor.dtype:
@@ -234,8 +234,8 @@ class ModelRequest(Request):
         """Return tensors with the names, shapes and dtypes of the reply's update; empty if the reply has no update.
 
         Args:
-            message: Tensors with the names, shapes and dtypes of those that the training objective sends in addition to
-                the model.
+            message: Tensors with the names, shapes and dtypes of the objective's message, which a client sends in
+                addition to the model.
         """
         return {}
 
@@ -275,7 +275,7 @@ class FitReply(Reply):
         return change, replace(self, weights=Weights(others, self.weights.buffers), message=message)
 
     def merge_update(self, sent: Weights, change: Params) -> FitReply:
-        """Return the reply with the model ``sent`` plus the update, and with the tensors of its message."""
+        """Return the reply with the model ``sent`` plus the update, and with all tensors of the objective's message."""
         params, message = dict(self.weights.params), {group: dict(part) for group, part in self.message.items()}
         for name, tensor in change.items():
             kind, _, rest = name.partition("/")
@@ -292,7 +292,7 @@ class FitReply(Reply):
 
     @property
     def size(self) -> float:
-        """The client's share of an average over samples, before it is divided by the sum of all shares."""
+        """The client's weight in an average over samples, before it is divided by the sum of all weights."""
         return self.samples
 
 
@@ -334,7 +334,7 @@ class TrainingRequest(ModelRequest):
         return fit_changes(self.weights, message)
 
     def check(self, reply: FitReply) -> None:
-        """Refuse a model with other names, shapes or dtypes than the one that was sent, and negative counts."""
+        """Refuse negative counts, and a model whose names, shapes or dtypes differ from the model that was sent."""
         reply.weights.require_like(self.weights)
         if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
             raise ReplyRefusedError("the reply contains a negative count")
@@ -350,11 +350,11 @@ class Fit(TrainingRequest):
         message: The message that the objective sends from the server to the client.
         keep: Probability with which each sample is used in this round (data-level sampling).
         counts: Whether the reply may contain the number of samples that were used. With local differential privacy of
-            the clients' sizes, the reply must not contain this number: together with ``keep``, it would reveal the
-            client's size.
+            the clients' sizes, the reply must not contain this number. Together with ``keep``, the number would reveal
+            the client's size.
     """
 
-    rule = RequestRule("the model as its own training changed it")
+    rule = RequestRule("the model after its local training")
 
     round: int
     weights: Weights

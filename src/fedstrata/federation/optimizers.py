@@ -99,7 +99,7 @@ class AdamW(LocalOptimizer):
 
 
 class OwnOptimizer(LocalOptimizer):
-    """An optimiser of PyTorch that is named by its path.
+    """An optimiser of PyTorch, given by the path of its class.
 
     Args:
         path: The path ``"module:Class"`` of a subclass of ``torch.optim.Optimizer``, such as ``"torch.optim:RMSprop"``.
@@ -127,7 +127,7 @@ class _Optimizers(Registry[LocalOptimizer]):
     """The registry of local optimisers, which also accepts the classes of ``OwnOptimizer``."""
 
     def make(self, name: str, table: Mapping[str, Any]) -> LocalOptimizer:
-        """Make the optimiser with a name; see ``Registry.make``."""
+        """Create the optimiser called ``name`` with the settings in ``table``; see ``Registry.make``."""
         if ":" not in name:
             return super().make(name, table)
         from torch.optim import Optimizer

@@ -33,7 +33,7 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
     Args:
         reply: The reply.
         check: The check of the request.
-        further: A second check, such as that of the method.
+        further: A second check, such as a check by the method.
     """
     if not isinstance(reply, records.Message):
         return f"the reply is a {type(reply).__name__}, which is not a message"

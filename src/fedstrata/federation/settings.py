@@ -46,14 +46,15 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 class DPSGD(Setting):
     """Differential privacy of single samples in local training: DP-SGD (Abadi et al. 2016).
 
-    In each step, a client draws each of its samples with the same probability, scales down the gradient of a sample
-    whose norm is larger than ``clip``, and adds Gaussian noise to their sum. Two data sets are neighbours if one has
-    one sample more than the other.
+    In each step, a client draws each of its samples with the same probability. It scales down the gradient of each
+    sample whose gradient norm is above ``clip``, and adds Gaussian noise to the sum of the gradients. Two data sets are
+    neighbours if one contains one more sample than the other.
 
     Args:
         clip: Largest L2 norm C of the gradient of one sample.
         noise: Standard deviation of the noise that is added to the sum of the gradients, as a multiple of ``clip``.
-        delta: δ for which ε is computed. It should be smaller than one divided by the number of samples of a client.
+        delta: Probability δ of (ε, δ)-differential privacy, for which ε is computed. It should be smaller than one
+            divided by the number of samples of a client.
         budget: Largest ε of a client. The run ends before a round in which a client could exceed it. Default: no limit.
     """
 
@@ -64,19 +65,19 @@ class DPSGD(Setting):
 
 
 class Privacy(Setting):
-    """The smallest number of samples behind each value that a client sends, and differential privacy of samples.
+    """The minimum number of samples for each value that a client sends, and differential privacy of samples.
 
-    A client does not answer a request for an update, a count, a loss or a measurement if it has fewer samples for it.
-    Prototypes, labels and counts of classes with fewer samples are left out of answers. A site may require more samples
-    than the spec.
+    A client with too few samples does not answer a request for an update, a count, a loss or a measurement. Prototypes,
+    labels and counts of classes with too few samples are left out of answers. A site may require more samples than the
+    spec.
 
     Args:
         min_samples: Minimum number of samples from which a client computes a value that it sends: an update, a gradient
             for a batch of Stratify, a prototype, a count of a class or the mean of a column. A run in which no client
             has enough samples is refused.
-        below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: it uses them
-            together with its samples in the next batch; at the end of an epoch, together with those in the batch
-            before. ``refuse``: it does not answer for the rest of the epoch.
+        below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: the client adds
+            these samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client
+            does not answer for the rest of the epoch.
         dp: Clipping and noise in local training, for differential privacy of each sample; only in simulations.
             Default: none.
     """
@@ -103,8 +104,8 @@ class Training(Setting):
         batch_size: Number of samples in a mini-batch. A client with fewer samples puts all of them into each
             mini-batch.
         accumulate: Number of mini-batches per step of a client. A step uses the mean gradient over ``batch_size`` ×
-            ``accumulate`` samples, but needs only the memory for ``batch_size``. BatchNorm uses the statistics of each
-            mini-batch.
+            ``accumulate`` samples, but needs only the memory for ``batch_size`` samples. BatchNorm uses the statistics
+            of each mini-batch.
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch. A
             table may also contain its settings. SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
         optimizer_state: State (such as momentum) with which a client's optimiser starts each round. ``reset``: an empty
@@ -118,13 +119,13 @@ class Training(Setting):
             zero along half a cosine wave.
         warmup: Number W of rounds at the beginning in which the learning rate rises. In round t = 1, …, W, the rate of
             ``schedule`` is multiplied by t / (W + 1).
-        clip: Largest norm of a gradient. A gradient with a larger norm is scaled down to it. Default: no limit.
+        clip: Largest norm of a gradient. A gradient with a larger norm is scaled down to this norm. Default: no limit.
         batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages them. ``local``: each
-            client keeps its own, and evaluations of the global model use the statistics of the test batches. Stratify,
-            SFL and FedTAN require ``average``.
+            client keeps its own statistics, and evaluations of the global model use the statistics of the test batches.
+            Stratify, SFL and FedTAN require ``average``.
         execution: How engines compute sums over clients. ``fused``: an engine may compute the sum over several clients
-            in one pass, which is faster. ``per-client``: engines compute each client's term alone; all engines then
-            give exactly equal results, but Stratify is several times slower.
+            in one pass, which is faster. ``per-client``: engines compute each client's term separately. All engines
+            then give exactly equal results, but Stratify is several times slower.
         threads: Number of threads per operation of PyTorch. Another number may change the last bits of results.
         workers: Number of processes that train clients on this machine. The number does not change results. Default:
             one per core if this is faster, otherwise one.
@@ -177,14 +178,14 @@ class Training(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return a table without the settings that early versions did not have, if they have their defaults."""
+        """Return the table of a spec, without defaults of settings that early versions did not have."""
         later = ("accumulate", "optimizer", "optimizer_state", "warmup")
         omitted = [key for key in later if getattr(self, key) == type(self).model_fields[key].default]
         return {key: value for key, value in super().to_spec().items() if key not in omitted}
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples in a step of a client: ``batch_size`` × ``accumulate``; a client with fewer uses all."""
+        """Number of samples in a step of a client: ``batch_size`` × ``accumulate``, or all samples if it has fewer."""
         return self.batch_size * self.accumulate
 
     @property
@@ -207,7 +208,7 @@ class Training(Setting):
         return self.local_steps * min(self.samples_per_step, samples * keep)
 
     def poisson(self, samples: int) -> tuple[float, int]:
-        """Return how a client draws samples with differential privacy (``privacy.dp``).
+        """Return a client's sampling probability and number of steps with differential privacy (``privacy.dp``).
 
         Args:
             samples: The client's number of samples.
@@ -224,7 +225,7 @@ class Training(Setting):
         return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
     def lasting(self, epochs: int | None) -> Training:
-        """Return the settings with another number of local epochs, instead of steps; None leaves them as they are."""
+        """Return the settings with ``epochs`` local epochs, also instead of local steps; with None, unchanged."""
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:
@@ -237,5 +238,5 @@ class Training(Setting):
         return lr if round > self.warmup else lr * (round / (self.warmup + 1))
 
     def invited(self, clients: int) -> int:
-        """Return how many of ``clients`` a round invites."""
+        """Return how many of ``clients`` clients the server invites per round."""
         return min(10, clients) if self.clients_per_round is None else self.clients_per_round

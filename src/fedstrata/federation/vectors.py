@@ -1,4 +1,4 @@
-"""Updates of models as vectors."""
+"""Convert model updates to vectors and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor
 
 
 def split(row: Tensor, like: Mapping[str, Tensor]) -> Params:
-    """Return the parts of a vector, shape (d,), with the names, shapes and dtypes of the tensors in ``like``.
+    """Split a vector, shape (d,), into tensors with the names, shapes and dtypes of ``like``.
 
     >>> split(torch.tensor([1.0, 2.0, 3.0]), {"w": torch.zeros(1, 2), "b": torch.zeros(1)})
     {'w': tensor([[1., 2.]]), 'b': tensor([3.])}

@@ -1,7 +1,7 @@
 """Handlers of encoded requests, in which a codec compresses the model and the update.
 
 The client computes the new model from the last model that it received and from the changes since then. It answers the
-inner request, encodes the change in its reply (such as the model update), and keeps the error that the codec made.
+inner request, encodes the change in its reply (such as the model update), and stores the encoding error.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import DIVERGED, finite
 
 MODEL, MEMORY, PENDING = "model", "codec", "pending"
-"""Keys in a client's state, for the model that it received last, the codec's error, and an unfinished exchange."""
+"""Keys in a client's state, for the model that it received last, the encoding error, and an unfinished exchange."""
 
 _MODELS = 8
-"""Number of model versions that a process keeps, so that clients with the same version share its tensors."""
+"""Number of model versions that a process stores. Clients with the same version share its tensors."""
 
 
 @record("HeldModel")
@@ -45,7 +45,7 @@ class HeldModel:
 
 @record("Residual")
 class Residual:
-    """The error that the codec made, which is added to the client's next change (error feedback).
+    """The encoding error, which is added to the client's next change (error feedback).
 
     Args:
         round: The round of the last change.
@@ -58,7 +58,7 @@ class Residual:
 
 @record("Pending")
 class Pending:
-    """A computed reply that the client keeps between the first and the second sum of a PowerSGD exchange.
+    """A computed reply that the client stores between the first and the second sum of a PowerSGD exchange.
 
     Args:
         exchange: The id of the exchange.
@@ -92,7 +92,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
     if not all(map(finite, change.values())):
         raise FedstrataError(f"the update contains NaN or infinity. {DIVERGED}")
     reply = reply.merge_update(inner.weights, unencoded)
-    # If the reply has no change (no samples, or a request without training), the codec's stored error is kept as it is.
+    # If the reply has no change (no samples, or a request without training), the stored encoding error does not change.
     remembers = isinstance(codec, WithMemory) and bool(change) and whole.has_update()
     if isinstance(codec, WithMemory) and remembers:
         change = _with_residual(client, codec, request.round, change)
@@ -140,11 +140,11 @@ def _remember(client: Client, round: int, change: Params, decoded: Params) -> No
 
 
 def _received(client: Client, delivery: ModelDelivery) -> Params:
-    """Return the parameters of the delivered model, and keep them in the client's state.
+    """Return the parameters of the delivered model, and store them in the client's state.
 
     Raises:
-        FedstrataError: The changes apply to another version than the client's, or lead to another digest than the
-            delivered one; or the delivery is a whole model that differs from an earlier one with the same digest.
+        FedstrataError: The changes apply to a version that the client does not have, or lead to a digest other than the
+            delivered digest; or a whole model differs from an earlier model with the same digest.
     """
     state, shared = client.state.get(MODEL), client.context.cached(_models)
     held = state if isinstance(state, HeldModel) else None

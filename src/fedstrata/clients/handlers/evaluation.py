@@ -51,8 +51,8 @@ def _measured(client: Client, request: Evaluate) -> Predictions | Rows:
     client.authorize_release(len(parts[client.number]))
     local = context.config.training.batch_norm == "local" and bool(context.cached(statistics))
     weights = personal(client, request) if request.personal else request.weights
-    # If clients keep their own BatchNorm statistics, the global model has none. It then uses the statistics of each
-    # batch.
+    # If clients keep their own BatchNorm statistics, the global model has no statistics of its own. It then uses the
+    # statistics of each batch.
     batch_statistics = local and not (request.personal and BUFFERS in client.state)
     return (predict if context.config.task.has_classes else collect)(
         device.model,
@@ -66,7 +66,7 @@ def _measured(client: Client, request: Evaluate) -> Predictions | Rows:
 
 
 def _values(client: Client, predictions: Predictions | Rows) -> dict[str, float] | None:
-    """Return the values of the metrics, without undefined ones; None if the client's site withholds them."""
+    """Return the values of all defined metrics; None if the client's site withholds these values."""
     if not client.context.tells_values:
         return None
     measured = values_of(client.context.evaluation.metrics, predictions) if len(predictions) else {}
@@ -74,10 +74,10 @@ def _values(client: Client, predictions: Predictions | Rows) -> dict[str, float]
 
 
 def personal(client: Client, request: Evaluate) -> Weights:
-    """Return the client's own model: the global model with the parts that the client keeps, after fine-tuning.
+    """Return the client's own model: the global model with the parts that stay at the client, after fine-tuning.
 
-    A client may keep BatchNorm statistics, layers, or a whole model. Fine-tuning takes ``request.epochs`` epochs on the
-    client's training samples.
+    BatchNorm statistics, layers, or a whole model may stay at a client. Fine-tuning takes ``request.epochs`` epochs on
+    the client's training samples.
     """
     weights = personal_model(client, starting_point(client, request))
     if not request.epochs or not len(client):

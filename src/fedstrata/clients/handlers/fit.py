@@ -20,7 +20,7 @@ BUFFERS = "buffers"
 
 @handles(Fit)
 def fit(client: Client, request: Fit) -> FitReply:
-    """Train on the client's samples for this round, and keep the objective's new state."""
+    """Train on the client's samples for this round, and store the objective's new state."""
     chosen, weights = np.arange(len(client)), starting_point(client, request)
     if request.keep < 1:
         chosen = chosen[client.rng("keep", request.round).random(len(chosen)) < request.keep]
@@ -40,7 +40,7 @@ def weighted(reply: FitReply, data: LocalData) -> FitReply:
 
 
 def starting_point(client: Client, request: Fit | Compress | LossReport | Evaluate) -> Weights:
-    """Return the model of a request, with the layers and the BatchNorm statistics that the client keeps."""
+    """Return the model of a request, with the layers and the BatchNorm statistics that stay at the client."""
     local = client.context.config.training.batch_norm == "local"
     sent = with_kept_layers(client, request.weights) if LAYERS in client.state else request.weights
     kept = client.state.get(BUFFERS)
@@ -48,7 +48,7 @@ def starting_point(client: Client, request: Fit | Compress | LossReport | Evalua
 
 
 def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> FitReply:
-    """Return the reply to a training request, and store in the client's state what stays at the client.
+    """Return the reply to a training request, and store the results that stay at the client in its state.
 
     Args:
         client: The client.

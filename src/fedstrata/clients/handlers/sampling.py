@@ -63,16 +63,16 @@ def compress(client: Client, request: Compress) -> CompressReply:
 
 
 class _TrainsLike(CrossEntropy):
-    """The task's loss for the parameters that another objective trains and clients send.
+    """The task's loss, restricted to parameters that another objective trains and clients send.
 
-    Sketches of both objectives can be compared.
+    Sketches of both objectives are therefore comparable.
     """
 
     _other: Objective = PrivateAttr(default_factory=CrossEntropy)
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Return cross-entropy that trains the parameters that ``objective`` trains and clients send."""
+        """Return cross-entropy, restricted to parameters that ``objective`` trains and clients send."""
         if is_plain(objective, "trains", "stays"):
             return CrossEntropy()
         cross_entropy = cls()
@@ -98,7 +98,7 @@ def send_sketch(client: Client, request: Sketch) -> SketchReply:
 @handles(LossReport)
 @torch.no_grad()
 def report_loss(client: Client, request: LossReport) -> LossReply:
-    """Return the mean loss of the global model over the client's samples; 0 if it has none."""
+    """Return the mean loss of the global model over the client's samples; 0 without samples."""
     client.authorize_release(len(client))
     data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
     total, task = 0.0, client.context.config.task

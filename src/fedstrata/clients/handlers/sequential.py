@@ -39,7 +39,7 @@ class Visit(Request):
 
     reply_type: ClassVar[type[Reply]] = VisitReply
     rule = RequestRule(
-        "the travelling model as its own training changed it, with how many samples it used and their mean loss",
+        "the travelling model after its local training, with how many samples it used and their mean loss",
         relay=True,
         discloses=frozenset({"sizes"}),
     )

@@ -16,7 +16,7 @@ from fedstrata.objectives.base import Batch
 
 @torch.no_grad()
 def augmented(context: ClientContext, x: Any, *, client: ClientId, round: int, step: int) -> Any:
-    """Return the inputs of a client's batch as ``data.augment`` changes them, or unchanged without this setting.
+    """Return the inputs of a client's batch after augmentation; unchanged if ``data.augment`` is not set.
 
     The random numbers depend only on the seed, the client, the round and the step.
 
@@ -35,7 +35,7 @@ def augmented(context: ClientContext, x: Any, *, client: ClientId, round: int, s
 
 
 def augmented_batches(client: Client, batches: Iterator[Batch], round: int) -> Iterator[Batch]:
-    """Yield the batches of a client's steps, augmented; each step draws its own random numbers.
+    """Yield the augmented batches of a client's steps; each step draws its own random numbers.
 
     With ``training.accumulate``, the mini-batches of a step are augmented together. Their number therefore does not
     change the result.

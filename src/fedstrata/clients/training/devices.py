@@ -19,7 +19,7 @@ from fedstrata.models.model import Model
 CPU = torch.device("cpu")
 
 RESIDENT = 0.25
-"""Largest share of a GPU's memory that a data set may take. A larger one is copied to the GPU batch by batch."""
+"""Largest fraction of a GPU's memory that a data set may take. A larger data set is copied batch by batch."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def device_of(setting: str) -> torch.device:
 
 
 def on_device(context: ClientContext) -> Placed:
-    """Return the device that ``training.device`` names, and the model and the data for computing on it.
+    """Return the device that ``training.device`` sets, and the model and the data for computing on it.
 
     Raises:
         SpecError: This machine does not have the device.

@@ -32,7 +32,7 @@ OBJECTIVE = "objective"
 """The key under which a client's state contains the state of the objective."""
 
 GATHER_LIMIT = 128 << 20
-"""A client's inputs are converted to floats once per round, if they take at most this number of bytes as floats.
+"""The largest size, in bytes as floats, of a client's inputs that are converted to floats once per round.
 
 Larger inputs are converted batch by batch.
 """
@@ -86,14 +86,14 @@ class LocalData:
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
-        """Yield the samples of each step of a round; with ``training.accumulate``, of several mini-batches at once.
+        """Yield one batch for each step of a round; with ``training.accumulate``, it joins the step's mini-batches.
 
         Each epoch has a new random order. With ``training.local_steps``, there are exactly that many batches, all of
         the same size.
 
         Args:
             training: The settings: samples per step, and epochs or steps.
-            generator: The source of the random orders.
+            generator: The source of the random numbers for the orders.
             pairs: Whether a step needs at least two samples, as BatchNorm does. A single sample at the end of an epoch
                 then joins the batch before it, and a client with a single sample takes no step.
         """
@@ -130,7 +130,7 @@ class LocalData:
         Args:
             order: Positions among the chosen samples, shape (n,).
             once: Whether the round has only this epoch. If so, only the reordered inputs are made. Otherwise, the
-                inputs are first gathered in their original order, and kept for the other epochs.
+                inputs are first gathered in their original order, and stored for the other epochs.
         """
         where = torch.from_numpy(order)
         there = where.to(self.device)
@@ -222,11 +222,11 @@ def train(
     and λ the weight decay. Another optimiser (``training.optimizer``) takes its own step with the gradient clip(g + r).
     With ``optimizer_state = "keep"``, its state is stored in the client's state.
 
-    With ``privacy.dp``, the steps are those of DP-SGD: see ``NoisyGradient``. The loss in the result is then 0, and the
-    number of samples the expected one, because the true ones are not private.
+    With ``privacy.dp``, the steps are those of DP-SGD: see ``NoisyGradient``. The result then contains the loss 0 and
+    the expected number of samples, because the true values are not private.
 
-    The batches of the steps are augmented (``data.augment``). The passes of the objective's ``client_prepare`` and
-    ``client_final`` use the samples as they are.
+    The batches of the steps are augmented (``data.augment``). The objective's ``client_prepare`` and ``client_final``
+    use the original samples.
 
     Args:
         client: The client.
@@ -234,8 +234,8 @@ def train(
         data: The samples to train on.
         round: The round, counted from 1.
         message: The message that the server's part of the objective sent.
-        objective: An objective that keeps no state from round to round. Default: the objective of the context, whose
-            state is read from the client's state.
+        objective: An objective without a state. Default: the objective of the context, whose state is read from the
+            client's state.
     """
     shared, device, model = client.context, data.device, client.model
     config, training = shared.config, shared.config.training
@@ -292,7 +292,7 @@ def train(
 def computing(training: Training, device: str = "cpu") -> AbstractContextManager[None]:
     """Return a context manager for forward and backward passes with the precision ``training.precision``.
 
-    Parameters must not change inside it, because autocast caches converted copies of them.
+    Parameters must not change inside the context, because autocast caches converted copies of parameters.
 
     Args:
         training: The settings.

@@ -1,4 +1,4 @@
-"""Training beside the objective of the run: kept layers, a first stage, a personal model, and fine-tuning."""
+"""Training in addition to the run's objective: layers that stay local, a first stage, personal models, fine-tuning."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fedstrata.federation.messages import Fit, Weights
 from fedstrata.objectives.base import is_plain
 
 LAYERS = "layers"
-"""The key under which a client's state contains the layers that it keeps (``Objective.stays``)."""
+"""The key under which a client's state contains the layers that stay at the client (``Objective.stays``)."""
 
 PERSONAL = "personal"
 """The key under which a client's state contains its personal model: parameters and buffers by name."""
 
 
 def with_kept_layers(client: Client, weights: Weights) -> Weights:
-    """Return a model with the layers that the client keeps; the model as it is if the client keeps none yet."""
+    """Return the model with the layers that the client stores; unchanged if the client has not stored any layers."""
     kept = client.state.get(LAYERS)
     # Checkpoints do not store the memory format of tensors, which affects rounding in convolutions.
     return Weights(weights.params | client.model.laid_out(kept), weights.buffers) if isinstance(kept, dict) else weights
 
 
 def train_in_stages(client: Client, weights: Weights, data: LocalData, request: Fit) -> Outcome:
-    """Train all stages of a round, and store the layers that the client keeps; see ``train``.
+    """Train all stages of a round, and store the layers that stay at the client; see ``train``.
 
     Args:
         client: The client.
@@ -38,8 +38,8 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
         request: The request.
 
     Returns:
-        The outcome of the objective's own training, with the samples of all stages, and with the received values of the
-        layers that the client keeps.
+        The outcome of training with the run's objective. It counts the samples of all stages, and contains the received
+        values of the layers that stay at the client.
     """
     start, before = first_trained(client, weights, data, request.round)
     outcome = train(client, start, data, round=request.round, message=request.message)
@@ -74,7 +74,7 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
         round: The round, counted from 1.
 
     Returns:
-        The model after the stage, of which only the parameters that the stage trains differ, and the total number of
+        The model after the stage, which changes only the parameters that the stage trains, and the total number of
         samples in the batches of all steps.
     """
     stage = client.context.objective.first_stage()
@@ -87,7 +87,7 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
 
 
 def train_personal(client: Client, weights: Weights, data: LocalData, round: int) -> int:
-    """Train the client's personal model (``Objective.personal_stage``), if it has one, and store it.
+    """Train and store the client's personal model, if the objective has a ``personal_stage``.
 
     The message of the stage contains the parameters of the global model as ``global``. The first personal model starts
     at the global model.
@@ -122,12 +122,12 @@ def personal_model(client: Client, weights: Weights) -> Weights:
 
 
 def apart(client: Client, purpose: str, epochs: int | None) -> Client:
-    """Return the client as it trains beside the objective of the run, with other random numbers.
+    """Return the client for training in addition to the run's objective, with other random numbers.
 
     Args:
         client: The client.
         purpose: The purpose, on which the random numbers depend.
-        epochs: Number of epochs. Default: as many epochs or steps as ``training`` says.
+        epochs: Number of epochs. Default: as many epochs or steps as ``training`` sets.
     """
     return Client(client.number, client.context.cached(_apart(purpose, epochs)), client.state, model=client.model)
 
@@ -140,7 +140,7 @@ def _apart(purpose: str, epochs: int | None) -> Callable[[ClientContext], Client
         config = context.config
         training = config.training.lasting(epochs)
         seed = int(rng(config.seed, purpose).integers(2**63))
-        # Both contexts share the model and the data, so that a GPU does not hold them twice.
+        # Both contexts share the model and the data, so that a GPU does not store them twice.
         prepared: dict[Callable[[ClientContext], Any], Any] = {on_device: context.cached(on_device)}
         return replace(context, config=replace(config, training=training, seed=seed), prepared=prepared)
 

@@ -26,10 +26,10 @@ CHUNK = 32
 
 
 def poisson_draws(client: Client, training: Training, round: int, samples: int) -> Iterator[NDArray[np.int64]]:
-    """Yield the positions of the samples of each step of a round; a step may have no sample.
+    """Yield, for each step of a round, the positions of its samples; a step may have no samples.
 
     Args:
-        client: The client, which draws by its own random numbers.
+        client: The client, which draws with its own random numbers.
         training: The settings of local training, which give the probability of a sample and the number of steps.
         round: The round, counted from 1.
         samples: The client's number of samples.
@@ -50,7 +50,7 @@ class NoisyGradient:
     Args:
         model: The model, with the parameters ``params`` loaded into it.
         objective: The objective, whose loss of one sample depends on no other sample.
-        context: The arguments of the loss.
+        context: The further arguments of the objective's loss.
         dp: The settings C and z.
         expected: The expected number of samples in a step, b.
         generator: The source of ξ, on the CPU, so that every device has the same noise.
@@ -67,7 +67,7 @@ class NoisyGradient:
     def of(
         cls, client: Client, model: Model, objective: Objective, context: Context, round: int, samples: int
     ) -> NoisyGradient:
-        """Return the gradient with which a client with this number of samples trains in a round."""
+        """Return the gradient for a client's round, given its number of samples."""
         config = client.context.config
         assert config.privacy.dp is not None
         generator = torch.Generator().manual_seed(int(client.rng("noise", round).integers(2**63)))
@@ -133,7 +133,7 @@ def descend_privately(
         gradient: The noisy gradient.
         params: All parameters by name.
         trained: The names of the parameters that are trained.
-        context: The arguments of the loss.
+        context: The further arguments of the objective's loss.
         training: The settings of local training.
         batches: The samples of each step.
         optimizer_state: The state with which the optimiser starts.

@@ -3,8 +3,8 @@
 For a mini-batch of an MLP, autograd's bookkeeping takes as long as the arithmetic. ``ManualSGD`` avoids autograd: it
 computes the gradients of a chain of ``nn.Linear`` layers with ``nn.ReLU`` between them and cross-entropy at the end.
 The gradient of a weight is a product ``δᵀ a``, which ``addmm_`` adds to the weight without storing it. The results are
-those of autograd, except that sums are added in another order. FedAvg on an MLP is 1.6 times as fast as with autograd
-(``benchmarks/fast_paths.py``).
+equal to autograd's results, except that sums are added in another order. FedAvg on an MLP is 1.6 times as fast as with
+autograd (``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class SGD:
         torch._foreach_add_(params, gradient, alpha=-self.lr)
 
     def state(self) -> list[Tensor] | None:
-        """Return the velocity; None if no step was taken, or without momentum."""
+        """Return the velocity; None before the first step, or without momentum."""
         return self.velocity
 
 
 def corrected(gradient: Tensors, correction: Tensors | None, clip: float | None) -> Tensors:
-    """Return clip(g + r) for a gradient g and a correction r, without a change in place.
+    """Return clip(g + r) for a gradient g and a correction r, without changing tensors in place.
 
     Gradients must not change in place, because autograd may return one tensor as the gradient of two parameters.
     """
@@ -101,9 +101,9 @@ class ManualSGD:
 
     @classmethod
     def of(cls, module: nn.Module) -> ManualSGD | None:
-        """Return a module as a chain.
+        """Return the chain of layers of a module, if the module is such a chain; otherwise None.
 
-        Return None if the module has other layers, or hooks, which a chain would skip.
+        The result is also None if the module has hooks, because a chain would skip them.
         """
         if any(_has_hooks(part) for part in module.modules()) or any(True for _ in module.buffers()):
             return None

@@ -68,7 +68,7 @@ def steps_of(training: Training, lr: float, params: Tensors, kept: Tree = None) 
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
-    """Return a copy of a part of a state, with tensors on the device and in the memory format of their parameter.
+    """Copy a value of an optimiser's state, with tensors on the device and in the memory format of the parameter.
 
     The memory format, which affects rounding, is lost when a state is stored or sent.
     """

@@ -7,8 +7,8 @@ made once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` ad
 Tracing takes a tenth of a second and needs no compiler.
 
 A model cannot be traced if the operations of its forward pass depend on the values of tensors, or if it uses tensors
-other than its parameters. Such a model is trained with autograd instead. The results of both ways are the same, except
-that sums may be added in another order.
+other than its parameters. Such a model is trained with autograd instead. Both give the same results, except that sums
+may be added in another order.
 
 On an MLP, Stratify with single samples is 2.4 times as fast as with autograd; on a convolutional network, 1.9 times
 (``benchmarks/fast_paths.py``).
@@ -68,7 +68,7 @@ class TracedSGD:
         self._bound = bound
 
     def load(self, params: Params) -> None:
-        """Copy these values into the parameters."""
+        """Copy the values of ``params`` into this object's parameters."""
         with torch.no_grad():
             torch._foreach_copy_(list(self._params.values()), [params[name] for name in self._params])
 
@@ -99,7 +99,7 @@ class TracedSGD:
 def _plain_strides(tensor: Tensor) -> Tensor:
     """Return a view of a contiguous tensor with the strides that a new tensor of its shape has.
 
-    A tensor that is not contiguous is returned as it is. The strides matter for images of one channel, which are
+    A tensor that is not contiguous is returned unchanged. The strides matter for images of one channel, which are
     contiguous in two memory formats at the same time. Convolutions choose the format from the strides, and take five
     times as long with the channels-last format.
     """

@@ -11,7 +11,7 @@ from fedstrata.federation.messages import ModelRequest
 
 
 def encoded(allowed: list[Allowed], communication: Communication) -> list[Allowed]:
-    """Replace each request that contains a model by an ``Encoded`` request around it, in a list of allowed requests.
+    """Wrap each request with a model into an ``Encoded`` request, in a list of allowed requests.
 
     Args:
         allowed: The requests without encoding, as methods and samplers declare them.

@@ -13,15 +13,15 @@ from fedstrata.federation.messages import Params
 
 
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
-    """Return the tensors of a client's update that are encoded, and the tensors that are sent without encoding.
+    """Divide a client's update into tensors that are encoded and tensors that are sent without encoding.
 
-    With error feedback, the errors of several rounds are added up. Tensors that a training objective sends in addition
-    to the model, and that must not be added up, such as prototypes, are therefore sent without encoding.
+    With error feedback, the errors of several rounds are added up. A training objective may send tensors that must not
+    be added up, such as prototypes. These are therefore sent without encoding.
 
     Args:
         change: The update in a client's reply, with the objective's tensors.
-        codec: The codec that encodes it.
-        additive: Names of those groups of the objective's tensors that may be added up over rounds.
+        codec: The codec that encodes the update.
+        additive: Names of the groups of the objective's tensors that may be added up over rounds.
     """
     unencoded = {name for name in change if isinstance(codec, WithMemory) and not _adds_up(name, additive)}
     encoded = {name: tensor for name, tensor in change.items() if name not in unencoded}
@@ -50,8 +50,8 @@ def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
 def digest_of(before: bytes, after: Params | Tensor) -> bytes:
     """Return the digest that identifies a version of the model.
 
-    It is computed from the bytes that were sent, because parameters that a client computes from changes may differ in
-    the last bit between processors.
+    The digest is computed from the bytes that were sent, because parameters that a client computes from changes may
+    differ in the last bit between processors.
 
     Args:
         before: The digest of the previous version; empty if the whole model is sent.

@@ -24,13 +24,13 @@ from fedstrata.federation.messages import Params
 from fedstrata.federation.reply_checks import finite
 
 Payload = dict[str, dict[str, Tensor]]
-"""An encoded change: a mapping from each tensor's name (or from ``all``, if a codec joins all tensors) to its parts."""
+"""An encoded change: a mapping from each tensor's name, or from ``all`` if a codec joins all tensors, to its parts."""
 
 Forms = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
-"""Shape and dtype with which each tensor of an encoded change is sent; the names are those of ``Payload``.
+"""Shape and dtype with which each tensor of an encoded change is sent, under the same names as in ``Payload``.
 
-The dtype int8 means float32 values that ``rounded`` has rounded: they are sent as one byte each, with one more byte for
-the exponent that they share.
+The dtype int8 means float32 values that ``rounded`` has rounded. Each value is sent as one byte, and their common
+exponent as one more byte.
 """
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.in
 class Codec(Setting):
     """A codec encodes changes, such as model updates, in fewer bytes, and decodes them.
 
-    A codec has no state. With error feedback, the sender of the changes keeps the error of the encoding.
+    A codec has no state. With error feedback, the sender of the changes stores the encoding error.
     """
 
     feedback: ClassVar[bool] = False
@@ -58,7 +58,7 @@ class Codec(Setting):
 
         Args:
             change: The change; all values are finite.
-            generator: A source of random numbers for codecs that round at random.
+            generator: The source of random numbers for codecs that round at random.
         """
 
     @abstractmethod
@@ -87,13 +87,13 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
     for name in actual | forms:
         wanted = {part: (shape, _in_memory(dtype)) for part, (shape, dtype) in forms.get(name, {}).items()}
         if actual.get(name) != wanted:
-            raise FedstrataError(f"the payload's {name!r} is {actual.get(name)}, but its codec said {forms.get(name)}")
+            raise FedstrataError(f"the payload's {name!r} is {actual.get(name)}, expected {forms.get(name)}")
     flat = [_bytes(payload[name][part], dtype) for name, parts in forms.items() for part, (_, dtype) in parts.items()]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, forms: Forms) -> Payload:
-    """Return the encoded change (payload) whose tensors ``pack`` turned into bytes.
+    """Convert bytes from ``pack`` back to the encoded change (payload).
 
     Raises:
         ReplyRefusedError: The number of bytes is wrong, or a number is NaN or infinite.
@@ -117,8 +117,8 @@ def unpack(packed: Tensor, forms: Forms) -> Payload:
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values that a receiver decodes if ``tensor`` is sent as ``dtype``.
 
-    For int8, these are float32 values k · 2ᵉ with whole numbers |k| ≤ 127. All values have the same exponent e: the
-    smallest one with which the largest absolute value can be represented.
+    For int8, these are float32 values k · 2ᵉ with whole numbers k from −127 to 127. All values have the same exponent
+    e: the smallest exponent with which the largest absolute value can be represented.
 
     >>> rounded(torch.tensor([1.0, 0.5, 0.004]), torch.int8).tolist()
     [1.0, 0.5, 0.0]
@@ -132,7 +132,7 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _exponent(tensor: Tensor) -> int:
     """Return the smallest e, from −128 to 127, with which all absolute values are at most 127 · 2ᵉ.
 
-    The result of ``rounded`` has the same e as the argument of ``rounded``.
+    The argument and the result of ``rounded`` have the same e.
     """
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     if not math.isfinite(largest):
@@ -169,12 +169,12 @@ def _numbers(piece: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Uncompressed(Codec):
-    """Sends tensors without compression."""
+    """No compression: tensors are sent unchanged."""
 
     linear = True
 
     def forms(self, like: Params) -> Forms:
-        """Return the shape and dtype of each tensor, which is sent as it is."""
+        """Return the shape and dtype of each tensor, because tensors are sent unchanged."""
         return {name: {"": (tuple(t.shape), t.dtype)} for name, t in like.items()}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
@@ -206,12 +206,12 @@ class QSGD(Codec):
     """Stochastic rounding to multiples of 1 / ``levels`` of a bucket's largest absolute value (Alistarh et al. 2017).
 
     A bucket is a group of consecutive coordinates. Its scale M is its largest absolute value, as in the paper's
-    experiments. The result is unbiased: E[decode(encode(x))] = x. With s levels, the variance of a coordinate is at
-    most (M / s)² / 4, and a code takes ⌈log₂(2 s + 1)⌉ bits.
+    experiments. The result is unbiased: E[decode(encode(x))] = x. With s levels (``levels``), the variance of a
+    coordinate is at most (M / s)² / 4, and each coordinate takes ⌈log₂(2 s + 1)⌉ bits.
 
     Args:
         levels: Number of quantisation steps on each side of 0.
-        bucket: Number of consecutive coordinates that share one scale.
+        bucket: Number of consecutive coordinates with a common scale.
     """
 
     levels: int = Field(default=7, ge=1, le=2**15 - 1)
@@ -219,18 +219,18 @@ class QSGD(Codec):
 
     @property
     def bits(self) -> int:
-        """The number of bits in which a code is packed."""
+        """The number of bits per coordinate."""
         return (2 * self.levels).bit_length()
 
     def forms(self, like: Params) -> Forms:
-        """Return the shape and dtype of two tensors, named ``all``: the buckets' scales, and the codes, packed."""
+        """Return the shape and dtype of two tensors, named ``all``: the buckets' scales, and the packed codes."""
         d = _coordinates(like)
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
         parts = {"scales": ((-(-d // self.bucket),), torch.float32), "codes": ((_packed(d, self.bits),), torch.uint8)}
         return {"all": parts}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return the scale M of each bucket and the code of each coordinate, from 0 (for −M) to 2 s (for M)."""
+        """Return the scale M of each bucket, and the code of each coordinate: from 0 for −M to 2 · ``levels`` for M."""
         flat = _flat(change)
         bucket = self._size(len(flat))
         rows = np.pad(flat, (0, -len(flat) % bucket)).reshape(-1, bucket)
@@ -242,12 +242,12 @@ class QSGD(Codec):
         return {"all": {"scales": torch.from_numpy(scales), "codes": _pack(codes, self.bits)}}
 
     def decode(self, payload: Payload, like: Params) -> Params:
-        """Return the value that each code stands for: (code − s) × M / s, with the scale M of its bucket."""
+        """Return each coordinate, (code − s) × M / s, with s = ``levels`` and the scale M of its bucket."""
         d, parts = _coordinates(like), payload["all"]
         codes, scales = _unpack(parts["codes"], self.bits, d), parts["scales"].numpy().astype(np.float64)
         if d and codes.max() > 2 * self.levels:
             raise ReplyRefusedError(
-                f"the payload contains the code {codes.max()}, but the largest is {2 * self.levels}"
+                f"the payload contains the code {codes.max()}, but the largest allowed code is {2 * self.levels}"
             )
         if not ((scales >= 0) & np.isfinite(scales)).all():
             raise ReplyRefusedError("the scale of a bucket is negative, NaN or infinite")
@@ -255,7 +255,7 @@ class QSGD(Codec):
         return _shaped(values.astype(np.float32), like)
 
     def _size(self, coordinates: int) -> int:
-        """Return the coordinates in a bucket; a bucket that is larger than the change has all its coordinates."""
+        """Return the number of coordinates in a bucket, at most the number of coordinates of the change."""
         return min(self.bucket, max(coordinates, 1))
 
 
@@ -264,7 +264,7 @@ class WithMemory(Codec):
 
     At any time, the changes decoded so far and the remaining error add up to the sum of all changes (Seide et al. 2014;
     Karimireddy et al. 2019). If a client takes part rarely, its error comes from an old model, and pulls the new model
-    towards the old one. ``damping`` and ``forget_after`` limit this effect.
+    towards the old model. ``damping`` and ``forget_after`` limit this effect.
 
     Args:
         damping: Factor by which the stored error is multiplied in each round.
@@ -286,12 +286,13 @@ class WithMemory(Codec):
 
 
 class TopK(WithMemory):
-    """Sends only the coordinates with the largest absolute values over all tensors, with error feedback.
+    """Top-k sparsification with error feedback: only the coordinates with the largest absolute values are sent.
 
-    The server learns which coordinates a client has changed most.
+    The largest coordinates are chosen over all tensors together. The server learns which coordinates a client has
+    changed most.
 
     Args:
-        fraction: Share of the coordinates that is sent, but at least one coordinate.
+        fraction: Fraction of the coordinates that is sent. At least one coordinate is sent.
     """
 
     fraction: float = Field(default=0.01, gt=0, le=1)
@@ -300,14 +301,14 @@ class TopK(WithMemory):
         return min(max(1, round(self.fraction * d)), d)
 
     def forms(self, like: Params) -> Forms:
-        """Return the shape and dtype of two tensors, named ``all``: the packed indices, and the values at them."""
+        """Return the shape and dtype of two tensors, named ``all``: the packed indices, and the coordinates' values."""
         d = _coordinates(like)
         k = self._sent(d)
         indices = ((_packed(k, _bits(d)),), torch.uint8)
         return {"all": {"places": indices, "values": ((k,), torch.float32)}}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return the indices and values of the largest coordinates; of equal absolute values, the first ones."""
+        """Return the indices and values of the largest coordinates; of equal absolute values, the first are taken."""
         flat = _flat(change)
         k = self._sent(len(flat))
         indices = _largest(np.abs(flat), k)
@@ -318,7 +319,7 @@ class TopK(WithMemory):
         d, parts = _coordinates(like), payload["all"]
         indices = _unpack(parts["places"], _bits(d), self._sent(d))
         if len(indices) and (indices[-1] >= d or (np.diff(indices) <= 0).any()):
-            raise ReplyRefusedError(f"the indices do not ascend, or are not below {d}")
+            raise ReplyRefusedError(f"the indices do not ascend, or an index is not below {d}")
         flat = np.zeros(d, dtype=np.float32)
         flat[indices] = parts["values"].numpy()
         return _shaped(flat, like)
@@ -327,18 +328,19 @@ class TopK(WithMemory):
 class PowerSGD(WithMemory):
     """A low-rank approximation of every matrix, with error feedback (Vogels et al. 2019).
 
-    A tensor is seen as a matrix: its first dimension gives the rows, all other dimensions the columns. The clients' sum
-    M = Σ M_k is approximated in two steps. The clients send M_k Q; the server makes the sum P = Σ M_k Q orthonormal and
-    sends it back. The clients then send M_kᵀ P, whose sum is the new Q. The decoded matrix is P Qᵀ. The next exchange
-    begins with this Q, so that each exchange is one power iteration. A client's error is M_k − P (M_kᵀ P)ᵀ. Tensors of
-    one dimension, and tensors that would not become smaller, are not approximated.
+    A tensor is treated as a matrix: its first dimension gives the rows, and all other dimensions give the columns. The
+    sum M = Σ M_k of the matrices M_k of all clients k is approximated in two steps. First, clients send M_k Q, and the
+    server sends back the sum P = Σ M_k Q with orthonormalised columns. Then, clients send M_kᵀ P, whose sum is the new
+    Q. The decoded matrix is P Qᵀ. The next exchange begins with this Q, so that each exchange is one power iteration. A
+    client's error is M_k − P (M_kᵀ P)ᵀ. Tensors of one dimension, and tensors that would not become smaller, are not
+    approximated.
 
-    The server decodes only the sums, except if a method needs each client's change.
+    The server decodes only the sums, unless a method needs each client's change.
 
     Args:
         rank: Rank of the approximation of each matrix.
-        factors: Number format of the two factors. ``int8`` sends one more byte per tensor, for a scale. Error feedback
-            also corrects the rounding of the factors.
+        factors: Number format of the two factors P and Q. ``int8`` sends one more byte per tensor, for a scale. Error
+            feedback also corrects the rounding of the factors.
     """
 
     linear = True
@@ -364,7 +366,7 @@ class PowerSGD(WithMemory):
         return {name: {"q": self.rounded(torch.from_numpy(basis))} for name, basis in drawn.items()}
 
     def rounded(self, tensor: Tensor) -> Tensor:
-        """Return a tensor, rounded to the type ``factors``."""
+        """Return a tensor, rounded to the number format ``factors``."""
         return rounded(tensor, DTYPES[self.factors])
 
     def project(self, change: Params, basis: Payload) -> Payload:
@@ -377,7 +379,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return client k's term of the second sum: Q_k = M_kᵀ P of each matrix M_k, and all other tensors, rounded."""
+        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and the rounded other tensors."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()
@@ -389,7 +391,7 @@ class PowerSGD(WithMemory):
         return {name: {"q": parts["q"]} for name, parts in self.forms(like).items() if "q" in parts}
 
     def forms_of_frame(self, like: Params) -> Forms:
-        """Return the shape (rows, rank) and the dtype of P, which ``project`` returns too, for each matrix."""
+        """Return the shape (rows, rank) and the dtype of P, the first factor of P Qᵀ, for each matrix."""
         return {name: {"p": parts["p"]} for name, parts in self.forms(like).items() if "p" in parts}
 
     def forms_of_coefficients(self, like: Params) -> Forms:
@@ -404,7 +406,7 @@ class PowerSGD(WithMemory):
 
         Args:
             payload: The second sum of this exchange, Σ M_kᵀ P for each matrix.
-            before: The matrices Q of this exchange. They are used again for a matrix whose sum is zero.
+            before: The matrices Q of this exchange. A matrix Q is used again if the new sum is zero.
         """
         basis = {}
         for name, parts in before.items():
@@ -442,10 +444,10 @@ class PowerSGD(WithMemory):
 
 
 def with_frame(payload: Payload, frame: Payload) -> Payload:
-    """Add the factors P of ``PowerSGD``'s products P Qᵀ to an encoded change that has only the factors Q.
+    """Add the factors P to an encoded change of ``PowerSGD`` that contains only the factors Q of P Qᵀ.
 
     Args:
-        payload: A client's term of the second sum, or this sum.
+        payload: A client's term of PowerSGD's second sum, or this sum.
         frame: The factors P; empty for other codecs.
     """
     return payload | {name: {**parts, **payload[name]} for name, parts in frame.items()}
@@ -475,7 +477,7 @@ def _shaped(flat: NDArray[np.float32], like: Params) -> Params:
 
 
 def _largest(sizes: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Return the indices of the k largest values, in ascending order; of equal values, the first ones are taken.
+    """Return the indices of the k largest values, in ascending order; of equal values, the first are taken.
 
     >>> _largest(np.array([2.0, 1.0, 2.0, 3.0, 2.0], dtype=np.float32), 3)
     array([0, 2, 3])
@@ -488,7 +490,7 @@ def _largest(sizes: NDArray[np.float32], k: int) -> NDArray[np.int64]:
 
 
 def _bits(d: int) -> int:
-    """Return how many bits an index of ``d`` coordinates needs."""
+    """Return the number of bits that an index into ``d`` coordinates needs."""
     return max(1, (d - 1).bit_length())
 
 
@@ -533,12 +535,12 @@ AnyCodec = Annotated[Codec, FromRegistry(CODECS)]
 
 
 class Communication(Setting):
-    """Encodings (compression) of models and updates.
+    """Compression of models and updates.
 
     Args:
         up: Codec of the updates that clients send.
-        down: Codec of the model that clients receive. ``none``: the whole model. Other codecs: the changes since the
-            version that the client received last, or the whole model if that is smaller.
+        down: Codec of the model that clients receive. ``none``: the whole model. Other codecs: the encoded changes
+            since the version that the client received last, or the whole model if this is smaller.
     """
 
     up: AnyCodec = Uncompressed()
@@ -546,7 +548,7 @@ class Communication(Setting):
 
     @model_validator(mode="after")
     def _remembers_nothing(self) -> Self:
-        """Refuse ``damping``, ``forget_after`` and ``start`` for ``down``: the server's error never becomes old."""
+        """Refuse ``damping`` and ``forget_after`` for ``down``, because the server's error never becomes old."""
         if isinstance(self.down, WithMemory):
             for key, usual in (("damping", 1.0), ("forget_after", None)):
                 if getattr(self.down, key) != usual:

@@ -1,4 +1,4 @@
-"""Compression at the server: it keeps track of the model that clients have, and decodes their replies."""
+"""Compression at the server, which stores the version of the model that each client has, and decodes replies."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ class CompressionState:
 
     Args:
         exchange: Id of the last exchange.
-        version: The last version of the model that clients get; −1 before the first one.
-        digest: The digest of this version.
-        params: The parameters of this version. They differ from the server's model by the error of the codec.
-        changes: The encoded changes that lead to this version, one for each of the last versions, oldest first.
-        confirmed: The version that each client has, (N,); −1 if the server does not know it.
+        version: The last version of the model that clients get; −1 before the first version.
+        digest: The digest of the last version.
+        params: The parameters of the last version. They differ from the server's model by the error of the codec.
+        changes: The encoded changes that lead to the last version, one for each of the most recent versions, oldest
+            first.
+        confirmed: The version that each client has, (N,); −1 if the server does not know the version.
         basis: The matrices Q with which the next exchange begins, for the codec ``PowerSGD``; otherwise empty.
     """
 
@@ -70,7 +71,7 @@ class Reader:
         forms: The shapes and dtypes of an encoded update (payload).
         frame: The factors P of PowerSGD's product P Qᵀ if replies contain only Q; otherwise empty.
         first: Whether the replies are terms of PowerSGD's first sum, which cannot be decoded alone.
-        method_check: The method's check of a decoded reply; None if it has none.
+        method_check: The method's check of a decoded reply; None if there is no such check.
     """
 
     request: ModelRequest
@@ -85,7 +86,7 @@ class Reader:
         """Refuse an encoded update of the wrong size, and a decoded reply that does not fit the request.
 
         Raises:
-            ReplyRefusedError: The reply is refused; the message says what is wrong.
+            ReplyRefusedError: The reply is refused; the message contains the reason.
         """
         if self.first:
             unpack(answer.payload, self.forms)
@@ -108,13 +109,13 @@ class Reader:
         return answer.reply.merge_update(self.request.weights, self._decode(unpack(answer.payload, self.forms)))
 
     def without_change(self, answer: EncodedReply) -> Reply:
-        """Return the reply without its model update. Tensors that the client sent in place of it are removed too."""
+        """Return the reply without its model update and without tensors that replace the update."""
         assert answer.reply is not None
         weights = self.request.weights
         return answer.reply.merge_update(weights, self.like).split_update(weights)[1]
 
     def total(self, answers: Iterable[EncodedReply]) -> Reply:
-        """Return the sum of all replies for a linear codec: encoded updates are added up, and their sum is decoded."""
+        """Return the sum of all replies, with updates that are added up before decoding; for linear codecs."""
         rest: Reply = reduce(records.add, map(self.without_change, answers))
         return rest.merge_update(self.request.weights, self._decode(self.sum_payloads(answers)))
 
@@ -127,7 +128,7 @@ class Reader:
 
 
 class _DecodedReplies(Replies):
-    """Replies that were decoded. With a linear codec, ``total`` decodes only the sum of the encoded updates."""
+    """Decoded replies. With a linear codec, ``total`` decodes only the sum of the encoded updates."""
 
     def __init__(self, reader: Reader, answers: Replies) -> None:
         super().__init__({client: reader.read(answer) for client, answer in answers.items()})
@@ -144,8 +145,8 @@ class Compression:
         communication: The codecs.
         clients: Number of clients, N.
         seed: The experiment's seed.
-        expected: Returns tensors with the names, shapes and dtypes of the objective's message, from the model and the
-            settings.
+        expected: A function of the model and the settings, which returns tensors with the names, shapes and dtypes of
+            the objective's message.
         additive: Names of the groups in the objective's message that may be added up over rounds.
     """
 
@@ -162,12 +163,12 @@ class Compression:
         unconfirmed = np.full(clients, -1, dtype=np.int64)
         self.state = CompressionState(0, -1, b"", {}, [], unconfirmed, {})
         self._renewed_in, self._renewed_from = 0, Params()
-        """The round and the server's parameters for which the last version of the clients' model was made."""
+        """The round, and the server's parameters, from which the last version of the clients' model was made."""
 
     def legs(self, federation: Federation, requests: Requests, check: Check | None) -> Generator[Leg, Replies, Replies]:
         """Yield one or two exchanges in which clients answer encoded requests; see ``Legs``.
 
-        Requests without a model are sent as they are.
+        Requests without a model are sent without encoding.
 
         Raises:
             FedstrataError: The requests contain a model, and are not the same for all clients.
@@ -207,7 +208,7 @@ class Compression:
         return _DecodedReplies(reader, answers)
 
     def _basis(self, codec: Codec, like: Params) -> Payload:
-        """Return the matrices Q with which PowerSGD begins an exchange (see its class); empty for other codecs.
+        """Return the matrices Q with which ``PowerSGD`` begins an exchange; empty for other codecs.
 
         The matrices come from the last exchange. In the first exchange, and if shapes have changed since the last
         exchange, the matrices are random.
@@ -224,13 +225,13 @@ class Compression:
     def _deliver(
         self, federation: Federation, clients: Requests, request: Encoded, check: Check
     ) -> Generator[Leg, Replies, Replies]:
-        """Yield one exchange in which each client gets the model in the fewest bytes: whole, or as changes to its own.
+        """Yield one exchange in which each client gets the model in the fewest bytes: as a whole, or as changes.
 
         Args:
             federation: The federation.
             clients: The requests of the method; only their clients are used.
             request: The envelope, whose inner request contains the model.
-            check: The check of the encoded replies.
+            check: A function that refuses unusable encoded replies.
         """
         if isinstance(self.down, Uncompressed):
             return (yield Leg(Requests.of(clients, request), check))
@@ -248,7 +249,7 @@ class Compression:
         return answers
 
     def _renew(self, round: int, params: Params) -> None:
-        """Make the server's parameters the next version of the clients' model, if this round has not done so yet."""
+        """Make the server's parameters the next version of the clients' model, if not yet done in this round."""
         if self._renewed_in == round and self._renewed_from is params:
             return
         self._renewed_in, self._renewed_from = round, params

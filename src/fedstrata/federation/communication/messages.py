@@ -1,4 +1,4 @@
-"""Messages with encoded models and updates: an envelope around a request, and a reply whose change is encoded.
+"""Messages with encoded models and updates: a request around another request, and a reply with an encoded update.
 
 PowerSGD needs two sums of tensors over the clients, and therefore two requests in one exchange: ``Encoded`` asks each
 client for its term of the first sum, and ``Coefficients`` for its term of the second sum.
@@ -50,7 +50,7 @@ class EncodedReply(Reply):
 
 
 class Sums(Order):
-    """A check of encoded requests: ids of exchanges ascend, and in each exchange, the second sum follows the first."""
+    """A check of encoded requests: ids of exchanges ascend, and the second sum of an exchange follows its first sum."""
 
     def __init__(self) -> None:
         self._last = self._pending = 0
@@ -58,9 +58,9 @@ class Sums(Order):
     def refusal(self, request: Any) -> str:
         """Refuse ``Encoded`` requests of earlier exchanges, and ``Coefficients`` that do not follow a first sum."""
         if isinstance(request, Encoded) and request.exchange <= self._last:
-            return f"exchange {request.exchange} came after {self._last}, but numbers must rise"
+            return f"exchange {request.exchange} came after exchange {self._last}, but ids must ascend"
         if isinstance(request, Coefficients) and request.exchange != self._pending:
-            return f"exchange {request.exchange} has no first sum that waits for a second one"
+            return f"exchange {request.exchange} has no first sum, which must come before the second sum"
         return ""
 
     def asked(self, request: Any) -> None:
@@ -86,7 +86,7 @@ def repeated_forms(request: Encoded) -> list[Request]:
 
 @record("Encoded")
 class Encoded(Request):
-    """A request around another request. The model that it contains, or the update in the reply to it, is encoded.
+    """An envelope around another request, whose model, or the update in the reply to it, is encoded.
 
     Args:
         request: The inner request; its model has no parameters if there is a ``delivery``.
@@ -99,7 +99,7 @@ class Encoded(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
-    rule = RequestRule("the reply to the request inside, encoded", order=Sums, forms=repeated_forms)
+    rule = RequestRule("the encoded reply to the inner request", order=Sums, forms=repeated_forms)
 
     request: ModelRequest
     round: int
@@ -125,6 +125,6 @@ class Coefficients(Request):
     frame: Tensor
 
     def check(self, reply: EncodedReply) -> None:
-        """Refuse a reply that lacks the reply to the inner request."""
+        """Refuse a reply that does not contain the reply to the inner request."""
         if reply.reply is None:
-            raise ReplyRefusedError("the second sum lacks the answer")
+            raise ReplyRefusedError("the reply with the second sum lacks the answer to the request")
