@@ -72,7 +72,7 @@ def test_a_group_ends_when_a_member_does_before_its_sum(tiny, instead):
     assert gathered(federation, instead=instead) == {}
     if instead == "return":
         assert len(federation.reasons("failed")) == 4
-        assert all("member(s) 2 ended without coming" in reason for reason in federation.reasons("failed")[:2])
+        assert all("member(s) 2 ended before they added" in reason for reason in federation.reasons("failed")[:2])
     else:
         (reason,) = federation.reasons("failed")  # the others only waited for it
         assert reason.startswith("client 2 in round 1")

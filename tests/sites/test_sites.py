@@ -367,7 +367,7 @@ def test_a_site_brings_only_its_own_clients_parts_to_a_sum() -> None:
         read(sums.add_up("b", records.encode(Part("g", [0], [torch.ones(1)]))), Total)
     with pytest.raises(SiteRefusedError, match="over"):
         read(sums.add_up("a", records.encode(Part("h", [0], [torch.ones(1)]))), Total)
-    with pytest.raises(SiteRefusedError, match="did not come within"):
+    with pytest.raises(SiteRefusedError, match="did not add a tensor within"):
         read(sums.add_up("a", records.encode(Part("g", [0], [torch.ones(1)]))), Total)
 
 

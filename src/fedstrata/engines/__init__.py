@@ -16,7 +16,7 @@ ENGINES = {
 
 
 def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:
-    """Return a new engine.
+    """Return a new engine of the given name.
 
     Args:
         name: ``local`` or ``ray``. Runs with ``nvflare`` are started by ``fedstrata.sites.simulator``.

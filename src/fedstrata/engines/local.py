@@ -21,24 +21,25 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""Smallest work in seconds for which worker processes are started, and for which running ones are used.
+"""Smallest work in seconds for which worker processes are started, and for which running workers are used.
 
-For starting them, the work that this process has already done alone counts too, because later rounds will be like
-earlier ones. Two processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
+The decision to start workers also counts the work that this process has already done alone, because later rounds will
+resemble earlier rounds. Two processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to
+twice as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
-"""A group of clients counts as stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress.
+"""A group of clients is considered stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress.
 
 n is the number of sample-gradients that its clients compute in a round: one for each sample in each step.
 """
 
 GRACE = 5.0
-"""Seconds to wait, after an interruption, until the threads of a group have ended."""
+"""Largest number of seconds to wait, after an interruption, for the threads of a group to end."""
 
 
 class LocalEngine(Engine):
-    """An engine that makes a client object for each request, and afterwards keeps only the client's state.
+    """An engine that creates a client object for each request, and afterwards stores only the client's state.
 
     If a request causes enough work, worker processes compute some of the replies. The result does not depend on which
     process computes a reply, because clients are independent of each other and replies are sorted.
@@ -84,7 +85,8 @@ class LocalEngine(Engine):
         gradients = requests.work if isinstance(requests, Requests) else {}
         work = {number: 1.0 + gradients.get(number, 0.0) for number in requests}
         # The work of a client is the number of gradients of single samples that it computes, plus 1 for the request.
-        # Clients with the most work come first, so that no process begins a long task when the others are nearly done.
+        # Clients with the most work come first, so that no process begins a long task when the other processes are
+        # nearly done.
         order = sorted(requests, key=lambda number: (-work[number], number)) if self._helpers else sorted(requests)
         remaining = sum(work.values())
 
@@ -109,8 +111,8 @@ class LocalEngine(Engine):
                 if seconds > ASKING_PAYS and (self._pool is not None or seconds + self._seconds_alone > STARTING_PAYS):
                     shared = True
                     self._ask_pool(order[index:], requests, outcomes, run_locally)
-            # Compute the answer in this process if no worker has. A client that failed in a worker is asked again, so
-            # that its exception is recorded here.
+            # Compute the answer in this process if no worker has computed it. If a client failed in a worker, its
+            # answer is computed again, so that its exception is recorded here.
             if number not in outcomes:
                 run_locally(number)
         return {number: outcomes[number] for number in sorted(outcomes)}
@@ -177,7 +179,7 @@ class LocalEngine(Engine):
         try:
             return handler({number: self._client(number) for number in sorted(requests)}, requests)
         except Exception:
-            return None  # the federation then asks each client alone, which shows which one fails
+            return None  # the federation then asks each client alone, which shows which client fails
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
         """Let one client change the model of a relay."""
@@ -190,7 +192,7 @@ class LocalEngine(Engine):
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
         """Begin a relay, in which a model travels from client to client.
 
-        If there is a handler for whole relays, it computes this one.
+        A handler for whole relays, if there is one for ``kind``, computes the relay.
         """
         factory = self.context.handlers.relay.get(kind) if self.context.config.training.execution == "fused" else None
         if factory is None:
@@ -198,7 +200,7 @@ class LocalEngine(Engine):
         return LocalRelaySession(self, factory(self.context, weights))
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Keep the changed states of the accepted clients."""
+        """Store the changed states of the accepted clients."""
         for number in accepted:
             if number in self._pending and self._pending[number].changed():
                 self.store.put(number, self._pending[number].state)
@@ -227,7 +229,7 @@ class LocalEngine(Engine):
         models, self._models = self._models, []
         while len(models) < len(numbers):
             models.append(self.context.config.model.clone())
-        # The sums need no timeout, because a member that fails or ends tells the others.
+        # The sums need no timeout, because a member that fails or ends informs the other members.
         group = LocalGroup(len(numbers), timeout=None) if group is None else group
         outcomes: dict[ClientId, Reply | Failure] = {}
 
@@ -286,7 +288,7 @@ class LocalRelaySession:
             self._counted.append(self._last.number)
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """End the relay, and keep the new states of the clients whose hops were all successful."""
+        """End the relay, and store the new states of the clients whose hops were all successful."""
         weights, outcomes = self._handler.finish()
         failed = {
             client for client, outcome in zip(self._counted, outcomes, strict=True) if isinstance(outcome, Failure)
@@ -331,8 +333,8 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
     waited = 0.0
     try:
         while alive := {client: thread for client, thread in threads.items() if thread.is_alive()}:
-            # Count the waiting in steps of a second, so that time in which the process or the machine sleeps does not
-            # count.
+            # Measure the waiting time in steps of a second, so that it excludes time in which the process or the
+            # machine sleeps.
             next(iter(alive.values())).join(1.0)
             progress = (group.progress, list(alive))
             last_progress, waited = progress, 0.0 if progress != last_progress else waited + 1.0

@@ -39,22 +39,22 @@ START_SECONDS = 300.0
 """Seconds to wait for a worker to become ready, while no worker is ready."""
 
 INLINE = 64 << 10
-"""Largest size in bytes of a request that is sent with every call; a larger one is put into Ray's object store once."""
+"""Largest size in bytes of a request that is sent with every call. Larger requests are put into Ray's object store."""
 
 AHEAD = 2
 """Largest number of unfinished calls of a worker.
 
-It gets the second call while it computes the first, so that it does not wait between them.
+A worker gets its second call while it computes the first call, so that it does not wait between calls.
 """
 
 MOST_AT_ONCE = 8
-"""Largest number of clients in a call. Only calls with less work than ``CALL_PAYS`` may have more."""
+"""Largest number of clients in a call. Only calls with less work than ``CALL_PAYS`` may have more clients."""
 
 DEATHS = 3
-"""If this many workers die during one call, its clients count as failed, because one of them may be the cause."""
+"""If this many workers die during a call, the call's clients are recorded as failed, because one may be the cause."""
 
 CALL_PAYS = 0.005
-"""Seconds of work that a call should contain at least; clients with less work share a call."""
+"""Seconds of work that a call should contain at least; clients with less work are combined in one call."""
 
 
 class ClientError(FedstrataError):
@@ -62,7 +62,7 @@ class ClientError(FedstrataError):
 
 
 class RayEngine(Engine):
-    """An engine that runs clients in any free worker of Ray, and keeps their states in this process.
+    """An engine that runs clients in any free worker of Ray, and stores their states in this process.
 
     Args:
         context: Data, assignment, model and settings that all clients share.
@@ -71,12 +71,12 @@ class RayEngine(Engine):
             this machine.
         workers: Number of workers, which is reduced to the number of clients if it is larger. Default:
             ``training.workers``; without it, one per core of the cluster.
-        pool: Running workers to use instead of new ones; the engine does not stop them at its end.
+        pool: Running workers to use instead of new workers. The engine does not stop these workers when it is closed.
 
     Raises:
         ExtraMissingError: Ray is not installed.
         SpecError: No cluster can be joined at the address.
-        FedstrataError: A worker cannot start, or runs other versions.
+        FedstrataError: A worker cannot start, or has another version of fedstrata or PyTorch.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class RayEngine(Engine):
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
         """Return the clients' replies; with ``together``, one worker runs all clients, each in a thread.
 
-        One worker is faster than several here: to send a sum of tensors between processes takes longer than to compute
-        a client's part of a batch.
+        One worker is faster than several workers here, because sending a sum of tensors between processes takes longer
+        than computing a client's part of a batch.
         """
         self._states = {}
         self._exchange += 1
@@ -151,7 +151,7 @@ class RayEngine(Engine):
         return moved, reply
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Keep the changed states of the accepted clients."""
+        """Store the changed states of the accepted clients."""
         for client in accepted:
             if client in self._states:
                 self.store.put(client, records.decode(self._states[client]))
@@ -164,7 +164,7 @@ class RayEngine(Engine):
     def _calls(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Call]:
         """Yield the calls for some requests.
 
-        Clients with most work come first, and clients with little work share a call.
+        Clients with the most work come first. Clients with little work are combined in one call.
         """
         by_client = Requests.of(requests, requests)
         work = {client: 1.0 + by_client.work.get(client, 0.0) for client in by_client}
@@ -258,7 +258,7 @@ class WorkerHandle:
 
 
 class WorkerPool:
-    """A pool of Ray workers; a worker that dies is replaced by a new one.
+    """A pool of Ray workers; a worker that dies is replaced by a new worker.
 
     Args:
         count: Number of workers.
@@ -291,7 +291,7 @@ class WorkerPool:
             worker_payload: Ray's reference to a ``WorkerPayload``.
 
         Raises:
-            FedstrataError: A worker cannot start, or none was ready within ``START_SECONDS``.
+            FedstrataError: A worker cannot start, or no worker was ready within ``START_SECONDS``.
         """
         self._payload_ref = worker_payload
         for worker in self._all:
@@ -300,7 +300,7 @@ class WorkerPool:
             self._wait()
 
     def run(self, calls: Iterator[Call]) -> Iterator[tuple[Call, Any]]:
-        """Run calls, each as soon as a worker has room for it.
+        """Run calls, each as soon as a worker can accept another call.
 
         Yields:
             Each finished call with its result, which is a ``Failure`` if ``DEATHS`` workers died during the call.
@@ -384,7 +384,7 @@ class WorkerPool:
     def _replace_worker(self, dead: WorkerHandle, error: Exception, retries: deque[Call]) -> Iterator[tuple[Call, Any]]:
         """Replace a dead worker: yield its finished calls with their results, and put its other calls into ``retries``.
 
-        A worker computes one call at a time. Its death therefore counts only for its first unfinished call.
+        A worker computes one call at a time. Its death is therefore attributed only to its first unfinished call.
         """
         died = Failure(f"its worker ({dead.name}) died: {_last_line(error)}")
         for ref, call in list(dead.running.items()):
@@ -420,12 +420,12 @@ def _import_ray() -> Any:
 def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], None]:
     """Connect to a Ray cluster, or start one on this machine; return a function that leaves it.
 
-    If this process is connected already, it stays so, and the returned function does nothing.
+    If this process is already connected, it stays connected, and the returned function does nothing.
 
     Args:
         ray: The module ``ray``.
         address: The address of the cluster; None to start one.
-        workers: Number of cores of a new cluster; None for all of this machine.
+        workers: Number of cores of a new cluster; None for all cores of this machine.
     """
     if ray.is_initialized():
         return lambda: None

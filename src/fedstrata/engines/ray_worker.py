@@ -31,7 +31,7 @@ from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.stratify.masking.key_store import KeyRing
 
 Payload = bytes | NDArray[np.uint8]
-"""An encoded request: bytes, or an array of them if it lies in Ray's object store."""
+"""An encoded request: bytes, or an array of bytes if the request is in Ray's object store."""
 
 VERSIONS = f"fedstrata {version('fedstrata')}, PyTorch {torch.__version__}"
 """The versions of fedstrata and PyTorch, which must be the same in all processes."""
@@ -45,7 +45,7 @@ class WorkerPayload:
 
     Args:
         context: The context, whose data set has empty tensors.
-        arrays: The data set's tensors, except those of the test set: a mapping from field names, such as ``y_train``
+        arrays: The data set's tensors, without the test set's tensors: a mapping from field names, such as ``y_train``
             or ``x_train.ids``, to arrays, or to files that are memory-mapped.
         declared: The records that other packages or notebooks declare: a mapping from wire names to classes.
     """
@@ -56,7 +56,7 @@ class WorkerPayload:
 
     @classmethod
     def of(cls, context: ClientContext, keys: KeyRing) -> WorkerPayload:
-        """Return the form of a context that is sent to workers; it contains the keys that clients share."""
+        """Return a context in the form in which it is sent to workers, with the keys that clients share."""
         data = context.data
         tensors = data.tensors()
         # Clients see neither the test set nor the server's data.
@@ -101,7 +101,7 @@ class EncodedAnswer:
         reply: The encoded reply; empty if there is a ``failure``.
         state: The client's encoded new state; None if it did not change.
         failure: The reason why the reply is missing; None if there is a reply.
-        raised: The traceback of the client's exception; empty if it raised none.
+        raised: The traceback of the client's exception; empty without an exception.
         moved: The encoded model after the client's hop in a relay; None outside a relay.
     """
 
@@ -116,7 +116,7 @@ class Worker:
     """A Ray actor, which can answer for any client.
 
     Args:
-        paths: Folders to import modules from, such as that of a user's own method.
+        paths: Folders to import modules from, such as the folder of a user's own method.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -140,12 +140,12 @@ class Worker:
         together: bool,
         *payloads: Payload,
     ) -> tuple[list[EncodedAnswer], float]:
-        """Return the answers of some clients, in the order of ``calls``, and the seconds that they took.
+        """Return the answers of some clients, in the order of ``calls``, and the seconds that the answers took.
 
         Args:
             exchange: Id of the exchange. A request that occurs in several calls of an exchange is decoded once.
-            calls: For each client, its id, the index of its request in the exchange, and its encoded state (``b""`` if
-                it has none).
+            calls: For each client, its id, the index of its request in the exchange, and its encoded state (``b""``
+                without a state).
             together: Whether the clients run at the same time, as a group.
             payloads: The encoded requests, one for each index in ``calls``, in the order of first occurrence.
         """
@@ -182,7 +182,7 @@ class Worker:
         return self._answer(client, reply, self._weights)
 
     def _load(self, states: Mapping[ClientId, bytes]) -> None:
-        """Replace the engine's store by one with the encoded states of these clients."""
+        """Replace the engine's store by a store with the encoded states of these clients."""
         self._engine.store = StateStore()
         for client, state in states.items():
             if state:

@@ -23,7 +23,7 @@ from fedstrata.base.records import Tree
 ALIGNMENT = 64
 """Alignment of each tensor in bytes.
 
-It is that of PyTorch's own allocator, so that kernels take the same path and compute the same bits.
+PyTorch's own allocator uses the same alignment. Kernels therefore take the same path and compute the same bits.
 """
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the value on Linux; Python has a name for it since 3.13
@@ -36,11 +36,11 @@ The system provides memory for a page of this range only when the page is first 
 
 
 class SharedMemory:
-    """Memory that a process shares with the processes that it forks afterwards; one side writes, the other reads.
+    """Memory that a process shares with its later forks. One process writes to the memory, and other processes read it.
 
-    The writer uses one block of the memory for each tree. The reader's tensors lie in this block. When the last of them
-    is deleted, the block is added to the reader's list ``free``. The reader's process must then send this list to the
-    writer's process, which passes it to ``reuse``.
+    The writer uses one block of the memory for each tree. The reader's tensors lie in this block. When the last of
+    these tensors is deleted, the block is added to the reader's list ``free``. The reader's process must then send this
+    list to the writer's process, which passes it to ``reuse``.
 
     Raises:
         OSError: The system refuses even the smallest size.
@@ -80,7 +80,7 @@ class SharedMemory:
             self._gaps.insert(place, (begin, end))
 
     def write(self, tree: Tree) -> bytes:
-        """Write the tensors of a tree to the memory; return the bytes from which ``read`` makes the tree again.
+        """Write the tensors of a tree to the memory; return the bytes from which ``read`` restores the tree.
 
         Raises:
             MemoryError: No free range is large enough.
@@ -139,7 +139,7 @@ class SharedMemory:
 
 
 class _Packer(pickle.Pickler):
-    """A pickler that replaces each tensor or array by its place in a block of shared memory.
+    """A pickler that replaces each tensor or array by its position in a block of shared memory.
 
     ``tensors`` lists the tensors with their offsets in the block, in bytes; ``size`` is the size of the block.
     """
@@ -168,7 +168,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """An unpickler that makes the tensors and arrays which ``_Packer`` replaced."""
+    """An unpickler that restores the tensors and arrays that ``_Packer`` replaced."""
 
     def __init__(self, stream: io.BytesIO, block: Tensor | None, copy: bool) -> None:
         super().__init__(stream)

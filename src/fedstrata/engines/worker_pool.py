@@ -1,7 +1,7 @@
 """Worker processes that compute the answers of clients in parallel with the process of the experiment.
 
-They are forks of this process, and therefore have the data, the model and the settings without a copy. Each uses one
-thread. Any free worker may compute any client's answer: the result is the same.
+Workers are forks of this process, and therefore have the data, the model and the settings without a copy. Each worker
+uses one thread. Any free worker may compute any client's answer, because the result is the same.
 
 Two processes are 2.0 times as fast as one on a convolutional network, and 1.8 times on an MLP
 (``benchmarks/fast_paths.py``).
@@ -24,7 +24,7 @@ from fedstrata.engines.sharing import SharedMemory
 from fedstrata.federation.messages import ClientId, Reply, Request, Requests
 
 GRACE = 1.0
-"""Seconds that a worker has at the end to finish its present answer."""
+"""Seconds that a worker has, when the pool is closed, to finish its current answer."""
 
 State = Mapping[str, Tree]
 
@@ -77,8 +77,8 @@ class LocalWorkerPool:
         Args:
             order: The clients, in the order in which their answers are begun.
             requests: The request of each client.
-            states: The state of each client that has one.
-            run_locally: A function that computes a client's answer in this process, and keeps it.
+            states: The state of each client that has a state.
+            run_locally: A function that computes a client's answer in this process, and stores it.
 
         Returns:
             The answers that workers computed. The answer of a client is missing if ``run_locally`` was called for the
@@ -128,7 +128,7 @@ class LocalWorkerPool:
 
 
 def next_index(counter: int) -> int:
-    """Return the next index 0, 1, …; no two processes get the same one.
+    """Return the next index 0, 1, …; no two processes get the same index.
 
     The index is the position in an empty file that all processes share. The system increments it atomically, so that no
     lock is needed, which a killed worker would never release.
@@ -140,14 +140,14 @@ def next_index(counter: int) -> int:
 
 
 def _serve(down: SharedMemory, up: SharedMemory, counter: int, answering: Answering, connection: Connection) -> None:
-    """Run a worker: answer one call of ``ask`` after another, until the asking process closes the connection or ends.
+    """Run a worker: answer one call of ``ask`` after another, until the parent process closes the connection or ends.
 
     Args:
         down: The memory from which the worker reads requests and states.
         up: The memory to which it writes answers.
         counter: See ``next_index``.
         answering: See ``LocalWorkerPool``.
-        connection: The connection to the asking process.
+        connection: The connection to the parent process.
     """
     prepare_process(1)
     while True:
@@ -157,10 +157,10 @@ def _serve(down: SharedMemory, up: SharedMemory, counter: int, answering: Answer
         message = []
         while (place := next_index(counter)) < len(asked):
             client, which = asked[place]
-            # After an exception the answer is missing. The asking process computes it again, and records the exception.
+            # After an exception the answer is missing. The parent process computes it again, and records the exception.
             with contextlib.suppress(Exception):
                 answer = answering(client, requests[which], states.get(client, {}))
-                # Reply and state are written to two blocks, because the state is kept much longer.
+                # Reply and state are written to two blocks, because the state is stored much longer.
                 message.append((client, up.write(answer.reply), up.write(answer.state)))
         connection.send(message)
 
@@ -168,7 +168,7 @@ def _serve(down: SharedMemory, up: SharedMemory, counter: int, answering: Answer
 def cores() -> int:
     """Return how many cores this process may use for itself and its workers.
 
-    The result is 1 if this process is itself a worker of another one, or cannot be forked.
+    The result is 1 if this process is itself a worker of another process, or cannot be forked.
     """
     if multiprocessing.parent_process() is not None or not can_fork():
         return 1

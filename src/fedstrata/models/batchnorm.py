@@ -1,10 +1,10 @@
 """BatchNorm with the statistics of a batch whose samples are at several clients (Stratify, section III-E).
 
-Clients that each hold a part of a batch normalise it exactly as one machine with the whole batch would. In the forward
-pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, it sums Σ ∂J/∂x̂ and Σ x̂ ∂J/∂x̂,
-where x̂ is the normalised input and J the loss. The sums are divided by the total count m. ``torch.nn.SyncBatchNorm``
-does the same between processes. The loss must be a *sum* over samples. The clients' gradients, also those of the
-layer's weight and bias, then add up to the gradient of the whole batch.
+Clients that each have some samples of a batch normalise them exactly as one machine with the whole batch would. In the
+forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, it sums Σ ∂J/∂x̂ and Σ x̂
+∂J/∂x̂, where x̂ is the normalised input and J the loss. The sums are divided by the total count m.
+``torch.nn.SyncBatchNorm`` does the same between processes. The loss must be a *sum* over samples. The clients'
+gradients, including the gradients of the layer's weight and bias, then add up to the gradient of the whole batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 
 
 class ReduceGroup:
-    """The connection of one client to its group, which consists of all ``size`` clients that hold a part of a batch.
+    """The connection of one client to its group, which consists of all ``size`` clients with samples of a batch.
 
     Args:
         group: The group.
@@ -37,14 +37,14 @@ class ReduceGroup:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensors that all clients of the group pass to this call.
 
-        The call waits until all clients have made it, so all clients must call it equally often. The sum has the same
-        bits for all clients.
+        The call waits until all clients have made the call, so all clients must call this method equally often. The sum
+        has the same bits for all clients.
         """
         return self._group.add({self._number: tensor})
 
 
 class GroupBrokenError(FedstrataError):
-    """An error of the members of a group: another member failed, so they cannot finish the batch."""
+    """An error for members of a group that cannot finish a batch, because another member failed."""
 
 
 class _FederatedBatchNorm(_BatchNorm):
@@ -97,9 +97,10 @@ def _by_channel(vector: Tensor, x: Tensor) -> Tensor:
 def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, int]:
     """Compute the statistics of the batch over all clients.
 
-    Var = Σx²/m − μ² loses precision in float32. Therefore each client computes its mean and the sum of squared
-    distances from it, and from these Σx and Σx² in float64. Only vectors with one number per channel are cast to
-    float64. The clients need one exchange; the usual algorithm, which first averages over all clients, needs two.
+    Var = Σx²/m − μ² loses precision in float32. Therefore, each client computes its mean and the sum of squared
+    distances from this mean. From both, it computes Σx and Σx² in float64. Only vectors with one number per channel are
+    cast to float64. The clients need one exchange; the usual algorithm, which first averages over all clients, needs
+    two.
 
     Returns:
         The mean, shape (C,), float64; the biased variance, shape (C,), float64; and the number of values per channel.
@@ -117,7 +118,7 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
     m = int(total[-1])
     if m <= 1:
         raise ValueError(
-            f"the clients together hold {m} value(s) per channel, but BatchNorm requires more than 1 to train"
+            f"the clients together have {m} value(s) per channel, but BatchNorm requires more than 1 to train"
         )
     mean, squares = (total[:-1] / m).view(2, channels)
     return mean, (squares - mean.square()).clamp_(min=0.0), m
@@ -128,8 +129,9 @@ class SharedNorm(torch.autograd.Function):
 
     ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and ∂J/∂σ² by
     ``share``. The products are summed over the group and divided by ``count``, and each client propagates the results
-    to its inputs. For this, σ² is treated as a mean of squared distances from ``centre``: μ if the statistics are those
-    of the whole batch, and the client's own mean if they are averages of the clients' statistics.
+    to its inputs. For this, σ² is treated as a mean of squared distances from ``centre``. ``centre`` is μ if the
+    statistics are computed over the whole batch, and the client's own mean if they are averages of the clients'
+    statistics.
     """
 
     @staticmethod
@@ -224,8 +226,8 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
 
     All members must run the same module on their own batches, first one forward pass and then one backward pass, so
     that their sums match. A client without samples in the batch may be in the group, but need not. If it is in the
-    group, it passes an empty batch, shape (0, …), which adds zeros, and gets the same running statistics as the others.
-    A client that fails must call ``LocalGroup.abort``. Otherwise the others wait until their timeout.
+    group, it passes an empty batch, shape (0, …), which adds zeros, and gets the same running statistics as the other
+    clients. A client that fails must call ``LocalGroup.abort``. Otherwise, the other clients wait until their timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.
@@ -261,8 +263,8 @@ class LocalGroup:
 
     Args:
         size: The number of members.
-        timeout: Seconds that a member waits for the others before it breaks the group; None to wait without a limit, if
-            members that fail always call ``abort``.
+        timeout: Seconds that a member waits for the other members before it breaks the group. None means no limit,
+            which requires that members that fail always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))
@@ -294,7 +296,7 @@ class LocalGroup:
             self._changed.notify_all()
 
     def leave(self, *members: int) -> None:
-        """Record that members have ended. The group breaks if others wait, now or later, for their tensors."""
+        """Record that members have ended. The group breaks if other members wait, now or later, for their tensors."""
         with self._changed:
             self._ended.update(members)
             self._abort_if_incomplete()
@@ -306,18 +308,18 @@ class LocalGroup:
             return self._turn, tuple(sorted(self._parts))
 
     def add(self, parts: Mapping[int, Tensor]) -> Tensor:
-        """Add the tensors of some members, wait for those of the others, and return the sum of all.
+        """Add the tensors of some members, wait for the other members' tensors, and return the sum of all tensors.
 
         Args:
             parts: A mapping from member to its tensor.
 
         Raises:
-            GroupBrokenError: A member failed, ended or was too late; or it added two tensors to one sum, or a tensor of
-                another shape.
+            GroupBrokenError: A member failed, ended or was too late; or a member added two tensors to one sum, or a
+                tensor of another shape.
         """
         with self._changed:
             if again := sorted(self._parts.keys() & parts.keys()):
-                self.abort(f"member {again[0]} came twice to one all-reduce")
+                self.abort(f"member {again[0]} added two tensors to one sum")
             self._refuse_broken()
             turn = self._turn
             self._parts.update(parts)
@@ -326,7 +328,7 @@ class LocalGroup:
                 self._finish_turn()
             elif not self._changed.wait_for(lambda: self._turn != turn or self._broken is not None, self.timeout):
                 missing = ", ".join(str(other) for other in range(self.size) if other not in self._parts)
-                self.abort(f"member(s) {missing} did not come within {self.timeout:g} s")
+                self.abort(f"member(s) {missing} did not add a tensor within {self.timeout:g} s")
             # A completed sum is valid, even if the group broke before this member woke up.
             if self._turn == turn:
                 self._refuse_broken()
@@ -336,7 +338,7 @@ class LocalGroup:
         parts = [self._parts[number] for number in range(self.size)]
         if len({(part.shape, part.dtype) for part in parts}) > 1:
             shapes = ", ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
-            self.abort(f"members are out of step, they brought {shapes}")
+            self.abort(f"the members added tensors of different shapes or dtypes: {shapes}")
             return
         try:
             self._total = self._add_up(parts)
@@ -355,8 +357,8 @@ class LocalGroup:
 
     def _abort_if_incomplete(self) -> None:
         if self._parts and (missing := sorted(self._ended - self._parts.keys())):
-            self.abort(f"member(s) {', '.join(map(str, missing))} ended without coming to this sum")
+            self.abort(f"member(s) {', '.join(map(str, missing))} ended before they added a tensor to the sum")
 
     def _refuse_broken(self) -> None:
         if self._broken is not None:
-            raise GroupBrokenError(f"the group of {self.size} is broken: {self._broken}")
+            raise GroupBrokenError(f"the group of {self.size} clients is broken: {self._broken}")

@@ -43,7 +43,7 @@ class Head:
             named = [each for each in modules if each]  # the module itself has an empty name
             raise SpecError("model.head", not_among("is not a submodule of the model", name, named), name)
         # Find the head's parameters by identity and not by the prefix of their names, because a submodule with two
-        # names has its parameters only under the first one.
+        # names has its parameters only under the first name.
         names = {id(tensor): full for full, tensor in trained.items()}
         inside = {local: names.get(id(tensor)) for local, tensor in modules[name].named_parameters()}
         return cls(name, modules[name], {local: full for local, full in inside.items() if full is not None})
@@ -71,7 +71,7 @@ def _is_frozen(module: nn.Module) -> bool:
 
 
 def _in_adapter(module: nn.Module, name: str) -> bool:
-    """Return True if a submodule is part of a LoRA adapter, which its name or the name of its class shows."""
+    """Return True if a submodule is part of a LoRA adapter, judged by its name or the name of its class."""
     parts = name.split(".") if name else []
     inside = [module.get_submodule(".".join(parts[: depth + 1])) for depth in range(len(parts))]
     return any(re.match("(?i)(.*_)?lora", part) for part in parts) or any(

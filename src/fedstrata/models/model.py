@@ -26,15 +26,15 @@ class Model:
 
     ``model(params, x)`` returns the logits that the module computes with ``params``, and does not change the module. It
     can be differentiated and vectorised with ``torch.func``. For training in a plain loop, ``loaded`` installs
-    parameters in the module for a ``with`` block. Calls with the dictionary that it yields are as fast as calls of the
-    module.
+    parameters in the module for a ``with`` block. Calls with the dictionary that ``loaded`` yields are as fast as calls
+    of the module.
 
     Outside ``loaded`` the module holds its initial values and is in evaluation mode. A model serves one thread at a
     time; another thread uses a ``clone``.
 
     **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. A batch of
     several tensors is passed by name: ``module(**inputs)``. The module returns the logits, or an object with an
-    attribute ``logits``, or a tuple that begins with them. Its *head* is the submodule that computes logits from
+    attribute ``logits``, or a tuple that begins with the logits. Its *head* is the submodule that computes logits from
     features, and its *features* are the input of that submodule. By default, the head is the submodule ``head`` if
     there is one, and otherwise the last ``nn.Linear`` that is trained and not part of a LoRA adapter. ``forward`` must
     call the head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
@@ -96,7 +96,7 @@ class Model:
         return _copies(self._initial_params)
 
     def laid_out(self, values: Mapping[str, Tensor]) -> Params:
-        """Return copies of values on the module's device and in its memory format.
+        """Return copies of values, on the module's device and in the module's memory format.
 
         Values from messages and files need this conversion.
 
@@ -109,9 +109,9 @@ class Model:
         return clones
 
     def buffers(self) -> Params:
-        """Return clones of the initial buffers (such as running statistics) that training changes, in the same order.
+        """Return clones of the initial buffers that training changes, such as running statistics, in module order.
 
-        Buffers that are not saved (``persistent=False``) are left out, and so are constant ones.
+        Constant buffers, and buffers that are not saved (``persistent=False``), are left out.
         """
         return _copies(self._initial_buffers)
 
@@ -139,8 +139,8 @@ class Model:
         """Compute the logits of a batch.
 
         Args:
-            params: The dictionary that ``loaded`` yields, or any mapping from name to tensor. Parameters and buffers
-                that it lacks are read from the module and not changed there.
+            params: The dictionary that ``loaded`` yields, or any mapping from name to tensor. Missing parameters and
+                buffers are read from the module, and are not changed there.
             x: A batch: a tensor (B, …), or a mapping from the names of the module's arguments to tensors.
 
         Returns:
@@ -202,7 +202,8 @@ class Model:
         """Install copies of ``params`` and ``buffers`` in the module for the ``with`` block.
 
         In-place changes (under ``no_grad``) of the tensors in the yielded dictionary change the module. After the
-        block, the module holds its initial values again, and the dictionary is empty: clone tensors that you keep.
+        block, the module holds its initial values again, and the dictionary is empty. Clone tensors that you need
+        afterwards.
 
         Args:
             params: A mapping from the name of every parameter to its value.
@@ -328,7 +329,7 @@ def forward(module: nn.Module, x: Inputs) -> Tensor:
 
 
 def require_trainable(module: nn.Module) -> None:
-    """Raise ``SpecError`` if a module has no trainable parameters, or some that are not float32."""
+    """Raise ``SpecError`` if a module has no trainable parameters, or trainable parameters that are not float32."""
     trained = {name: tensor.dtype for name, tensor in module.named_parameters() if tensor.requires_grad}
     if not trained:
         raise SpecError(

@@ -21,8 +21,8 @@ class ResNet9(ModelSpec):
 
     Its layers are: convolutions with 64 and 128 channels; a residual connection around two convolutions with 128
     channels; convolutions with 256 and 512 channels; a residual connection around two convolutions with 512 channels;
-    global max-pooling; and a linear layer. Max-pooling follows the convolution to 128 channels and those to 256 and
-    512. The logits are not scaled, unlike those of DAWNBench. With 3 input channels and 10 classes, it has 6,573,130
+    global max-pooling; and a linear layer. Max-pooling follows the three convolutions that double the number of
+    channels. Unlike in DAWNBench, the logits are not scaled. With 3 input channels and 10 classes, it has 6,573,130
     parameters.
 
     Args:

@@ -1,4 +1,4 @@
-"""The models that a spec can name, and users' own models, which a spec names as ``"module:factory"``.
+"""The built-in models, and users' own models, which a spec names by a path ``"module:factory"``.
 
 In all models, pooling comes *before* ReLU. Both are monotone, so the result is the same as in the usual order, and ReLU
 processes only a quarter of the values. Convolutions are in channels-last memory format, as are the images of data sets.
@@ -84,10 +84,10 @@ class Tabular(ModelSpec):
 class CNN(ModelSpec):
     """The LeNet-like network of ReBaFL (section 5.1): 5x5 convolutions with max-pooling, and a hidden layer.
 
-    Convolutions are padded by 2, so that 8x8 images are large enough for three of them.
+    Convolutions are padded by 2, so that 8x8 images are large enough for three convolutions.
 
     Args:
-        channels: Number of channels of each convolution. ReBaFL adds a third one, with 64, for CIFAR-10.
+        channels: Number of channels of each convolution. ReBaFL adds a third convolution with 64 channels for CIFAR-10.
         hidden: Width of the hidden layer, whose outputs are the features.
     """
 
@@ -100,7 +100,7 @@ class CNN(ModelSpec):
 
 
 class CNN64(ModelSpec):
-    """The network of FedSSAR for CIFAR: two 5x5 convolutions with 64 channels, and hidden layers of 394 and 192."""
+    """The network of FedSSAR for CIFAR: two 5x5 convolutions with 64 channels, hidden layers of 394 and 192 units."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """Create the module; see ``ModelSpec.build`` for the arguments."""
@@ -126,12 +126,14 @@ class CustomModel(ModelSpec):
 
 
 class Custom(ModelSpec):
-    """A user's own module.
+    """A user's own module, which a function or a class (the *factory*) creates.
 
     Args:
-        factory: The path ``"package.module:factory"`` of a function that returns a module, or of a subclass of
-            ``nn.Module``. It is called as ``factory(shape, classes, **arguments)``; if samples have several inputs,
-            ``shape`` is a mapping from their names to shapes. See ``Model`` about features and head.
+        factory: The path of a function that returns an ``nn.Module``, or of a subclass of ``nn.Module``. In
+            ``"mymodels:make"``, ``mymodels`` is an importable Python module, and ``make`` is a function in it.
+            fedstrata calls ``make(shape, classes, **arguments)`` with the shape of one sample and the number of
+            classes. If samples have several inputs, ``shape`` is a mapping from the names of the inputs to their
+            shapes. See ``Model`` about features and head.
         arguments: Further arguments of the factory. In a spec, they are the keys of ``[model]`` other than ``name``.
     """
 
@@ -161,7 +163,7 @@ class _Models(Registry[ModelSpec]):
     """The registry of models, which also accepts the factories of ``Custom``."""
 
     def make(self, name: str, table: Mapping[str, Any]) -> ModelSpec:
-        """Make a built-in model or a user's own; see ``Registry.make``."""
+        """Create the settings of a built-in model or of a user's own model; see ``Registry.make``."""
         factory = load_object(name, "model") if ":" in name else None
         if factory is None or (inspect.isclass(factory) and issubclass(factory, ModelSpec)):
             return super().make(name, table)
@@ -195,8 +197,9 @@ AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 
 
 Trial = tuple[Inputs, Callable[[torch.Tensor], str]] | None
-"""A batch for a trial of a model, and a function that returns the shape that the outputs should have, or an empty text
-if they have it. None for a batch of zeros, and logits of classes."""
+"""A batch on which a model is tried, and a function that checks the model's outputs. The function returns an empty text
+if the outputs have the right shape, and otherwise the right shape. None means a batch of zeros and logits of
+classes."""
 
 
 def make_model(spec: ModelSpec, shape: Shape, classes: int, seed: int, trial: Trial = None) -> Model:
@@ -237,8 +240,8 @@ def _built(spec: ModelSpec, shape: Shape, classes: int, name: str) -> nn.Module:
 def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module | Model:
     """Return a user's module, which is given as an object, as its class, or as a function that returns it.
 
-    A class or a function is called as ``model(shape, classes)`` if it accepts this, otherwise as ``model()``. The seed
-    decides its initial values, as for a class that a spec names.
+    A class or a function is called as ``model(shape, classes)`` if it accepts these arguments, otherwise as
+    ``model()``. The seed decides the module's initial values, as for a class that a spec names.
 
     Raises:
         SpecError: ``model`` is neither a module nor a class or function that returns one.
@@ -252,7 +255,7 @@ def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module |
             model = model(*arguments)
     if not isinstance(model, (nn.Module, Model)):
         problem = "must be an nn.Module, a fedstrata Model, or a class or function that creates one"
-        raise SpecError("model", f"{problem}. Put names into the spec.", model)
+        raise SpecError("model", f"{problem}. Set names of models in the spec.", model)
     return model
 
 
