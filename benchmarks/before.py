@@ -1,11 +1,11 @@
-"""Compare the speed of this working tree with that of an earlier commit.
+"""Compare the speed of this working tree with the speed of an earlier commit.
 
     make bench-before COMMIT=HEAD~1
     python benchmarks/before.py HEAD~1 [--pairs 15] [--work cnn mlp small alone scaffold stratify single]
 
-Each version trains the same models in its own process, through the public interface; the two take turns. The program
-prints the median seconds of both, and the ratio of the earlier version's seconds to this tree's with a 95 % interval.
-Below 1, this tree is slower. Images are random, because their content does not influence the speed.
+Each version trains the same models in its own process, through the public interface. The two versions take turns. The
+program prints both median times, and the earlier version's time divided by this tree's time, with a 95 % interval. If
+this ratio is below 1, this tree is slower. Images are random, because their content does not influence the speed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WORK: dict[str, dict[str, Any]] = {
         "training": {"rounds": 4},
     },
 }
-"""The specs to time. The default method is FedAvg with one local epoch. The first round warms up and does not count.
+"""The specs to time. The default method is FedAvg with one local epoch. The first round is a warm-up and is not timed.
 ``alone`` is ``small`` without worker processes, so other processes of the machine disturb it less."""
 
 

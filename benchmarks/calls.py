@@ -4,9 +4,9 @@
     python benchmarks/calls.py --json > FILE        # print both as JSON
     python benchmarks/calls.py --against FILE       # also print the numbers in FILE
 
-Only functions of the package ``fedstrata`` count, in the second round with the digits (20 clients, 10 invited, one
+Only functions of the package ``fedstrata`` are counted, in the second round on digits (20 clients, 10 invited, one
 worker, one epoch, no evaluation). Comprehensions and lambdas count as calls, but not as functions. A change of file is
-a call into another file than that of the call before it; the first call counts too. Numbers from different versions of
+a call into a file other than the previous call's file. The first call also counts. Numbers from different versions of
 Python cannot be compared, because Python 3.12 inlines comprehensions.
 """
 
@@ -36,11 +36,11 @@ PACKAGE = Path(fs.__file__).parent
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 CONSTRUCTION = ("__init__", "__new__", "__post_init__", "model_post_init")
 Call = tuple[CodeType, str]
-"""A called function, and the file of the package's function that called it; "" if no such function did."""
+"""A called function, and the file of the calling function; "" if no function of the package called it."""
 
 
 def calls_of(method: str, invited: int) -> list[Call]:
-    """Return all calls of the second round, in order."""
+    """Return all calls of the second round of a run, in order."""
     training = {"rounds": 3, "clients_per_round": invited, "workers": 1, "local_epochs": 1}
     partition = {"name": "dirichlet", "alpha": 0.3, "clients": 20}
     table = {"seed": 0, "method": method, "data": "digits", "partition": partition, "training": training}
@@ -206,7 +206,7 @@ def flat(content: Mapping[str, Any]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text, with the first column aligned to the left and the others to the right."""
+    """Return a table as text, with the first column aligned to the left and the other columns to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)

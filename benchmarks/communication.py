@@ -1,16 +1,17 @@
-"""Compare the accuracy and the bytes of methods with codecs, under label skew, with all or half of the clients away.
+"""Compare accuracy and bytes of methods with codecs, under label skew, with no or half of the clients away.
 
     python benchmarks/communication.py run --out DIR [--study mnist mnist-half fashion] [--only LABEL …] [--seeds 0 1 2]
     python benchmarks/communication.py table [--page docs/results/compression.md]
     python benchmarks/communication.py speed
 
-A cell is a method with a codec. ``run`` skips the cells that are already in ``benchmarks/results``, so it can be
-stopped at any time. ``table`` draws all finished cells, and writes tables between the marks of the page and the file
-``compression-targets.csv`` beside the page. ``speed`` measures the time of the codecs.
+A cell is a combination of a method and a codec. ``run`` skips the cells that are already in ``benchmarks/results``, so
+it can be stopped at any time. ``table`` draws all finished cells, and writes tables between the marks of the page and
+the file ``compression-targets.csv`` beside the page. ``speed`` measures the time of the codecs.
 
-MNIST: 100 clients, Dirichlet(0.01) of each class among the clients, an MLP of 784-200-10; baselines invite 10 clients
-a round. Stratify has batches of 400 samples. ``stratify, dense`` has short rounds of 4,000 samples, so that the curve
-also has points at few bytes. Fashion-MNIST: 20 clients of two classes each, half of them away in every round.
+MNIST: each class is divided among 100 clients by Dirichlet(0.01), and the model is an MLP with layers 784-200-10.
+Baselines invite 10 clients per round. Stratify has batches of 400 samples. ``stratify, dense`` has short rounds of
+4,000 samples, so that the curve also has points at few bytes. Fashion-MNIST: 20 clients of two classes each, half of
+them away in every round.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ BASELINES = {"rounds": 60, "clients_per_round": 10, "local_epochs": 5, "batch_si
 BATCHES = {"rounds": 11, "lr": 0.4, "schedule": "cosine"}
 METHODS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "fedavg": ("fedavg", BASELINES, ["none", "bf16", "qsgd", "top-k", "powersgd, rank 4"]),
-    # With the learning rate of the others, the accuracy of SCAFFOLD stays at chance here.
+    # With the learning rate of the other methods, the accuracy of SCAFFOLD stays at chance here.
     "scaffold": ("scaffold", {**BASELINES, "lr": 0.01}, ["none", "qsgd", "powersgd, rank 4"]),
     "fedstas": ("fedstas", BASELINES, ["none", "qsgd", "powersgd, rank 4"]),
     "rebafl": ("rebafl", BASELINES, ["none", "qsgd", "powersgd, rank 4"]),
@@ -79,14 +80,14 @@ HALF = {"availability": {"name": "bernoulli", "p": 0.5}}
 STUDIES: dict[str, dict[str, Any]] = {"mnist": MNIST, "mnist-half": MNIST | HALF, "fashion": FASHION | HALF}
 TITLES = {"mnist": "MNIST", "mnist-half": "MNIST, half of the clients away", "fashion": "Fashion-MNIST, half away"}
 AIMS = ((0.975, 0.25, 0.5), (0.98, 0.8, 1.6))
-"""The aims for Stratify on MNIST: an accuracy, and the gigabytes up and down at which it should be reached."""
+"""The targets for Stratify on MNIST: an accuracy, and the gigabytes up and down within which it should be reached."""
 
 
 def cells(study: str) -> dict[str, dict[str, Any]]:
     """Return a mapping from each label of a study to its spec."""
     found = {}
     for method, (settings, training, codecs) in METHODS.items():
-        # Methods with "epochs" in their name only serve the aims, which are about MNIST.
+        # Methods with "epochs" in their name are needed only for the targets, which are on MNIST.
         for codec in codecs if study != "fashion" or "epochs" not in method else []:
             spec = {**STUDIES[study], "method": settings, "training": training, "evaluation": {"checkpoint_every": 2}}
             label = f"{method} | {codec}"
@@ -190,7 +191,7 @@ def table_of(study: str) -> list[str]:
 
 
 def aims() -> list[list[Any]]:
-    """Return rows that say when Stratify reaches the aims on MNIST, for each seed, with and without PowerSGD."""
+    """Return rows that show when Stratify reaches the targets on MNIST, for each seed, with and without PowerSGD."""
     lines: list[list[Any]] = [["study", "run", "seed", "accuracy, %", "GB up", "GB down", "target"]]
     for study in ("mnist", "mnist-half"):
         for label, of in by_label(study).items():
@@ -215,7 +216,7 @@ def aims() -> list[list[Any]]:
 
 
 def draw(path: Path) -> None:
-    """Draw the accuracy against the bytes at the ends of runs: the Pareto front with names, others grey."""
+    """Plot the final accuracy against the bytes of runs: the Pareto front with names, and other runs in grey."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,11 +1,11 @@
-"""Does a composition beat all four papers? ``docs/results/study.md`` has the answer and the plan.
+"""Test whether a composition of methods beats all four papers; ``docs/results/study.md`` has plan and answer.
 
     python benchmarks/compositions.py choose [--runs DIR]
     python benchmarks/compositions.py confirm [--runs DIR]
     python benchmarks/compositions.py table
 
 Several processes of this program share the runs. An interrupted run continues from its checkpoint, and the result of a
-finished run is written to ``benchmarks/results/study.json``. No run begins once the budget of core hours is spent.
+finished run is written to ``benchmarks/results/study.json``. No run begins after the budget of core hours is spent.
 ``table`` writes the answer between the marks of the page.
 """
 
@@ -42,11 +42,11 @@ BUDGET_HOURS = 4.0
 MOST_ROUNDS = 2_000
 VERDICTS = {"above": "better", "below": "worse"}
 CLOSE = 0.2
-"""The difference in percentage points up to which two candidates count as equal. The one with fewer bytes is chosen."""
+"""The difference in percentage points up to which candidates count as equal. Then, fewer bytes decide."""
 
 
 class Spent(fs.Callback):
-    """Counts the samples and bytes that a run has spent, and ends the run when both budgets are reached.
+    """A callback that counts the samples and bytes of a run, and ends the run when both budgets are reached.
 
     Args:
         samples: The budget of samples that all clients process; None for no limit.
@@ -79,7 +79,7 @@ class Spent(fs.Callback):
 
 
 def spec_of(label: str, seed: int) -> dict[str, Any]:
-    """Return the spec of a label. FedAvg ends after a number of rounds, the others when both budgets are reached."""
+    """Return the spec of a label. FedAvg ends after a number of rounds, other methods when both budgets are reached."""
     spec = {**PLAN["spec"], "seed": seed, "method": {**PLAN["rivals"], **PLAN["candidates"]}[label]}
     for key, change in PLAN["changes"].get(label, {}).items():
         spec[key] = {**spec.get(key, {}), **change}
@@ -129,7 +129,7 @@ def run(labels: list[str], seeds: tuple[int, ...], runs: Path) -> None:
 def result_of(label: str, seed: int, folder: Path) -> dict[str, Any]:
     """Run an experiment, and return the accuracy at both budgets.
 
-    For the seeds of ``CHOOSING``, it is measured on validation samples, and otherwise on the test set.
+    For the seeds of ``CHOOSING``, the accuracy is measured on validation samples, and otherwise on the test set.
     """
     most = {} if label == REFERENCE else {key: load()[f"{REFERENCE} | {seed}"][key] for key in BUDGETS}
     spent = Spent(**most)

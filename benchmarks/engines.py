@@ -2,7 +2,7 @@
 
     python benchmarks/engines.py [--deploy]
 
-The exchanges are questions that need no work, sums over all clients, and hops (the model is passed from client to
+The exchanges are requests that need no work, sums over all clients, and hops (the model is passed from client to
 client). The results are medians. ``--deploy`` adds a deployment of two sites as processes with mutual TLS. The sites
 import this module.
 """

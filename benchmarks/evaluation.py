@@ -1,8 +1,8 @@
-"""Compare the time of an evaluation by client with that of an evaluation of the same samples at once.
+"""Compare the time of an evaluation per client with the time of one evaluation of all samples at once.
 
     python benchmarks/evaluation.py [--data mnist] [--repeats 201]
 
-The evaluation by client applies the global model to each client's own test part, and computes the metrics of every
+The evaluation per client applies the global model to each client's own test samples, and computes the metrics of every
 client and their statistics over clients. The two evaluations take turns. The results are medians of the processor time
 of one thread, and of the ratios.
 """

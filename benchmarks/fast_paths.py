@@ -4,7 +4,7 @@
     python benchmarks/fast_paths.py [--pairs 15] [--only manual traced …] [--results benchmarks/results]
 
 A fast path must be at least 1.5 times as fast on work that users do; otherwise it is removed. The only exception is
-kept memory, which gains less but helps every MLP.
+keeping freed memory, which gains less but helps every MLP.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import fedstrata as fs
 from fedstrata.runs.simulation import Simulation
 
 Works = tuple[Callable[[], float | None], Callable[[], float | None]]
-"""A function that takes the plain path, and one that takes the fast path; each returns its seconds or None."""
+"""A function for the plain path and a function for the fast path. Each returns its seconds, or None."""
 
 
 def images(count: int) -> fs.Dataset:
@@ -79,7 +79,7 @@ def traced(model: str) -> Works:
 
 
 def team(model: str) -> Works:
-    """Compare two worker processes with one."""
+    """Compare two worker processes with one process."""
     settings, samples = {"clients_per_round": 10}, 600 if model == "cnn" else 6000
     return (
         stepping(simulation(10, samples, model=model, training=settings)),
@@ -125,7 +125,7 @@ def incremental_kmeans(_: str) -> Works:
 
 
 def memory(model: str) -> Works:
-    """Compare a process that keeps freed memory with one that returns it to the system, as glibc does by default."""
+    """Compare keeping freed memory in the process with returning it to the system, as glibc does by default."""
 
     def child(keep: bool) -> Child:
         environment = os.environ | ({} if keep else {"MALLOC_TRIM_THRESHOLD_": "131072"})

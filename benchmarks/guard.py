@@ -1,9 +1,9 @@
-"""Measure which share of a round's time a site spends on its checks of requests and replies, with the digits.
+"""Measure the fraction of a round's time that a site spends on checks of requests and replies, on digits.
 
-Run it as ``python benchmarks/guard.py``, on a quiet machine. One site in this process holds all clients. Messages are
-bytes, as in a deployment, but no time is spent waiting for a network, so the share is larger than in a deployment. The
-time of a round includes the site and the server. The time for the site's ledger, which is written to a disk, is listed
-separately.
+Run it as ``python benchmarks/guard.py``, on a quiet machine. One site in this process has all clients. Messages are
+bytes, as in a deployment, but no time is spent waiting for a network. The fraction is therefore larger than in a
+deployment. The time of a round includes the site and the server. The time for the site's ledger, which is written to a
+disk, is listed separately.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Clock:
         self.seconds = 0.0
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same and adds its time to the clock."""
+        """Return a function that calls ``function`` and adds the time of the call to the clock."""
 
         def call(*args: Any, **how: Any) -> Any:
             began = time.perf_counter()

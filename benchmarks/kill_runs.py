@@ -8,8 +8,8 @@ A chain starts ``python -m fedstrata run``, ``compare`` or ``sweep``, sends a si
 process of the local engine, which the run must survive, or the process of one run of ``compare`` or ``sweep``.
 
 After a chain, all models, ``metrics.jsonl``, ``events.jsonl``, ``summary.json`` and other JSON files must be equal to
-those of an undisturbed run, except times and the checksums of lines with times. There must be no additional file in the
-folder, in the folder for temporary files and in ``/dev/shm``, and no process of the command may still run.
+the files of an undisturbed run, except times and the checksums of lines with times. There must be no additional file in
+the folder, in the folder for temporary files and in ``/dev/shm``, and no process of the command may still run.
 
 A row for each chain is written to ``benchmarks/results/kill_runs.json`` as soon as it ends. A chain that has a row is
 not repeated; ``--chains 0`` only prints the table.
@@ -221,7 +221,7 @@ def chain(name: str, what: str, number: int, reference: Reference, place: Path) 
 
 
 def differences(expected: Path, found: Path) -> list[str]:
-    """Return the files that only one of two folders has, or whose contents differ in more than times."""
+    """Return the files that exist in only one of two folders, or whose contents differ in more than times."""
     files = [{path.relative_to(place) for path in place.rglob("*") if path.is_file()} for place in (expected, found)]
     common = {path for path in files[0] & files[1] if content(expected / path) == content(found / path)}
     return sorted(str(path) for path in (files[0] | files[1]) - common)

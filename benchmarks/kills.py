@@ -6,8 +6,8 @@ processes communicate by mutual TLS. Two jobs run, one after the other:
 - In the first job, a round needs two of the three sites. All processes of a site are killed, and the site is started
   again; a site is stopped for a minute and continues; or two sites are stopped, and the run must wait.
 - In the second job, a round needs all three sites. The job's process is killed at a site or at the server; the whole
-  server is killed and started again; or the server is stopped for a minute. The final model must be equal to that of
-  an undisturbed run.
+  server is killed and started again; or the server is stopped for a minute. The final model must be equal to the final
+  model of an undisturbed run.
 
 The order, the sites and the times of these events are drawn from the seed. A row for each event is written at once to
 ``benchmarks/results/kills.json``, where it replaces old rows of the same kind; ``--kinds none`` prints the table. The
@@ -70,14 +70,14 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 """A mapping from each value of ``--codec`` to the settings ``communication``."""
 FEWER = {"stop": 4, "stop two": 20, "server job": 2, "server": 2, "stop server": 4}
-"""The factors by which these kinds happen less often than others, such as pauses, which take at least a minute."""
+"""The factors by which some kinds of events are rarer than others, such as pauses, which take at least a minute."""
 HURRY = "KILLS_HURRY"
 """The environment variable with the path of a file; once the file exists, clients no longer wait before they train."""
 PAUSE = 60.0
 """The seconds for which a site or the server is stopped."""
 SIGNS = ("nothing was heard of it", "sites answer. The run waits for", "the job comes again", "waiting for the server")
-"""Texts that show that a party is missed. The server writes them to the run's events or to its log; ``submit`` prints
-them if the job is interrupted or the server is away."""
+"""Texts which show that the server noticed a missing party. The server writes them to the run's events or to its log;
+``submit`` prints them if the job is interrupted or the server is away."""
 
 
 class Leisurely(Scaffold):

@@ -3,7 +3,8 @@
     python benchmarks/kmeans_1d.py [--results benchmarks/results] [--repeats 5]
 
 The values are the 178,110 coordinates of one client's gradient, for an MLP with hidden layers 200-100 and samples of
-MNIST with one label. Shorter vectors are random coordinates of it, except that of length 2,048, its projection.
+MNIST with one label. Shorter vectors are random coordinates of this gradient, except the vector of length 2,048, which
+is its projection.
 """
 
 from __future__ import annotations

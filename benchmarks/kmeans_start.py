@@ -1,11 +1,11 @@
-"""Compare the strata of both starts of k-means (random clients, k-means++) on the gradients of a finished run.
+"""Compare the strata that k-means finds from both starts (random clients, k-means++), on gradients of a finished run.
 
     fedstrata reproduce fedstas/mnist --seeds 0 --out OUT
     python benchmarks/kmeans_start.py OUT/runs/fedstas/mnist/fedsts/*/seed-0 [--starts 40] [--results DIR]
 
 The gradients are those in the run's last checkpoint, and both starts use the same seeds. ``highest_samples`` is the
-largest possible value of ``samples``: each client's own main label counts. In the table, a cell has the purity of only
-one start, whose seed all methods share.
+largest possible value of ``samples``, in which each client's own main label is counted. In the table, a cell contains
+the purity of a single start, with the same seed for all methods.
 """
 
 from __future__ import annotations

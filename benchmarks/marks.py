@@ -1,6 +1,6 @@
 """Write tables into pages of the documentation, between two marks.
 
-The following command writes the text of a file between ``<!-- mnist -->`` and ``<!-- end of mnist -->``:
+For example, the command
 
     python benchmarks/marks.py docs/results/measurements.md mnist runs/mnist/table.md
 

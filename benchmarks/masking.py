@@ -6,10 +6,10 @@
 Writes ``masking.json``, ``masking.md`` and ``masking.png`` to ``benchmarks/results``, and the rows of the largest cell
 between the marks of ``docs/privacy/masked-labels.md``. ``--show`` writes them again from ``masking.json``.
 
-The cells are those of Stratify's Table IV: each client holds 1 of 2, 5 of 10 or 50 of 100 classes. All modes of a cell
-run one after another in one process with one thread, on the same labels; the fast ones several times (the median
-counts). ``ckks-paper`` in the largest cells takes minutes. Times are CPU time of that thread: nothing waits for a disk
-or a network here, and other work on the machine does not count.
+The cells are those of Stratify's Table IV: each client has 1 of 2, 5 of 10 or 50 of 100 classes. All modes of a cell
+run one after another in one process with one thread, on the same labels. Fast modes run several times, and the median
+is reported. ``ckks-paper`` in the largest cells takes minutes. Times are CPU time of this thread. Nothing waits for a
+disk or a network, and other work on the machine is not included.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ GROWTH_CLIENTS, GROWTH_CLASSES = (10, 100, 1000), (10, 100, 1000)
 def federation(clients: int, classes: int, labels: int, seed: int = 0) -> Federation:
     """Return a federation whose clients each hold one sample of ``labels`` random classes.
 
-    Every class has a holder if this is possible.
+    Every class is at some client if this is possible.
     """
     generator = np.random.default_rng(seed)
     held = [generator.choice(classes, size=labels, replace=False) for _ in range(clients)]
@@ -116,7 +116,7 @@ def measure(masking: str, clients: int, classes: int, labels: int) -> dict[str, 
 
 
 def typical(masking: str, clients: int, classes: int, labels: int, repeats: int) -> dict[str, Any]:
-    """Run several enrolments, and return the one with the median time."""
+    """Run several enrolments, and return the enrolment with the median time."""
     runs = [measure(masking, clients, classes, labels) for _ in range(repeats)]
     return sorted(runs, key=lambda run: float(run["seconds"]))[len(runs) // 2]
 
@@ -134,7 +134,7 @@ def table_iv(quick: bool) -> list[dict[str, Any]]:
 
 
 def growth(quick: bool) -> list[dict[str, Any]]:
-    """Measure growing numbers of clients and of classes, of which each client holds ten."""
+    """Measure enrolments with growing numbers of clients and of classes; each client has ten classes."""
     found = []
     pairs = {(n, 100) for n in GROWTH_CLIENTS} | {(100, c) for c in GROWTH_CLASSES}
     if not quick:
@@ -192,7 +192,7 @@ PAPER = {
 
 
 def beside_the_paper(cells: list[dict[str, Any]]) -> list[str]:
-    """Return a table of the times in Table IV, whose machine is unknown, and of ``ckks-paper`` and ``ckks`` here."""
+    """Return a table of the times in Table IV (machine unknown), and of ``ckks-paper`` and ``ckks`` on this machine."""
     lines = ["| classes | clients | paper | published protocol here | `ckks` here |", "|---|---|---|---|---|"]
     there = {(run["classes"], run["clients"], run["masking"]): run for run in cells}
     for (classes, clients), paper in PAPER.items():
@@ -252,7 +252,7 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
         for masking in MODES[1:]:
-            measure(masking, 2, 2, 1)  # imports, first allocations
+            measure(masking, 2, 2, 1)  # warm-up: imports and first allocations
         cells, grown = table_iv(options.quick), growth(options.quick)
         kept = {"machine": platform.machine(), "cells": cells, "growth": grown}
         file.write_text(json.dumps(kept, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Methods of ``fedstrata.papers.other_readings``, under the path by which ``rebafl_tables.py`` names them."""
+"""The methods of ``fedstrata.papers.other_readings``, under the path that ``rebafl_tables.py`` uses."""
 
 from fedstrata.papers.other_readings import LostFedDyn, LostSCAFFOLD
 

@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Ratio:
-    """The speed of the second function divided by that of the first.
+    """The speed of the second function divided by the speed of the first function.
 
     Args:
         median: The median ratio over the pairs.

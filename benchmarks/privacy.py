@@ -1,4 +1,4 @@
-"""Measure how small clients' parts of Stratify's batches are, what attacks recover, and what a minimum size costs.
+"""Measure the sizes of clients' parts of Stratify's batches, what attacks recover, and what a minimum size costs.
 
     python benchmarks/privacy.py run
     python benchmarks/privacy.py table [--page docs/results/privacy-audits.md]
@@ -155,7 +155,7 @@ def got(found: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def below(one: dict[str, Any], size: int) -> float:
-    """Return the share of a cell's parts that have fewer than ``size`` samples."""
+    """Return the fraction of a cell's parts that have fewer than ``size`` samples."""
     total = sum(one["parts"].values())
     return sum(count for each, count in one["parts"].items() if int(each) < size) / total
 

@@ -5,7 +5,7 @@
 The engines take turns in one process, and each client uses one thread. ``local`` is the local engine without worker
 processes; ``local_team`` has as many workers as Ray. The medians over the turns, and the medians of the ratios to
 ``local``, are written to ``benchmarks/results/ray_speed.json``. A round of FedAvg trains 10 of 100 clients. An exchange
-asks clients for their number of samples. For Stratify, the time is that of one batch or, in single-sample mode, of
+asks clients for their number of samples. For Stratify, the time is the time of one batch or, in single-sample mode, of
 one hop (a client trains on some samples and passes the model on).
 """
 
@@ -51,7 +51,7 @@ class Run(Simulation):
 
 
 def in_turn(turns: int, **work: Callable[[], Any]) -> dict[str, list[float]]:
-    """Run functions in turns, and return the seconds of each; the first turn warms up and does not count."""
+    """Run functions in turns, and return the seconds of each; the first turn is a warm-up and is left out."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(turns + 1):
         for name, run in work.items():

@@ -8,14 +8,15 @@ Several processes of this program share the cells. The result and the curve of a
 ``benchmarks/results/rebafl.json``, and the cell does not run again. ``show`` writes tables of all cells that have begun
 to ``rebafl.md``, and the curves to ``rebafl_*.png``.
 
-The settings are those of section 5.1: each client has 500 samples of each of 2 random classes; all m clients are
-invited, and each answers with probability p = 0.5; E = 5, B = 50, η = 0.01 (0.02 for CIFAR-10), weight decay 5e-4; a
-CNN of 16 and 32 channels (64 more for CIFAR-10). Convolutions and products are computed in bfloat16, which takes 0.6 of
-the time; the table "precision" compares it with float32. Each method runs with its default parameters and with the best
-parameters of a grid, which is that of its paper. Grid points run for 30 rounds with another seed. The best one has the
-highest mean accuracy of the last ten rounds on 10,000 training images that no client holds. For ReBaFL, first ε is
-chosen with μ = 0, and then μ, as in section 5.5.1. FedLC has no grid: clients have equally many samples of each class,
-so all its margins are equal for every τ.
+The settings follow section 5.1. Each client has 500 samples of each of 2 random classes. All clients are invited, and
+each answers with probability p = 0.5. Clients train for 5 epochs with batches of 50 samples, a learning rate of 0.01
+(0.02 for CIFAR-10), and weight decay 5e-4. The model is a CNN of 16 and 32 channels (64 more for CIFAR-10).
+Convolutions and products are computed in bfloat16, which takes 0.6 of the time. The table "precision" compares bfloat16
+with float32. Each method runs with its default parameters and with the best parameters of a grid, which comes from its
+paper. Grid points run for 30 rounds with another seed. The best grid point has the highest mean accuracy of the last
+ten rounds on 10,000 training images that no client has. For ReBaFL, first ε is chosen with μ = 0, and then μ, as in
+section 5.5.1. FedLC has no grid: clients have equally many samples of each class, so all its margins are equal for
+every τ.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ SIX = ["rebafl", "fedavg", "feddyn", "bsm-fedavg", "fedrs", "scaffold"]
 DRAWN = ["fedavg", "rebafl", "feddyn", "fedrs", "bsm-fedavg", "scaffold", "R-BSM", "F-Aug"]
 """The methods and parts that have a colour, which is the same in all pictures."""
 PAIRED = (2, 3, 4)
-"""The seeds that all methods in ``SIX`` run in addition to 0 and 1. The main table ranks methods by all five."""
+"""The seeds that all methods in ``SIX`` run in addition to 0 and 1. The main table ranks methods by all five seeds."""
 COMPOSED = {"fedsts + rebafl": {"name": "fedsts", "objective": {"name": "rebafl"}}}
 PARTS: dict[str, dict[str, Any]] = {
     "none": METHODS["fedavg"],
@@ -288,7 +289,7 @@ def text_of(point: dict[str, float]) -> str:
 
 
 def grid_of(label: str) -> list[dict[str, float]]:
-    """Return the grid of a method; that of ReBaFL contains values of μ once ε is chosen."""
+    """Return the grid of a method; ReBaFL's grid contains values of μ after ε has been chosen."""
     if label != "rebafl":
         return GRIDS[label]
     found = best_of(label, EPSILONS)
@@ -357,9 +358,9 @@ def told_apart(cell: Cell, runs: Path) -> dict[str, float]:
     """Measure how well a finished model distinguishes pairs of classes.
 
     Returns:
-        ``together``: the accuracy in percent on the test samples of two classes if only the logits of these are
-        compared, averaged over the pairs that some client holds together. ``apart``: the same for all other pairs.
-        ``errors_apart``: the share of all errors that confuse the classes of such another pair.
+        ``together``: the accuracy in percent on the test samples of two classes if only the logits of these two classes
+        are compared, averaged over the pairs of which some client has both classes. ``apart``: this accuracy for all
+        other pairs. ``errors_apart``: the percentage of all errors that confuse two classes of a pair in ``apart``.
     """
     prepared = fs.prepare(fs.Experiment.from_table(cell.spec))
     data, model = prepared.data, prepared.config.model
@@ -599,7 +600,7 @@ def pictures_of(found: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, 
 
 
 def draw(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    """Draw the curves of each picture, faint, and on top of them their means over five rounds."""
+    """Draw the curves of each picture in faint colours, and on top of them their means over five rounds."""
     for picture, panels in pictures_of(found).items():
         across = min(len(panels), 3)
         down = -(-len(panels) // across)

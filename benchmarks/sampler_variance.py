@@ -3,9 +3,9 @@
     python benchmarks/sampler_variance.py [--draws 10000] [--results benchmarks/results]
     python benchmarks/sampler_variance.py --page [docs/results/samplers.md]
 
-The data are MNIST with 100 clients, divided by Dirichlet(0.01) over clients (600 samples each) and over classes (1 to
-thousands of samples). After 10 rounds of FedAvg, every client trains one epoch. These updates, the compressed gradients
-and the losses then stay fixed while each sampler draws 10 clients many times.
+The data are MNIST with 100 clients, divided by Dirichlet(0.01) in two ways: per client (600 samples each), and per
+class (1 to thousands of samples per client). After 10 rounds of FedAvg, every client trains one epoch. These updates,
+the compressed gradients and the losses then stay fixed while each sampler draws 10 clients many times.
 
 The variance of the aggregate a is E ‖a − E a‖², relative to that of uniform sampling with the plain mean. The bias is
 ‖E a − target‖ / ‖target‖, for the two possible targets: the mean over clients and the mean over samples.

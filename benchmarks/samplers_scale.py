@@ -2,12 +2,12 @@
 
     python benchmarks/samplers_scale.py [--results benchmarks/results]
 
-Every row of the table is measured in its own process, because its peak memory counts. All clients hold 60 samples of
-MNIST (samples repeat if there are not enough), and 50 clients per round train 5 epochs in batches of 32, so the work of
-training is the same for every number of clients. Times are processor time. Selection is everything that the client
-sampler does: questions to clients, including the clients' work to answer them, strata, allocation, draws, and updates
-from the replies. FedSTS already has a compressed gradient of every client when the measurement begins. So the first
-rounds, in which it would know only few clients, do not count.
+Every row of the table is measured in its own process, so that peak memory is measured separately. All clients have 60
+samples of MNIST (samples repeat if there are not enough), and 50 clients per round train 5 epochs in batches of 32. The
+work of training is therefore the same for every number of clients. Times are processor time. Selection is everything
+that the client sampler does: requests to clients, including the clients' work to answer them, strata, allocation,
+draws, and updates from the replies. FedSTS already has a compressed gradient of every client when the measurement
+begins. The first rounds, in which it would know only few clients, are therefore left out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "power-of-choice": {"name": "power-of-choice"},
 }
 MODELS = {"mlp": list(SAMPLERS), "cnn": ["uniform", "fedsts, participants", "fedsts, participants, asked"]}
-"""The samplers that are measured with each model. The CNN has only few, because it can take minutes per round."""
+"""The samplers that are measured with each model. Only few are measured with the CNN, because a round can take
+minutes."""
 
 SLOW = {("fedsts, all", 10_000), ("clustered 2", 10_000)}
 """Pairs that are left out as too slow: all clients train in every round, or Ward's clustering has 10,000 points."""
@@ -54,7 +55,7 @@ def measure(label: str, clients: int, model: str) -> dict[str, float]:
     from fedstrata.sampling.base import CLIENT_SAMPLERS
 
     class Repeated(fs.Partition):
-        """Every client holds SAMPLES samples; beyond the data set's size they repeat. Neighbours share labels."""
+        """Every client has SAMPLES samples, which repeat if needed. Neighbouring clients have similar labels."""
 
         def split(self, dataset: fs.Dataset, seed: int) -> Assignment:
             order = np.argsort(dataset.y_train.numpy(), kind="stable")
@@ -103,7 +104,8 @@ def measure(label: str, clients: int, model: str) -> dict[str, float]:
     )
     ends = [time.process_time()]
     fs.run(spec, callbacks=[lambda record: ends.append(time.process_time())])
-    # The first rounds warm up and let FedSSAR meet every client, and the last round evaluates; they do not count.
+    # The first rounds warm up and let FedSSAR meet every client, and the last round evaluates. These rounds are left
+    # out.
     rounds = [end - begin for begin, end in pairwise(ends)][3:-1]
     each = [a + b for a, b in zip(spent[::2], spent[1::2], strict=True)]
     return {

@@ -2,9 +2,9 @@
 
     python benchmarks/scale.py [--data mnist] [--page docs/results/measurements.md]
 
-Each number of clients runs in its own process, because its peak memory counts. Every client holds the same number of
-samples, which repeat if there are not enough. So the work of training is always the same, and the differences are the
-cost of clients that are not invited.
+Each number of clients runs in its own process, so that peak memory is measured separately. Every client has the same
+number of samples, which repeat if there are not enough. The work of training is therefore always the same, and the
+differences are the cost of clients that are not invited.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def measure(data: str, clients: int) -> dict[str, float]:
     from fedstrata.data.partitions.base import Assignment
 
     class Repeated(fs.Partition):
-        """Every client holds SAMPLES samples; beyond the data set's size they repeat."""
+        """Every client has SAMPLES samples, which repeat beyond the data set's size."""
 
         def split(self, dataset: fs.Dataset, seed: int) -> Assignment:
             order = np.random.default_rng(seed).permutation(dataset.train_size)
@@ -51,7 +51,7 @@ def measure(data: str, clients: int) -> dict[str, float]:
     )
     began = time.perf_counter()
     history = fs.run(spec)
-    seconds = [record["seconds"] for record in history][1:-1]  # the first warms up, the last evaluates
+    seconds = [record["seconds"] for record in history][1:-1]  # the first round is a warm-up, the last evaluates
     return {
         "clients": clients,
         "ms_a_round": 1000 * statistics.median(seconds),

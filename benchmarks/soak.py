@@ -42,7 +42,7 @@ EVERY = 5.0
 FEWEST = 5
 """The smallest number of measurements from which a slope is computed."""
 WARM = 600.0
-"""The seconds at the beginning that do not count by default, in which the memory still grows to its usual size."""
+"""The seconds at the beginning that are left out by default, while the memory still grows to its usual size."""
 
 
 @record("bench/Nothing")
@@ -128,7 +128,7 @@ class Looks:
 def anonymous(pid: int) -> float:
     """Return the anonymous memory of a process in MiB, resident or swapped out.
 
-    Memory that is mapped from files does not count, because the kernel loads and drops it as it likes.
+    Memory that is mapped from files does not count, because the kernel loads and drops it at any time.
     """
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     found = {key: value.split()[0] for key, _, value in (line.partition(":") for line in lines) if value.strip()}
@@ -143,7 +143,7 @@ def slope(at: list[float], values: list[float], together: int = 1) -> tuple[floa
     Args:
         at: The times of the measurements in seconds.
         values: The measured values.
-        together: The number of intervals that must hold together with 95 % confidence (Bonferroni).
+        together: The number of intervals that must hold simultaneously with 95 % confidence (Bonferroni).
     """
     blocks = min(20, len(at))
     x = np.array([part.mean() for part in np.array_split(np.array(at) / 3600, blocks)])
@@ -166,7 +166,7 @@ def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]], warm: flo
         for key, unit in (("threads", "threads"), ("mib", "MiB")):
             series.setdefault(f"{sample['role']}, {unit}", []).append((sample["at"], sample[key]))
     series["an exchange, ms"] = [(one["at"], one["ask_ms"]) for one in rounds]
-    # One in twenty 95 % intervals misses a slope of zero, so the decision uses intervals that hold all together.
+    # One in twenty 95 % intervals misses a slope of zero, so the decision uses intervals that hold simultaneously.
     lines = ["| what | mean | change an hour | 95 %, this one | 95 %, all together | flat |", f"|{'---|' * 6}"]
     for what, pairs in sorted(series.items()):
         later = [pair for pair in pairs if begun + warm < pair[0] <= over]

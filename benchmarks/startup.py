@@ -3,9 +3,9 @@
     python benchmarks/startup.py [--repeats 7]
 
 Both run as fresh processes in turns: ``python -c "import torch"``, and one round of FedAvg on digits with three clients
-and a small model. Each figure is the least of all repeats, because other programs can only add to it. Processor time is
-of user code; a busy machine changes it less than the elapsed time. A first turn, which does not count, lets Python
-store compiled modules, as pip does when it installs the package.
+and a small model. Each figure is the minimum over all repeats, because other programs can only increase it. Processor
+time is measured in user code; a busy machine changes it less than the elapsed time. A first turn, which is left out,
+lets Python store compiled modules, as pip does when it installs the package.
 """
 
 from __future__ import annotations

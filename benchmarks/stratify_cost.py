@@ -6,7 +6,7 @@ The compared functions take turns in one process: an epoch of batch mode in the 
 training (same model, batch size, optimiser and data), or a single-sample step and a step of a plain PyTorch loop. The
 medians over the turns, in processor time and in elapsed time, are written to ``benchmarks/results/stratify_cost.json``.
 ResNet-9 with BatchNorm is measured on a few batches of 128, with one thread and with two. In a hop, the model is passed
-to the next client. Hops are counted without training, and drawn in ``benchmarks/results/stratify_hops.png``.
+to the next client. Hops are counted without training, and plotted in ``benchmarks/results/stratify_hops.png``.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def single_steps(spec: fs.Experiment, turns: int, count: int = 40) -> dict[str, 
 def single_epoch(spec: fs.Experiment) -> dict[str, float]:
     """Return the microseconds per sample in an epoch of single-sample mode; time outside of steps is overhead."""
     history = fs.run(fs.Experiment.from_table(spec.to_spec() | {"evaluation": {"every": 0}, "training": _two()}))
-    record = history[0]  # the second evaluates
+    record = history[0]  # the second round evaluates
     return {"us_a_sample": 1e6 * record["seconds"] / record["samples"], "hops": record["hops"]}
 
 

@@ -5,10 +5,10 @@
 
 ``take`` copies a result to a cell if the experiment is equal. If only the number of rounds differs, it copies the first
 rounds of the longer run; this is correct because the learning rate is constant. A copied result has no fingerprint, and
-its ``source`` names the original file. Results of ``fedstrata reproduce`` itself stay. ``repeat`` runs the first rounds
-of copied cells again and stores how far their accuracies are from the copied ones. If the difference is more than one
-percentage point, all cells that were copied from the same run are removed. ``take`` would copy them again, so run
-``repeat`` after it.
+its ``source`` names the original file. Results of ``fedstrata reproduce`` itself are not replaced. ``repeat`` runs the
+first rounds of copied cells again and stores the difference between their accuracies and the copied accuracies. If the
+difference is more than one percentage point, all cells that were copied from the same run are removed. ``take`` would
+copy them again, so run ``repeat`` after it.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
     if each:
         heads, body = _names(dataset, classes), counts.astype(np.float64)
     else:
-        heads = ["labels held", "largest share, %"]
+        heads = ["number of labels", "most frequent label, %"]
         share = counts.max(axis=1) / np.maximum(sizes, 1) * 100
         body = np.stack([(counts > 0).sum(axis=1), share], axis=1)
     values = np.column_stack([sizes, body])
