@@ -133,7 +133,7 @@ def test_classes_of_a_fixed_size(labelled):
     uneven = table(Classes(clients=5, per_client=3, size=10), dataset)
     assert all(sorted(row[row > 0]) == [3, 3, 4] for row in uneven)
     with pytest.raises(
-        SpecError, match=r"partition.size = 40000: class \d has 6000 samples, but 80000 are wanted. Use a smaller"
+        SpecError, match=r"partition.size = 40000: class \d has 6000 samples, but 80000 are needed. Use a smaller"
     ):
         Classes(clients=20, per_client=2, size=40_000).split(dataset, 0)
     with pytest.raises(
@@ -147,14 +147,14 @@ def test_classes_that_cannot_be(labelled):
     dataset = labelled(np.arange(100) % 10)
     with pytest.raises(
         SpecError,
-        match=r"partition\.per_client = 2: all clients together would hold 8 class labels, but the data have 10, so",
+        match=r"partition\.per_client = 2: all clients together would have 8 class labels, but the data have 10, so",
     ):
         Classes(clients=4, per_client=2).split(dataset, 0)
     with pytest.raises(
         SpecError, match=r"partition.per_client = 11: the data have only 10 different class labels\. Use at most 10\."
     ):
         Classes(clients=4, per_client=11).split(dataset, 0)
-    with pytest.raises(SpecError, match=r"partition.clients = 60: class \d has 10 samples, but 12 holders"):
+    with pytest.raises(SpecError, match=r"partition.clients = 60: class \d has 10 samples, but 12 clients need one"):
         Classes(clients=60, per_client=2).split(dataset, 0)
 
 

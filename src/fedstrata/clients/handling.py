@@ -78,7 +78,7 @@ def _marking(kind: type[Request], way: str) -> Callable[[F], F]:
 
 
 class Handlers:
-    """Tables from classes of requests to the functions with which clients answer them.
+    """Tables that map classes of requests to the functions with which clients answer the requests.
 
     Args:
         functions: Functions that are marked with one of the decorators above. If several functions have the same mark,

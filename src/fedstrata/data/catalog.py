@@ -10,15 +10,15 @@ from fedstrata.base.errors import SpecError
 
 KNOWN: Mapping[str, str] = {
     "digits": "10 handwritten digits, 8x8 grey, 1,437 train / 360 test; comes with scikit-learn",
-    "mnist": "10 handwritten digits, 28x28 grey, 60,000 / 10,000 (LeCun et al. 1998)",
-    "fashion_mnist": "10 garments, 28x28 grey, 60,000 / 10,000 (Xiao et al. 2017)",
-    "emnist_letters": "26 handwritten letters, 28x28 grey, 124,800 / 20,800 (Cohen et al. 2017)",
-    "usps": "10 handwritten digits, 16x16 grey, 7,291 / 2,007 (Hull 1994)",
-    "cifar10": "10 kinds of objects, 32x32 colour, 50,000 / 10,000 (Krizhevsky 2009)",
-    "cifar100": "100 kinds of objects, 32x32 colour, 50,000 / 10,000 (Krizhevsky 2009)",
-    "covtype_sample": "7 forest types, a table of 54 features, 84,399 / 21,098 (Blackard and Dean 1999)",
-    "pacs64": "7 kinds of objects in 4 domains, 64x64 colour, 7,993 / 1,998 (Li et al. 2017)",
-    "digits3": "10 digits in 3 domains (MNIST, MNIST-M, USPS), 28x28 colour, 9,000 / 3,000",
+    "mnist": "10 handwritten digits, 28x28 grey, 60,000 train / 10,000 test (LeCun et al. 1998)",
+    "fashion_mnist": "10 kinds of garments, 28x28 grey, 60,000 train / 10,000 test (Xiao et al. 2017)",
+    "emnist_letters": "26 handwritten letters, 28x28 grey, 124,800 train / 20,800 test (Cohen et al. 2017)",
+    "usps": "10 handwritten digits, 16x16 grey, 7,291 train / 2,007 test (Hull 1994)",
+    "cifar10": "10 kinds of objects, 32x32 colour, 50,000 train / 10,000 test (Krizhevsky 2009)",
+    "cifar100": "100 kinds of objects, 32x32 colour, 50,000 train / 10,000 test (Krizhevsky 2009)",
+    "covtype_sample": "7 forest types, a table of 54 features, 84,399 train / 21,098 test (Blackard and Dean 1999)",
+    "pacs64": "7 kinds of objects in 4 domains, 64x64 colour, 7,993 train / 1,998 test (Li et al. 2017)",
+    "digits3": "10 digits in 3 domains (MNIST, MNIST-M, USPS), 28x28 colour, 9,000 train / 3,000 test",
 }
 """A description of each known data set. All except ``digits`` are read from a file ``NAME.npz``."""
 

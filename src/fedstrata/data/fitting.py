@@ -50,7 +50,7 @@ class Statistics(Message):
         low: The smallest value, (K,) float64; an empty tensor if the normalisation does not need it.
         high: The largest value, in the same form as ``low``.
         counts: A mapping from column name to the column's distinct values and their frequencies, (V, 2) float64, sorted
-            by value. It contains only categories, and columns that impute the median or the most frequent value.
+            by value. It contains only category columns, and columns that impute the median or the most frequent value.
 
     >>> one, none = (torch.tensor(x, dtype=torch.float64) for x in ([2.0], []))
     >>> both = Statistics(2, one, one, one, none, none, {}) + Statistics(2, one, 2 * one, one, none, none, {})
@@ -138,7 +138,7 @@ class Statistics(Message):
         some = other.count[: len(other.low)] > 0
         low, high = other.low[some], other.high[some]
         if not bool((low.isfinite() & high.isfinite() & (low <= high)).all()):
-            raise DataError("a smallest value is not finite, or is above the largest one")
+            raise DataError("a smallest value is not finite, or is above the largest value")
         if len(other.low) and not bool(((other.low[~some] == math.inf) & (other.high[~some] == -math.inf)).all()):
             raise DataError("a column without values has a smallest or a largest value")
 
@@ -245,8 +245,8 @@ class Unfitted:
         Args:
             groups: For each client, the indices of its training samples. The indices are not read if neither features
                 nor task depend on statistics.
-            least: The smallest number of values of a column from which a client's statistics are used. A client with
-                fewer values counts as having no values.
+            least: The number of values that a client must have in a column. With fewer values, its statistics of the
+                column are treated as empty.
         """
         groups = groups if self.needed else ()
         none = torch.empty(0, dtype=torch.int64)
@@ -347,7 +347,7 @@ class Unfitted:
             known: The statistics of the clients' training samples.
 
         Raises:
-            DataError: A value is missing and cannot be imputed, because no training sample has one.
+            DataError: A value is missing and cannot be imputed, because no training sample has a value.
         """
         train, test = self.train, self.test
         if (features := self.features(known)) is not None:
@@ -367,7 +367,7 @@ class Unfitted:
             known: The statistics of the clients' training samples.
 
         Raises:
-            DataError: A value is missing and cannot be imputed, because no training sample has one.
+            DataError: A value is missing and cannot be imputed, because no training sample has a value.
         """
         if self.schema is None:
             return None
@@ -389,7 +389,7 @@ class Unfitted:
         n = known.samples
 
         def add_binary(ones: float) -> None:
-            """Add a feature that is 1 for ``ones`` of the training samples and 0 for the others."""
+            """Add a feature that is 1 for ``ones`` training samples, and 0 for all other samples."""
             share = ones / max(n, 1)
             rows.append((n, share, ones * (1 - share), float(0 < n <= ones), float(ones > 0)))
 

@@ -25,7 +25,7 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
     Args:
         name: ``"owner/name"`` or ``"owner/name:configuration"``.
         seed: The seed of the random choice of test samples, for data sets that have only a training split.
-        client: The column with the client of each sample, such as ``writer_id``.
+        client: The column that contains the client of each sample, such as ``writer_id``.
 
     Raises:
         ExtraMissingError: The package ``datasets`` is not installed.
@@ -54,8 +54,8 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
 
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``, all with the same columns.
-        seed: The seed of the random choice of this fifth.
-        client: The column with the client of each sample; None without such a column.
+        seed: The seed of the random choice of this fifth of the samples.
+        client: The column that contains the client of each sample; None without such a column.
 
     Returns:
         The arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test``; ``classes``, if the labels have names; and
@@ -149,7 +149,7 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
 
     Args:
         split: A ``datasets.Dataset``.
-        columns: The columns with the inputs; see ``input_columns``.
+        columns: The columns that contain the inputs; see ``input_columns``.
 
     Returns:
         The inputs. Images are uint8, except for integer and float images with more bits, which keep their type. Columns

@@ -75,7 +75,7 @@ class Column(Setting):
     @model_validator(mode="before")
     @classmethod
     def _with_type(cls, given: Any) -> Any:
-        """Add the type that other settings need."""
+        """Add the type that other keys of the column imply."""
         if not isinstance(given, Mapping):
             return given
         if "constant" in given:
@@ -95,7 +95,7 @@ class Column(Setting):
         if self.range is not None and (self.type != "number" or self.range[0] > self.range[1]):
             raise SpecError(
                 "range",
-                "must be two numbers, the smaller one first, and the column must be of type 'number'.",
+                "must be two numbers, the smaller number first, and the column must be of type 'number'.",
                 list(self.range),
             )
         names = self.categories
@@ -171,7 +171,7 @@ class Column(Setting):
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(
-                f"is not a finite number. Use {self.accepted}, or list it in 'missing' if it stands for no value."
+                f"is not a finite number. Use {self.accepted}, or list it in 'missing' if it means a missing value."
             )
         if isinstance(cell, (int, str)) and abs(number) >= 2**53 and _digits(cell) not in (None, int(number)):
             raise ValueError(
@@ -246,8 +246,8 @@ class Schema(Setting):
             )
         label = self.target
         if any(getattr(label, key) for key in ("categories", "impute", "indicator")) or label.type != "number":
-            problem = "is the column of the label, and cannot be a feature. Remove it, or describe a label that is "
-            raise SpecError(f"columns.{self.label}", problem + "a number with unit, range and missing only.")
+            problem = "is the column of the label, and cannot be a feature. Remove it. If the label is a number, set "
+            raise SpecError(f"columns.{self.label}", problem + "only unit, range and missing.")
         for name in self.inputs:
             if name in self.ignore or (self.features is not None and name not in self.features):
                 key = "ignore" if self.ignore else "features"
@@ -523,7 +523,7 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
 
 
 def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
-    """Return the cells of the label or client column, (N,): whole numbers if all cells are such, otherwise texts.
+    """Return the cells of the label or client column, (N,), as whole numbers if possible, otherwise as texts.
 
     Raises:
         DataError: A cell is missing, or a label is not one of the schema's classes.
@@ -673,7 +673,7 @@ def _key(name: str) -> str:
 
 
 def _is_date(cell: object) -> bool:
-    """Return True if a cell is a date, a time, or a text in the form of one."""
+    """Return True if a cell is a date, a time, or a text in such a form."""
     if isinstance(cell, str):
         return DATE.fullmatch(cell.strip()) is not None
     return isinstance(cell, (date, time, timedelta))

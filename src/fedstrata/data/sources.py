@@ -60,12 +60,12 @@ with warnings.catch_warnings():
                 ``.parquet`` file, or a folder of ``.npy`` files with ``/`` at the end. Inputs in a folder may be larger
                 than the memory. ``"hub:owner/name"`` or ``"hub:owner/name:configuration"`` is a data set of the Hugging
                 Face hub.
-            normalize: How each channel or feature is scaled. ``standard``: to mean 0 and standard deviation 1 over the
+            normalize: Scaling of each channel or feature. ``standard``: to mean 0 and standard deviation 1 over the
                 training samples. ``unit``: to [0, 1], from the smallest to the largest value of the training samples.
                 ``none``: values are only converted to float32. ``keep``: whole numbers stay whole numbers, as token
                 models require.
-            limit: Number of training samples to use. These are drawn at random, in proportion from each class. Default:
-                all samples.
+            limit: Number of training samples to use. They are drawn at random, from each class in proportion to its
+                size. Default: all samples.
             client: Column of a Hugging Face data set that contains the client of each sample, for the partition
                 ``natural``.
             schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file; or the name of the label column.
@@ -162,10 +162,10 @@ with warnings.catch_warnings():
             return replace(data, shift=shift, scale=scale)
 
         def given(self, shape: Shape) -> tuple[Tensor, Tensor] | None:
-            """Return the shift and scale that the spec sets; None if it sets none.
+            """Return the shift and scale that the spec sets; None if they are not set.
 
             Raises:
-                SpecError: There is not one number for each channel or feature.
+                SpecError: The spec does not set exactly one number for each channel or feature.
             """
             if self.shift is None or self.scale is None:
                 return None

@@ -67,7 +67,8 @@ def from_dataframe(
     """Build a data set from a data frame of pandas or polars.
 
     Args:
-        frame: Any object that has ``columns`` with a method ``to_list``, or a mapping from column names to lists.
+        frame: Any object with an attribute ``columns``, whose columns have a method ``to_list``; or a mapping from
+            column names to lists.
         label: The name of the label column.
         client: The name of the column that contains the client of each row.
         test: The fraction of rows that become test samples; or the name of a column that marks test rows; or another
@@ -118,7 +119,7 @@ def dataset_of(
         name: The name of the data set in reports.
         normalize: See ``from_arrays``.
         given: The shift and scale that the spec sets; None if they are computed.
-        task: The task; None if the labels decide.
+        task: The task. If None, the task follows from the labels.
 
     Raises:
         DataError: A cell does not match the schema, or a missing value cannot be imputed.
@@ -153,7 +154,7 @@ def task_of_table(table: Table, schema: Schema) -> Task | None:
 
     Raises:
         DataError: A label is missing.
-        SpecError: The labels are whole numbers that could be classes or numbers.
+        SpecError: The labels are whole numbers that could be classes or quantities.
     """
     if schema.classes is not None:
         return None
@@ -227,8 +228,8 @@ def table_of(rows: Any, name: str) -> Table:
     """Return a data frame, or a mapping from column names to cells, as a ``Table``.
 
     Args:
-        rows: Any object that has ``columns`` with a method ``to_list``; or a mapping from column names to lists, arrays
-            or tensors.
+        rows: Any object with an attribute ``columns``, whose columns have a method ``to_list``; or a mapping from
+            column names to lists, arrays or tensors.
         name: The name of the table, for messages.
 
     Raises:

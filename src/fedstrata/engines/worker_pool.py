@@ -3,7 +3,7 @@
 Workers are forks of this process, and therefore have the data, the model and the settings without a copy. Each worker
 uses one thread. Any free worker may compute any client's answer, because the result is the same.
 
-Two processes are 2.0 times as fast as one on a convolutional network, and 1.8 times on an MLP
+Two processes are 2.0 times as fast as one process on a convolutional network, and 1.8 times on an MLP
 (``benchmarks/fast_paths.py``).
 """
 
@@ -130,8 +130,8 @@ class LocalWorkerPool:
 def next_index(counter: int) -> int:
     """Return the next index 0, 1, …; no two processes get the same index.
 
-    The index is the position in an empty file that all processes share. The system increments it atomically, so that no
-    lock is needed, which a killed worker would never release.
+    The index is the position in an empty file that all processes share. The system increments it atomically. A lock,
+    which a killed worker would never release, is therefore not needed.
 
     Args:
         counter: The file descriptor.

@@ -131,7 +131,7 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return this entry's sample limit if it is so small that no client may answer; otherwise None.
 
-        No client may answer if the limit is below ``privacy.min_samples``. The exception are requests for which clients
+        No client may answer if the limit is below ``privacy.min_samples``. An exception is a request for which clients
         hold back the samples of a too small batch until a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples

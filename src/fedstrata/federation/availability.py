@@ -61,8 +61,8 @@ class Availability(Setting):
     """A model of which clients are online, and of the time that they need to answer.
 
     Args:
-        announced: Whether the server knows which clients are online, and invites only these. If not, invited clients
-            that are offline do not reply.
+        announced: Whether the server knows which clients are online, and invites only online clients. If not, invited
+            clients that are offline do not reply.
         deadline: Simulated seconds that the server waits for replies in a round. Default: no deadline.
         seconds_per_sample: Simulated seconds that a client of median speed needs for the gradient of one sample.
         speed_spread: Standard deviation of the logarithm of the clients' speeds, which stay the same in all rounds.
@@ -278,10 +278,10 @@ def _seed_of(place: int, seed: int) -> int:
 
 
 class Availabilities(Registry[Availability]):
-    """The registry of availability models, which reads a list of several as ``Combined``."""
+    """The registry of availability models, which reads a list of several models as ``Combined``."""
 
     def parse(self, value: object) -> Availability:
-        """Build an instance from a name, a table with a ``name``, or a list of these."""
+        """Build a model from a name, a table with a ``name``, or a list of names and tables."""
         parse = super().parse
         if not isinstance(value, (list, tuple)):
             return parse(value)

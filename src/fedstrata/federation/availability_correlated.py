@@ -38,12 +38,12 @@ class Correlated(Availability):
     _p: Floats = PrivateAttr()
 
     def check(self, population: Population) -> None:
-        """Compute the probability of each client."""
+        """Compute each client's probability of being online."""
         self._p = np.clip(self.mean * self.relative(population), self.least, 1)
 
     @abstractmethod
     def relative(self, population: Population) -> Floats:
-        """Return the probability of each client relative to the mean, (N,).
+        """Return each client's probability of being online, divided by the mean probability, (N,).
 
         Args:
             population: The clients.
@@ -65,9 +65,9 @@ class Correlated(Availability):
 class LabelCorrelated(Correlated):
     """Clients with some labels are online more often than clients with other labels (FedAU, arXiv:2306.03401).
 
-    Each label c of C labels gets a random weight w_c, and the weights add up to 1. A client, of whose samples a
-    fraction q_c has label c, is online with probability ``mean`` · C · Σ_c q_c w_c. The mean over clients is ``mean``
-    if labels are balanced.
+    Each label c of C labels gets a random weight w_c, and the weights add up to 1. If a fraction q_c of a client's
+    samples has label c, the client is online with probability ``mean`` · C · Σ_c q_c w_c. The mean over clients is
+    ``mean`` if labels are balanced.
 
     Args:
         concentration: Concentration of the symmetric Dirichlet distribution from which the weight of each label is
@@ -102,7 +102,7 @@ class SizeCorrelated(Correlated):
     exponent: float = Field(default=1.0, ge=-10, le=10)
 
     def relative(self, population: Population) -> Floats:
-        """Return the power of each client's number of samples relative to the mean over clients, (N,)."""
+        """Return n^``exponent`` for each client, where n is its number of samples, divided by the mean, (N,)."""
         if population.sizes is None:
             problem = "needs every client's number of samples, which real sites do not reveal. Use another model."
             raise SpecError("name", problem, self.name)

@@ -1,4 +1,4 @@
-"""Exchanges of requests and replies: which clients are reached, which replies count, and what is logged."""
+"""Exchanges of requests and replies: which clients are reached, which replies are used, and what is logged."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class RoundLog:
 
 
 class Exchanges:
-    """The rules for all exchanges of a run: which clients are reached, which replies count, and what is logged.
+    """The rules for all exchanges of a run: which clients are reached, which replies are used, and what is logged.
 
     Args:
         config: The settings that server and clients share.
@@ -226,7 +226,7 @@ class Exchanges:
                 log.fail(client, Failure(f"{outcome.samples} samples, but the client has {most[client]}", refused=True))
             elif isinstance(outcome, WeightedFitReply) and not 0 <= outcome.weight <= outcome.samples * places:
                 refused = True
-                limit = f"but each of its {outcome.samples} samples has at most {places}"
+                limit = f"but each of its {outcome.samples} samples weighs at most {places}"
                 log.fail(client, Failure(f"a weight of {outcome.weight:g}, {limit}", refused=True))
             else:
                 replies[client] = outcome

@@ -34,7 +34,7 @@ class Relayed:
 
     Args:
         weights: The model after the last client that succeeded.
-        replies: A mapping from the position of each task in the relay to its reply. Tasks that failed are not in it.
+        replies: A mapping from the position of each task in the relay to its reply. Failed tasks are left out.
     """
 
     weights: Weights
@@ -126,7 +126,7 @@ class Federation:
     def candidates(self) -> NDArray[np.int64]:
         """Return the clients that may be invited, in ascending order.
 
-        These are all clients, or only those that are online if the server knows this (``availability.announced``).
+        These are all clients or, with ``availability.announced``, only the clients that are online.
         """
         clients = np.arange(self.config.clients)
         if not self.availability.announced or self.round == 0:
@@ -158,7 +158,8 @@ class Federation:
             work: Number of sample-gradients (gradients of one sample) that an answer takes: a function of the client's
                 number of samples, or a mapping from clients. It determines simulated time and the order of work.
                 Default: zero.
-            check: A check of replies in addition to ``Request.check``, such as one that needs the server's knowledge.
+            check: A check of replies in addition to ``Request.check``, such as a check that needs the server's
+                knowledge.
 
         Returns:
             The replies, sorted by client, without clients that dropped out, failed, were late or were refused.
@@ -166,7 +167,8 @@ class Federation:
 
         Raises:
             QuorumError: Fewer than ``quorum`` clients answered.
-            ClientsFailedError: All clients raised an exception, and none has ever answered a request of this kind.
+            ClientsFailedError: All clients raised an exception, and no client has ever answered a request of this
+                class.
         """
         replies: Replies = self._ask(Requests.of(clients, request), quorum, together, work, check)
         return replies

@@ -162,7 +162,7 @@ class Requests(dict[ClientId, Request]):
 
         Args:
             clients: The clients.
-            request: One request for all of them, or a mapping from each client to its request.
+            request: One request for all clients, or a mapping from each client to its request.
         """
         if isinstance(request, Request):
             return cls([request], dict.fromkeys(map(int, clients), 0))
@@ -194,7 +194,7 @@ class Weights(Message):
     buffers: Params
 
     def require_like(self, like: Weights) -> None:
-        """Refuse tensors whose names, shapes or dtypes differ from those of ``like``.
+        """Refuse tensors whose names, shapes or dtypes differ from the tensors in ``like``.
 
         Raises:
             ReplyRefusedError: There is a difference; the message describes the first difference.
@@ -205,7 +205,7 @@ class Weights(Message):
 
 
 def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors whose names, shapes or dtypes differ from those of ``like``.
+    """Refuse tensors whose names, shapes or dtypes differ from the tensors in ``like``.
 
     Raises:
         ReplyRefusedError: There is a difference; the message describes the first difference.

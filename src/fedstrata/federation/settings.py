@@ -97,7 +97,8 @@ class Training(Setting):
 
     Args:
         rounds: Number of rounds. You may raise it when you resume a run.
-        clients_per_round: Number of clients that the server invites per round. Default: 10, or all if there are fewer.
+        clients_per_round: Number of clients that the server invites per round. Default: 10, or all clients if there are
+            fewer.
         local_epochs: Number of epochs for which a client trains per round. Default: 5.
         local_steps: Number of mini-batch steps that a client takes per round. Set either ``local_steps`` or
             ``local_epochs``.
@@ -120,12 +121,12 @@ class Training(Setting):
         warmup: Number W of rounds at the beginning in which the learning rate rises. In round t = 1, …, W, the rate of
             ``schedule`` is multiplied by t / (W + 1).
         clip: Largest norm of a gradient. A gradient with a larger norm is scaled down to this norm. Default: no limit.
-        batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages them. ``local``: each
-            client keeps its own statistics, and evaluations of the global model use the statistics of the test batches.
-            Stratify, SFL and FedTAN require ``average``.
-        execution: How engines compute sums over clients. ``fused``: an engine may compute the sum over several clients
-            in one pass, which is faster. ``per-client``: engines compute each client's term separately. All engines
-            then give exactly equal results, but Stratify is several times slower.
+        batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages the clients' statistics.
+            ``local``: each client keeps its own statistics, and evaluations of the global model use the statistics of
+            the test batches. Stratify, SFL and FedTAN require ``average``.
+        execution: Computation of sums over clients by engines. ``fused``: an engine may compute the sum over several
+            clients in one pass, which is faster. ``per-client``: engines compute each client's term separately. All
+            engines then give exactly equal results, but Stratify is several times slower.
         threads: Number of threads per operation of PyTorch. Another number may change the last bits of results.
         workers: Number of processes that train clients on this machine. The number does not change results. Default:
             one per core if this is faster, otherwise one.
@@ -225,7 +226,7 @@ class Training(Setting):
         return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
     def lasting(self, epochs: int | None) -> Training:
-        """Return the settings with ``epochs`` local epochs, also instead of local steps; with None, unchanged."""
+        """Return the settings with another number of local epochs, which replaces local steps; None changes nothing."""
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:

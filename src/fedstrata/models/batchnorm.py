@@ -130,8 +130,8 @@ class SharedNorm(torch.autograd.Function):
     ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and ∂J/∂σ² by
     ``share``. The products are summed over the group and divided by ``count``, and each client propagates the results
     to its inputs. For this, σ² is treated as a mean of squared distances from ``centre``. ``centre`` is μ if the
-    statistics are computed over the whole batch, and the client's own mean if they are averages of the clients'
-    statistics.
+    statistics are computed over the whole batch, and the client's own mean if the statistics are averages of the
+    clients' statistics.
     """
 
     @staticmethod

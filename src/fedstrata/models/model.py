@@ -29,7 +29,7 @@ class Model:
     parameters in the module for a ``with`` block. Calls with the dictionary that ``loaded`` yields are as fast as calls
     of the module.
 
-    Outside ``loaded`` the module holds its initial values and is in evaluation mode. A model serves one thread at a
+    Outside ``loaded``, the module has its initial values and is in evaluation mode. A model serves one thread at a
     time; another thread uses a ``clone``.
 
     **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. A batch of
@@ -202,7 +202,7 @@ class Model:
         """Install copies of ``params`` and ``buffers`` in the module for the ``with`` block.
 
         In-place changes (under ``no_grad``) of the tensors in the yielded dictionary change the module. After the
-        block, the module holds its initial values again, and the dictionary is empty. Clone tensors that you need
+        block, the module has its initial values again, and the dictionary is empty. Clone tensors that you need
         afterwards.
 
         Args:

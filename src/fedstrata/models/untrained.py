@@ -22,7 +22,7 @@ class Untrained:
     def __init__(self, module: nn.Module, constant: Collection[str] = ()) -> None:
         saved, named = module.state_dict().keys(), dict(module.named_buffers())
         self.changing = {name: buffer for name, buffer in named.items() if name not in constant}
-        """The buffers that are not known to be constant."""
+        """The buffers that may change in a training pass."""
         self.sent = {name: buffer for name, buffer in self.changing.items() if name in saved}
         """The buffers of ``changing`` that are sent and saved."""
         self.constant = {name: named[name] for name in named if name in constant}

@@ -80,7 +80,7 @@ def test_labels_get_their_names():
     ("change", "words"),
     [
         (lambda y: y * 2, "y_train: contains 2. Use 1 for each label that a sample has, and 0 for all others."),
-        (lambda y: y[:, :2], "y_test: has 3 labels for each sample, but y_train has 2."),
+        (lambda y: y[:, :2], "y_test: has 3 labels per sample, but y_train has 2."),
         (lambda y: y.astype(str), "y_train: is of type"),
         (lambda y: y[:-1], "y_train"),
         (lambda y: np.where(np.arange(3) == 1, np.nan, y), "y_train: 80 values are not finite numbers, the first at "),

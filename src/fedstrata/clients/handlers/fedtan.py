@@ -96,8 +96,7 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
             seen += len(batch.y)
             _freeze(model.module)
         if not losses and group is not None:
-            # A client with fewer than two samples takes no step. It adds zeros to the sums that the other clients wait
-            # for.
+            # A client with fewer than two samples takes no step. It adds zeros to the sums that other clients wait for.
             with averaged(model.module, group, 0.0):
                 torch.autograd.grad(model(params, data.batch(slice(0, 0)).x).sum(), leaves, allow_unused=True)
         after = Weights({name: p.detach().clone() for name, p in params.items()}, model.current_buffers())

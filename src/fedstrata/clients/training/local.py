@@ -86,10 +86,10 @@ class LocalData:
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
-        """Yield one batch for each step of a round; with ``training.accumulate``, it joins the step's mini-batches.
+        """Yield one batch for each step of a round; with ``training.accumulate``, it combines the step's mini-batches.
 
-        Each epoch has a new random order. With ``training.local_steps``, there are exactly that many batches, all of
-        the same size.
+        Each epoch has a new random order. With ``training.local_steps``, there are exactly ``local_steps`` batches of
+        equal size.
 
         Args:
             training: The settings: samples per step, and epochs or steps.

@@ -15,11 +15,11 @@ from fedstrata.data.subsets import by_class
 
 
 def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
-    """Draw the logarithms of Dirichlet shares along the last axis. They are finite even for very small α.
+    """Draw the logarithms of Dirichlet shares along the last axis. The logarithms are finite even for very small α.
 
     Dirichlet shares are gamma variates divided by their sum. With α = 0.001, nearly all gamma variates underflow to 0,
-    and 0/0 is NaN. Therefore the logarithm of a Gamma(α) variate is drawn as that of a Gamma(α + 1) variate plus
-    log(U)/α for a uniform U (Marsaglia and Tsang 2000, section 6), and the division is done in logarithms.
+    and 0/0 is NaN. Therefore, the logarithm of a Gamma(α) variate is drawn as the logarithm of a Gamma(α + 1) variate
+    plus log(U)/α for a uniform U (Marsaglia and Tsang 2000, section 6). The division is done in logarithms.
 
     Args:
         alpha: The concentrations α, all positive, (…, C).
@@ -161,7 +161,7 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
 def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> Ints:
     """Move as few samples as possible, so that every client has at least ``least`` samples.
 
-    Each sample is taken from the client that has most samples at that time.
+    Each sample is taken from the client that has the most samples at that time.
 
     Args:
         owner: The owner of every sample, (samples,). There must be at least ``clients`` · ``least`` samples.
@@ -200,7 +200,7 @@ def taken_from_largest(sizes: Ints, amount: int) -> Ints:
 
 
 def ranks(ordered: Ints, classes: int) -> Ints:
-    """Return the position of each entry among the entries of an ascending array that are equal to it.
+    """Return, for each entry of an ascending array, its position among the equal entries.
 
     >>> ranks(np.array([0, 0, 2, 2, 2]), 3).tolist()
     [0, 1, 0, 1, 2]

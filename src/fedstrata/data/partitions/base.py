@@ -1,4 +1,4 @@
-"""The base class of all partition schemes, their registry, and their result: which client holds which samples."""
+"""The base class of all partition schemes, their registry, and their result: which client has which samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNUSED = -1
 class Assignment:
     """The samples of N clients, in one array for all clients (compressed sparse rows).
 
-    Client k holds the samples ``indices[offsets[k]:offsets[k + 1]]``. A million clients therefore need only two arrays,
+    Client k has the samples ``indices[offsets[k]:offsets[k + 1]]``. A million clients therefore need only two arrays,
     and not a million Python objects.
 
     Args:
@@ -47,7 +47,7 @@ class Assignment:
         """Build an assignment from the owner of every sample.
 
         Args:
-            owner: The client of each training sample, (samples,), or ``UNUSED`` if no client holds it.
+            owner: The client of each training sample, (samples,), or ``UNUSED`` if no client has the sample.
             clients: The number of clients N.
         """
         order = np.argsort(owner, kind="stable").astype(np.int64)
@@ -82,8 +82,8 @@ class Assignment:
     def names(self, dataset: Dataset) -> list[str]:
         """Return the name of each client.
 
-        If the data set names its clients and was divided among them, these are their names in the data set. Otherwise,
-        they are the clients' ids, 0 … N − 1, as text.
+        If the clients come from the data set, their names do too. Otherwise, the names are the clients' ids, 0 … N − 1,
+        as text.
 
         Args:
             dataset: The data set that was divided.
@@ -145,14 +145,14 @@ class Partition(Setting):
         """
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
-        """Divide the training samples with ``assign``, and check that no sample is lost or held by two clients.
+        """Divide the training samples with ``assign``, and check that no sample is lost or given to two clients.
 
         Args:
             dataset: The data set whose training samples are divided.
             seed: The experiment's seed.
 
         Raises:
-            SpecError: The data set is too small, or a client would hold fewer than ``min_size`` samples.
+            SpecError: The data set is too small, or a client would get fewer than ``min_size`` samples.
         """
         samples, needed = dataset.train_size, self.clients * self.min_size
         if needed > samples:

@@ -59,7 +59,7 @@ class Groups(Partition):
     """Groups of clients with different numbers of random classes.
 
     Clients are numbered group after group. Each class has equally many clients (±1), and is divided equally among these
-    clients. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups, whose clients hold
+    clients. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups, whose clients have
     2, 2, 3, 3 and 5 classes.
 
     Args:
@@ -149,7 +149,7 @@ class Domains(Partition):
 def _held(
     partition: Partition, key: str, labels: Ints, each: Ints, size: int | None, rng: Generator, kind: str = "class"
 ) -> Ints:
-    """Assign the samples so that each client holds a given number of classes (or domains).
+    """Assign the samples so that each client has a given number of classes (or domains).
 
     Args:
         partition: The partition.
@@ -176,7 +176,7 @@ def _held(
         )
     if holdings < len(values):
         problem = (
-            f"all clients together would hold {holdings} {kind} labels, but the data have {len(values)}, so that some "
+            f"all clients together would have {holdings} {kind} labels, but the data have {len(values)}, so that some "
             "would have no client. Use more clients, or more labels per client."
         )
         raise SpecError(f"partition.{key}", problem, most)
@@ -184,7 +184,7 @@ def _held(
     quota = None
     if size is None:
         wanted = np.bincount(held) * min(partition.min_size, 1)
-        problem, size_key, value = "holders. Use fewer clients, or min_size = 0.", "clients", partition.clients
+        problem, size_key, value = "clients need one. Use fewer clients, or min_size = 0.", "clients", partition.clients
     else:
         if size < most:
             raise SpecError(
@@ -195,7 +195,7 @@ def _held(
         rank = np.arange(holdings) - (np.cumsum(each) - each)[owner]
         quota = size // each[owner] + (rank < size % each[owner])
         wanted = np.bincount(held, weights=quota).astype(np.int64)
-        problem, size_key, value = "are wanted. Use a smaller size.", "size", size
+        problem, size_key, value = "are needed. Use a smaller size.", "size", size
     short = np.flatnonzero(wanted > amounts)
     if len(short):
         first = short[0]

@@ -44,7 +44,7 @@ class Dirichlet(Partition):
             then get samples from the largest client. ``client``: one draw per client gives its class probabilities, and
             all clients have the same size (±1). When a class has no samples left, clients draw from the other classes.
         prior: Parameters of the Dirichlet draws with ``balance = "client"``. ``shares``: for each class, α times its
-            share of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the published code of FedSTaS.
+            fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the published code of FedSTaS.
             With ten equally frequent classes, ``flat`` with α = 0.001 equals ``shares`` with α = 0.01.
     """
 
@@ -108,8 +108,8 @@ class PowerLaw(Partition):
     """Quantity skew only: the number of samples of client k = 1, 2, … is proportional to k^(−exponent).
 
     Classes are not skewed, because each client's samples are drawn at random. Sizes are rounded with the
-    largest-remainder method, and clients below ``min_size`` get samples from the largest ones. FedProx (Li et al. 2020,
-    section 5) also uses a power law, but does not state its parameters.
+    largest-remainder method, and clients below ``min_size`` get samples from the largest clients. FedProx (Li et al.
+    2020, section 5) also uses a power law, but does not state its parameters.
 
     Args:
         exponent: Exponent of the power law. With 0, all clients have equally many samples; a larger exponent increases

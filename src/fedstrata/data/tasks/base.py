@@ -63,7 +63,7 @@ class Task(Setting):
 
     @property
     def has_accuracy(self) -> bool:
-        """Whether evaluations measure an accuracy, such as the share of tokens that are predicted correctly."""
+        """Whether evaluations measure an accuracy, such as the fraction of tokens that are predicted correctly."""
         return "accuracy" in self.default_metrics
 
     @property
@@ -78,7 +78,7 @@ class Task(Setting):
         Args:
             train: The targets of the training samples, as the user gave them.
             test: The targets of the test samples.
-            names: The names of the classes or labels, if the user gave some.
+            names: The names of the classes or labels; None if the user gave no names.
             sizes: The number of training samples and of test samples.
 
         Raises:
@@ -90,8 +90,8 @@ class Task(Setting):
         """Compute the loss of each sample.
 
         Returns:
-            The loss of each sample, summed over its tokens or pixels, and the weight of each sample (1, or the number
-            of tokens or pixels that count); both of shape (B,).
+            The loss of each sample, summed over its tokens or pixels, and the weight of each sample (1, or its number
+            of tokens or pixels that are not ignored); both of shape (B,).
         """
 
     def mean_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class Task(Setting):
         return None
 
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
-        """Raise ``SpecError`` if the task cannot be used where sites keep their own data.
+        """Raise ``SpecError`` if the task cannot be used with data that stay at real sites.
 
         Args:
             label: The column with the labels; None for arrays.

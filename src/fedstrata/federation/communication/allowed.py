@@ -24,7 +24,7 @@ def encoded(allowed: list[Allowed], communication: Communication) -> list[Allowe
     in_two, whole = isinstance(up, PowerSGD), isinstance(down, Uncompressed)
     where = {
         "plain": by_round(f"only before round {start}", lambda round: round < start),
-        "basis": Bound("none, or by PowerSGD's ranks" if in_two else "none", lambda basis, _: in_two or not len(basis)),
+        "basis": Bound("none, or PowerSGD's matrices" if in_two else "none", lambda basis, _: in_two or not len(basis)),
         "delivery": Bound("none" if whole else "a model", lambda delivery, _: (delivery is None) == whole),
     }
 

@@ -2,8 +2,8 @@
 
 A *change* is a mapping from names to floating-point tensors, such as a model update or a gradient. A *payload* is an
 encoded change: a mapping from names to parts, which are tensors too. The shapes and dtypes of the parts (*forms*)
-depend only on the shapes and dtypes of the change, so that both ends know them. Only the values of the parts are
-therefore sent (``pack``), and the size of a message does not depend on the values.
+depend only on the shapes and dtypes of the change, so that sender and receiver know the forms. Only the values of the
+parts are therefore sent (``pack``), and the size of a message does not depend on the values.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
 
     Args:
         payload: The payload.
-        forms: The forms that both ends expect.
+        forms: The forms that sender and receiver expect.
 
     Returns:
         The bytes, uint8, (bytes,).
@@ -349,7 +349,7 @@ class PowerSGD(WithMemory):
     factors: Literal["float32", "bfloat16", "int8"] = "float32"
 
     def split(self, like: Params) -> tuple[list[str], list[str]]:
-        """Return the names of the tensors that are approximated, and the names of the others."""
+        """Return the names of the tensors that are approximated, and the names of all other tensors."""
         matrices = []
         for name, tensor in like.items():
             rows, columns = _sides(tensor)
