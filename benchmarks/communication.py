@@ -1,4 +1,4 @@
-"""Compare accuracy and bytes of methods with codecs, under label skew, with no or half of the clients away.
+"""Compare accuracy and bytes of methods with codecs, under label skew, with and without dropouts.
 
     python benchmarks/communication.py run --out DIR [--study mnist mnist-half fashion] [--only LABEL …] [--seeds 0 1 2]
     python benchmarks/communication.py table [--page docs/results/compression.md]

@@ -61,7 +61,7 @@ class Spent(fs.Callback):
         self.began = time.process_time()
 
     def on_round(self, simulation: fs.Simulation, record: Mapping[str, Any]) -> None:
-        """Note the accuracy at the first round in which a budget is reached."""
+        """Record the accuracy at the first round in which a budget is reached."""
         told: dict[str, Any] = dict(simulation.memory.get("spent", {"samples": 0.0, "bytes": 0.0, "cpu": 0.0}))
         now = time.process_time()
         told["cpu"] += now - self.began

@@ -2,8 +2,8 @@
 
 Run it as ``python benchmarks/guard.py``, on a quiet machine. One site in this process has all clients. Messages are
 bytes, as in a deployment, but no time is spent waiting for a network. The fraction is therefore larger than in a
-deployment. The time of a round includes the site and the server. The time for the site's ledger, which is written to a
-disk, is listed separately.
+deployment. The time of a round includes the work of the site and of the server. The time for the site's ledger, which
+is written to a disk, is listed separately.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kill runs at random moments, resume them, and compare their files with those of undisturbed runs.
+"""Kill runs at random moments, resume them, and compare their files with the files of undisturbed runs.
 
     python benchmarks/kill_runs.py [--chains 4] [--jobs 2] [--minutes M] [--only SPEC,...] [--signals KILL,...]
 
@@ -161,8 +161,8 @@ def is_fork(process: psutil.Process) -> bool:
 def send(command: Command, what: str, chance: random.Random, reference: Reference, place: Path, number: int) -> str:
     """Send a signal at a random moment; return the kind of process that got it, or "" if the command had ended.
 
-    One in four signals is sent while the command starts, and the others after its next round. A worker is killed at a
-    random time after a worker has started.
+    One in four signals is sent while the command starts, and the other signals are sent after its next round. A worker
+    is killed at a random time after a worker has started.
     """
     size, left = written(place), reference.last - reference.first
     if what == "worker":

@@ -269,7 +269,7 @@ def run_job(
     """Run one job and cause all its events; return a line with the result."""
     os.environ[HURRY] = str(place / "hurry")
     rounds = 20 + sum(count * ROUNDS[kind] for kind, count in counts.items())
-    # The port is below those that the system gives to clients, so it is still free when the server starts again.
+    # The port is below the range that the system gives to clients, so it is still free when the server starts again.
     port = random.randint(20_000, 32_000)
     own = {"allow": ["kills"]}
     # By default, sites let a job start only twenty times.

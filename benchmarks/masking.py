@@ -6,10 +6,10 @@
 Writes ``masking.json``, ``masking.md`` and ``masking.png`` to ``benchmarks/results``, and the rows of the largest cell
 between the marks of ``docs/privacy/masked-labels.md``. ``--show`` writes them again from ``masking.json``.
 
-The cells are those of Stratify's Table IV: each client has 1 of 2, 5 of 10 or 50 of 100 classes. All modes of a cell
-run one after another in one process with one thread, on the same labels. Fast modes run several times, and the median
-is reported. ``ckks-paper`` in the largest cells takes minutes. Times are CPU time of this thread. Nothing waits for a
-disk or a network, and other work on the machine is not included.
+The cells are the cells of Stratify's Table IV: each client has 1 of 2, 5 of 10 or 50 of 100 classes. All modes of a
+cell run one after another in one process with one thread, on the same labels. Fast modes run several times, and the
+median is reported. ``ckks-paper`` in the largest cells takes minutes. Times are CPU time of this thread. Nothing waits
+for a disk or a network, and other work on the machine is not included.
 """
 
 from __future__ import annotations

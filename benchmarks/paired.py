@@ -47,7 +47,7 @@ def in_turns(
 ) -> tuple[list[float], list[float]]:
     """Run two functions in turns, and return the seconds of each.
 
-    Each runs once to warm up. After that, the order of the two alternates from pair to pair.
+    Each function runs once to warm up. After that, the order of the two alternates from pair to pair.
 
     Args:
         first: A function that returns its seconds, or None if the time of the call counts.

@@ -444,7 +444,7 @@ def everything(runs: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
 def contained() -> Iterator[tuple[str, str, str, int]]:
     """Yield cells that need not run, because they are the first rounds of a cell in the first table.
 
-    Each has four parts: the label in the first table; and the cell's own table, label and number of rounds.
+    Each cell has four parts: the label in the first table; and the cell's own table, label and number of rounds.
     """
     for method, part in (("fedavg", "none"), ("rebafl", "both")):
         yield method, "precision", f"{method}, bf16", 40

@@ -138,7 +138,7 @@ def anonymous(pid: int) -> float:
 def slope(at: list[float], values: list[float], together: int = 1) -> tuple[float, float, float]:
     """Return the slope per hour, and the lower and the upper end of its confidence interval.
 
-    It is computed from the means of twenty blocks, because neighbouring measurements are not independent.
+    The slope is computed from the means of twenty blocks, because neighbouring measurements are not independent.
 
     Args:
         at: The times of the measurements in seconds.

@@ -228,7 +228,7 @@ def has_fractions(values: Array) -> bool:
 def too_many_values(values: Array) -> int | None:
     """Return the number of distinct targets if there are so many that they may not be classes; otherwise, None.
 
-    This is the case if their number is above 100 and above a third of the number of samples.
+    The limits are 100 distinct targets and a third of the number of samples; both must be exceeded.
     """
     array = _numpy(values, "y_train")
     if array.dtype.kind not in "fiu" or array.ndim != 1:
@@ -397,7 +397,7 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
         normalize: See ``from_arrays``.
 
     Returns:
-        The shift and the scale of each channel or feature. They are float32, or float64 if samples would become
+        The shift and the scale of each channel or feature. Both are float32, or float64 if samples would become
         indistinguishable in float32. Both are None if ``normalize`` is ``"none"``.
     """
     width = train.shape[-1]
@@ -413,7 +413,7 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
     # would be lost to rounding if the mean is large.
     origin = flat[0].double()
     total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
-    # Keep the chunk size for smaller inputs. Other chunks would change the rounding of the sums, and so earlier
+    # Keep the chunk size for smaller inputs. Other chunks would change the rounding of the sums, and therefore earlier
     # results.
     large = flat.numel() > 1 << 26
     for chunk in torch.split(flat, min(1 << 20, max(1, (1 << 21) // width)) if large else 1 << 20):
@@ -433,7 +433,8 @@ def precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tupl
         train: The training inputs as stored.
         shift: The shift of each channel or feature, float64.
         scale: The scale of each channel or feature, float64.
-        spread: The deviation or range of each channel or feature. Errors of float32 must be small in comparison.
+        spread: The deviation or range of each channel or feature. The rounding errors of float32 must be small compared
+            with ``spread``.
     """
     too_coarse = (shift.abs() * 2.0**-24 > 1e-3 * spread) & (spread > 0)
     if too_coarse.any() and train.dtype in (torch.int32, torch.int64, torch.float64):

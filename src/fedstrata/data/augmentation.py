@@ -34,7 +34,7 @@ class Augmentation(Setting):
 
         Args:
             x: The normalised inputs of B samples: a tensor (B, …), or a mapping of such tensors.
-            generator: The source of all random numbers. It is on the CPU, so that every device gets the same numbers.
+            generator: The source of all random numbers, on the CPU, so that every device gets the same numbers.
 
         Returns:
             Inputs of the same shapes and types.
@@ -48,7 +48,7 @@ class Augmentation(Setting):
 class CropFlip(Augmentation):
     """A random crop of each padded image, which is then mirrored from left to right with probability 1/2.
 
-    The padding reflects the image at its edges. It therefore has the image's colours, however inputs are normalised.
+    The padding reflects the image at its edges, so that it has the image's colours, however inputs are normalised.
 
     Args:
         padding: Number of pixels that are added on each side of an image. The crop is shifted by at most this number in
@@ -100,7 +100,7 @@ class OwnAugmentation(Augmentation):
 
     Args:
         path: The function, as ``"module:function"``.
-        arguments: Further arguments of the function. In a spec, they are the keys of the table other than ``name``.
+        arguments: Further arguments of the function. In a spec, these are all keys of the table except ``name``.
     """
 
     path: str

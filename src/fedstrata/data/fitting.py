@@ -50,7 +50,8 @@ class Statistics(Message):
         low: The smallest value, (K,) float64; an empty tensor if the normalisation does not need it.
         high: The largest value, in the same form as ``low``.
         counts: A mapping from column name to the column's distinct values and their frequencies, (V, 2) float64, sorted
-            by value. It contains only category columns, and columns that impute the median or the most frequent value.
+            by value. The mapping contains only category columns, and columns that impute the median or the most
+            frequent value.
 
     >>> one, none = (torch.tensor(x, dtype=torch.float64) for x in ([2.0], []))
     >>> both = Statistics(2, one, one, one, none, none, {}) + Statistics(2, one, 2 * one, one, none, none, {})
@@ -212,12 +213,12 @@ class Unfitted:
     Args:
         normalize: See ``from_arrays``.
         train: Training samples: the cells of a table as numbers, (N, K) float64, with NaN for missing values; or arrays
-            as they are stored.
+            in the form in which a ``Dataset`` stores them.
         test: Test samples, of the same form.
         schema: The completed schema of a table; None for arrays.
         given: The shift and scale that the spec sets; None if they are computed.
-        targets: The training targets, if sites also send statistics of the targets. These are the last columns of the
-            statistics.
+        targets: The training targets, if sites also send statistics of the targets. The targets are then the last
+            columns of the statistics.
     """
 
     normalize: Normalize
@@ -447,7 +448,7 @@ def _normal(known: Statistics, train: Tensor, *, unit: bool) -> tuple[Tensor, Te
 
 
 def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
-    """Return the data set with its task fitted to the clients' training targets.
+    """Fit the task of a data set to the clients' training targets.
 
     Args:
         data: The data set.
@@ -459,7 +460,7 @@ def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
 
 
 def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
-    """Return the data set with its features, and at real sites its task, fitted to statistics of training samples.
+    """Fit the features of a data set, and at real sites its task, to statistics of training samples.
 
     Args:
         data: A data set with raw samples (``Dataset.unfitted``).

@@ -59,13 +59,14 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
 
     Returns:
         The arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test``; ``classes``, if the labels have names; and
-        ``client_train`` and ``client_test``, if ``client`` is set. They have the same meaning as in a ``.npz`` file.
+        ``client_train`` and ``client_test``, if ``client`` is set. These arrays have the same meaning as in a ``.npz``
+        file.
 
     Raises:
         DataError: There is no split ``train``, or it is not clear which columns contain the inputs and the labels.
     """
     if "train" not in splits:
-        raise DataError(f"the data set has no split 'train'. It has: {', '.join(splits)}.")
+        raise DataError(f"the data set has no split 'train'. Its splits are: {', '.join(splits)}.")
     train = splits["train"]
     if client is not None:
         _check_client(client, train.features)
@@ -99,8 +100,8 @@ def _check_client(client: str, features: Any) -> None:
 def input_columns(features: Any) -> list[str]:
     """Return the names of the columns that contain the inputs.
 
-    If a column contains images, the inputs are this column. Otherwise, they are a single column of arrays, or a single
-    column of lists. Without such a column, all columns of numbers together are the inputs, as a table.
+    If a column contains images, the inputs are this column. Otherwise, the inputs are a single column of arrays, or a
+    single column of lists. Without such a column, all columns of numbers together are the inputs, as a table.
 
     Args:
         features: The ``datasets.Features`` of a split.
@@ -122,7 +123,7 @@ def input_columns(features: Any) -> list[str]:
     numbers = [name for name, feature in features.items() if name != label and _is_number(feature)]
     if not numbers:
         named = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-        raise DataError(f"the data set has no column of images, arrays or numbers to learn from. It has: {named}.")
+        raise DataError(f"the data set has no column of images, arrays or numbers. Its columns are: {named}.")
     return numbers
 
 

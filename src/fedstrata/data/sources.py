@@ -64,15 +64,15 @@ with warnings.catch_warnings():
                 training samples. ``unit``: to [0, 1], from the smallest to the largest value of the training samples.
                 ``none``: values are only converted to float32. ``keep``: whole numbers stay whole numbers, as token
                 models require.
-            limit: Number of training samples to use. They are drawn at random, from each class in proportion to its
-                size. Default: all samples.
+            limit: Number of training samples to use. The samples are drawn at random, from each class in proportion to
+                its size. Default: all samples.
             client: Column of a Hugging Face data set that contains the client of each sample, for the partition
                 ``natural``.
             schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file; or the name of the label column.
             shape: Shape of one sample in an array file: (channels, height, width) or (features,). If ``shape`` is set,
                 normalisation uses only the samples that clients train on. Real sites with arrays need ``shape`` and
                 ``classes``.
-            classes: Number C of classes in an array file. Its labels must be 0 … C−1.
+            classes: Number C of classes in an array file. The labels in the file must be 0 … C−1.
             range: Smallest and largest value that an array file may contain.
             shift: Numbers that are subtracted from the channels or features, one per channel or feature. Default:
                 computed from the training samples according to ``normalize``.
@@ -271,7 +271,7 @@ def read_folder(folder: Path) -> Arrays:
     """Open the arrays of a data set in a folder of ``.npy`` files. Inputs are memory-mapped.
 
     Args:
-        folder: The folder. Its files are named like the arrays of a ``.npz`` file; see ``read_npz``.
+        folder: The folder. The files are named like the arrays of a ``.npz`` file; see ``read_npz``.
 
     Raises:
         DataError: The folder lacks a file, or a file is damaged.
@@ -307,10 +307,11 @@ def read_npz(path: Path) -> Arrays:
     """Read the arrays of a data set from a ``.npz`` file.
 
     Args:
-        path: The file. It must contain ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If a model has several
-            inputs, they have names such as ``x_train.ids`` and ``x_train.mask``. The file may contain ``domain_train``
-            and ``domain_test``, ``classes`` (the name of each label 0…C−1), ``domains``, and the client of each sample
-            in ``client_train`` and ``client_test``. ``client`` is another name of ``client_train``.
+        path: The file. The file must contain ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If a model has
+            several inputs, they have names such as ``x_train.ids`` and ``x_train.mask``. The file may contain
+            ``domain_train`` and ``domain_test``, ``classes`` (the name of each label 0…C−1), ``domains``, and the
+            client of each sample in ``client_train`` and ``client_test``. ``client`` is another name of
+            ``client_train``.
 
     Raises:
         DataError: The file is missing or damaged, contains Python objects or lacks an array.

@@ -164,7 +164,7 @@ class LocalEngine(Engine):
                 self._client(number).state = dict(answer.state)
 
     def _answer(self, number: ClientId, request: Request, state: State) -> Answer:
-        """Return a client's answer; called in a worker process."""
+        """Compute a client's answer in a worker process."""
         client = Client(number, self.context, state)
         reply = self.context.handlers.alone[type(request)](client, request)
         return Answer(reply, client.state if client.changed() else None)

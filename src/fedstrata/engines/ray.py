@@ -33,7 +33,7 @@ from fedstrata.federation.messages import ClientId, Reply, Request, Requests, We
 from fedstrata.stratify.masking.key_store import KeyRing, ring_of
 
 ADDRESS = "RAY_ADDRESS"
-"""The environment variable with the address of the cluster to join. If it is not set, a local cluster is started."""
+"""The environment variable with the address of the cluster to join. Without it, a local cluster is started."""
 
 START_SECONDS = 300.0
 """Seconds to wait for a worker to become ready, while no worker is ready."""
@@ -384,7 +384,8 @@ class WorkerPool:
     def _replace_worker(self, dead: WorkerHandle, error: Exception, retries: deque[Call]) -> Iterator[tuple[Call, Any]]:
         """Replace a dead worker: yield its finished calls with their results, and put its other calls into ``retries``.
 
-        A worker computes one call at a time. Its death is therefore attributed only to its first unfinished call.
+        A worker computes one call at a time. The death of a worker is therefore attributed only to its first unfinished
+        call.
         """
         died = Failure(f"its worker ({dead.name}) died: {_last_line(error)}")
         for ref, call in list(dead.running.items()):

@@ -1,7 +1,7 @@
 """Exchange of tensors in nested containers (trees) between a process and its own forks, through shared memory.
 
 Tensors and arrays are written to shared memory, and read there without a copy. All other values are pickled, as
-``multiprocessing`` does. This is safe, because both sides are the same program on the same machine.
+``multiprocessing`` does. Pickling is safe here, because both processes run the same program on the same machine.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ class LocalWorkerPool:
 def next_index(counter: int) -> int:
     """Return the next index 0, 1, …; no two processes get the same index.
 
-    The index is the position in an empty file that all processes share. The system increments it atomically. A lock,
-    which a killed worker would never release, is therefore not needed.
+    The index is the position in an empty file that all processes share. The system increments the position atomically.
+    A lock, which a killed worker would never release, is therefore not needed.
 
     Args:
         counter: The file descriptor.

@@ -1,7 +1,8 @@
 """Attacks by clients, for simulations: some clients train on false labels, or send false updates.
 
-An attack on updates is simulated at the server: it changes replies before the method gets them. It is therefore the
-same on every engine. It can use the honest updates of the round, which the strongest attackers are assumed to know.
+An attack on updates is simulated at the server: it changes replies before the method gets them. The attack is therefore
+the same on every engine. It can use the honest updates of the round, because the strongest attackers are assumed to
+know these updates.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Attack(Setting):
     """
 
     alters_replies: ClassVar[bool] = True
-    """Whether the attackers send false updates. If so, the method must be a recipe (``Recipe``)."""
+    """Whether the attackers send false updates, which requires a method that is a ``Recipe``."""
 
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
     clients: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None

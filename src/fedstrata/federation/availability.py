@@ -1,8 +1,8 @@
 """Availability models: they simulate which clients drop out of a round, and how fast clients are.
 
-Whether a client is online in a round depends only on the settings, the seed, the round and the client. It does not
-depend on how many other clients there are (except in ``SizeCorrelated``), or on which clients are invited. Resuming a
-run therefore requires no state of these models.
+Whether a client is online in a round depends only on the settings, the seed, the round and the client. The number of
+other clients (except in ``SizeCorrelated``) and the invited clients do not matter. Resuming a run therefore requires no
+state of these models.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Availability(Setting):
     """A model of which clients are online, and of the time that they need to answer.
 
     Args:
-        announced: Whether the server knows which clients are online, and invites only online clients. If not, invited
+        announced: Whether the server knows which clients are online, and invites only online clients. If false, invited
             clients that are offline do not reply.
         deadline: Simulated seconds that the server waits for replies in a round. Default: no deadline.
         seconds_per_sample: Simulated seconds that a client of median speed needs for the gradient of one sample.
@@ -108,8 +108,8 @@ class Availability(Setting):
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` if these settings do not fit the federation.
 
-        This method is called once before the first round, on a copy of the settings that only this run uses. It may
-        therefore store values that ``online`` needs later in a ``pydantic.PrivateAttr``.
+        This method is called once before the first round, on a copy of the settings that only this run uses. The method
+        may therefore store values that ``online`` needs later in a ``pydantic.PrivateAttr``.
 
         Args:
             population: The clients.
@@ -204,7 +204,7 @@ class Grouped(Availability):
 
     Args:
         groups: The groups in the order of the client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p =
-            0.2}]``. Their sizes must add up to the number of clients.
+            0.2}]``. The sizes of the groups must add up to the number of clients.
     """
 
     groups: list[AvailabilityGroup] = Field(min_length=1)
@@ -226,7 +226,7 @@ class Grouped(Availability):
 
 
 class Combined(Availability):
-    """Several models: a client is online in a round if it is online in each of them.
+    """A combination of models: a client is online in a round if it is online in every model.
 
     The models draw independently, so the probability of being online is the product of their probabilities. The first
     model sets the common settings, such as ``deadline``.

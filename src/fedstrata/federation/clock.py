@@ -43,7 +43,7 @@ class Clock:
             down = availability.bandwidth_down
             seconds = seconds + [availability.transfer(sizes[client], down) for client in clients]
         late = seconds > (math.inf if availability.deadline is None else availability.deadline)
-        # A late client does not train at all, because its answer would be discarded. Its state does not change.
+        # A late client does not train, because its answer would be discarded. Its state does not change.
         log.miss_deadline(asked[late].tolist())
         self._seconds = dict(zip(clients, seconds.tolist(), strict=True))
         if not availability.network or late.all():

@@ -40,7 +40,7 @@ class FederationConfig:
         privacy: The privacy settings, such as the smallest number of samples from which a client may compute an answer.
         strata: Number of strata, such as the classes; 0 if samples have no strata.
         places: Largest weight of a sample: the number of tokens or pixels of its target; 1 for other tasks.
-        task: The task, which gives the loss.
+        task: The task, which defines the loss.
         augment: The augmentation of the inputs on which clients train; None if inputs are not augmented.
     """
 
@@ -112,7 +112,7 @@ class Engine(ABC):
     """
 
     keeps_states: ClassVar[bool] = False
-    """Whether clients store their states themselves. If so, the server's checkpoints do not contain these states."""
+    """Whether clients store their states themselves, so that the server's checkpoints do not contain the states."""
 
     @abstractmethod
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:

@@ -227,7 +227,7 @@ class Exchanges:
             elif isinstance(outcome, WeightedFitReply) and not 0 <= outcome.weight <= outcome.samples * places:
                 refused = True
                 limit = f"but each of its {outcome.samples} samples weighs at most {places}"
-                log.fail(client, Failure(f"a weight of {outcome.weight:g}, {limit}", refused=True))
+                log.fail(client, Failure(f"the reply has a weight of {outcome.weight:g}, {limit}", refused=True))
             else:
                 replies[client] = outcome
         sizes = {client: records.size(reply) for client, reply in replies.items()}
@@ -265,8 +265,9 @@ class Exchanges:
     ) -> None:
         """Raise ``ClientsFailedError`` if the failures are probably caused by a fault in the program.
 
-        This is assumed if all clients with a request raised an exception, and no client has ever answered a request of
-        these classes. If the federation has at least two clients, at least two must have got a request.
+        A fault in the program is assumed if all clients with a request raised an exception, and no client has ever
+        answered a request of these classes. If the federation has at least two clients, at least two must have got a
+        request.
 
         Args:
             asked: The clients that got a request.
@@ -280,7 +281,7 @@ class Exchanges:
         client, failure = failures[0]
         where = f"in round {self.log.round} of {self._method}"
         raise ClientsFailedError(
-            f"all {len(asked)} clients failed {where}. The reason of client {client}: {failure.reason}"
+            f"all {len(asked)} clients failed {where}. The reason at client {client}: {failure.reason}"
         ) from failure.error
 
 

@@ -54,7 +54,7 @@ class Leg:
     """One exchange of requests and replies. With some codecs, a call of ``Federation.ask`` makes several exchanges.
 
     Args:
-        requests: The requests as they are sent.
+        requests: The requests in the form in which they are sent.
         check: A check of the replies in addition to ``Request.check``; None for no further check.
     """
 
@@ -65,8 +65,8 @@ class Leg:
 Legs = Callable[["Federation", Requests, Check | None], Generator[Leg, Replies, Replies]]
 """A generator function that divides a call of ``Federation.ask`` into exchanges (``Leg`` objects).
 
-Its arguments are the federation, the method's requests and the method's check of a reply. It yields each exchange,
-receives the replies to it, and finally returns the replies for the method.
+The arguments are the federation, the method's requests and the method's check of a reply. The generator yields each
+exchange, receives the replies, and finally returns the replies for the method.
 """
 
 
@@ -115,7 +115,7 @@ class Federation:
         return self.log.events
 
     def begin(self, round: int) -> None:
-        """Begin a round with an empty log. In round 0, clients enrol, and all of them are online."""
+        """Begin a round with an empty log. In round 0, clients enrol, and all clients are online."""
         self.exchanges.begin(round)
         self.round, self.log = round, self.exchanges.log
 
@@ -126,7 +126,7 @@ class Federation:
     def candidates(self) -> NDArray[np.int64]:
         """Return the clients that may be invited, in ascending order.
 
-        These are all clients or, with ``availability.announced``, only the clients that are online.
+        All clients may be invited or, with ``availability.announced``, only the clients that are online.
         """
         clients = np.arange(self.config.clients)
         if not self.availability.announced or self.round == 0:
@@ -154,9 +154,9 @@ class Federation:
             request: One request for all clients, or a mapping from each client to its request.
             quorum: Smallest number of replies with which the round can go on.
             together: Whether clients run at the same time and can add up tensors with each other (``all_reduce_sum``).
-                If one of them fails, the sums are invalid and no reply is used.
+                If one of these clients fails, the sums are invalid and no reply is used.
             work: Number of sample-gradients (gradients of one sample) that an answer takes: a function of the client's
-                number of samples, or a mapping from clients. It determines simulated time and the order of work.
+                number of samples, or a mapping from clients. The work determines simulated time and the order of work.
                 Default: zero.
             check: A check of replies in addition to ``Request.check``, such as a check that needs the server's
                 knowledge.
@@ -234,7 +234,7 @@ class Federation:
         return replies
 
     def _falsify(self, attack: Attack, requests: Requests, replies: Replies, check: Check | None) -> None:
-        """Replace the attackers' replies by false ones, and remove false replies that the server would refuse."""
+        """Falsify the attackers' replies, and remove false replies that the server would refuse."""
         false = attack.altered(self.round, self.config.seed, self.attackers, requests, replies)
         for client, reply in false.items():
             if defect := defect_of(reply, requests[client].check_reply, check):

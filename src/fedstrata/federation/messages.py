@@ -19,7 +19,8 @@ ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
 """The number of sample-gradients (gradients of one sample) that a client computes for its answer.
 
-This is a function of the client's number of samples, or a mapping from each client to the number of sample-gradients.
+The type is a function of the client's number of samples, or a mapping from each client to the number of
+sample-gradients.
 """
 Params = dict[str, Tensor]
 """A mapping from names to tensors, such as a model's parameters."""

@@ -46,14 +46,14 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 class DPSGD(Setting):
     """Differential privacy of single samples in local training: DP-SGD (Abadi et al. 2016).
 
-    In each step, a client draws each of its samples with the same probability. It scales down the gradient of each
-    sample whose gradient norm is above ``clip``, and adds Gaussian noise to the sum of the gradients. Two data sets are
-    neighbours if one contains one more sample than the other.
+    In each step, a client draws each of its samples with the same probability. The client scales down the gradient of
+    each sample whose gradient norm is above ``clip``, and adds Gaussian noise to the sum of the gradients. Two data
+    sets are neighbours if they differ by one additional sample.
 
     Args:
         clip: Largest L2 norm C of the gradient of one sample.
         noise: Standard deviation of the noise that is added to the sum of the gradients, as a multiple of ``clip``.
-        delta: Probability δ of (ε, δ)-differential privacy, for which ε is computed. It should be smaller than one
+        delta: Probability δ of (ε, δ)-differential privacy, for which ε is computed. δ should be smaller than one
             divided by the number of samples of a client.
         budget: Largest ε of a client. The run ends before a round in which a client could exceed it. Default: no limit.
     """
@@ -102,7 +102,7 @@ class Training(Setting):
         local_epochs: Number of epochs for which a client trains per round. Default: 5.
         local_steps: Number of mini-batch steps that a client takes per round. Set either ``local_steps`` or
             ``local_epochs``.
-        batch_size: Number of samples in a mini-batch. A client with fewer samples puts all of them into each
+        batch_size: Number of samples in a mini-batch. A client with fewer samples puts all its samples into each
             mini-batch.
         accumulate: Number of mini-batches per step of a client. A step uses the mean gradient over ``batch_size`` ×
             ``accumulate`` samples, but needs only the memory for ``batch_size`` samples. BatchNorm uses the statistics
@@ -127,7 +127,8 @@ class Training(Setting):
         execution: Computation of sums over clients by engines. ``fused``: an engine may compute the sum over several
             clients in one pass, which is faster. ``per-client``: engines compute each client's term separately. All
             engines then give exactly equal results, but Stratify is several times slower.
-        threads: Number of threads per operation of PyTorch. Another number may change the last bits of results.
+        threads: Number of threads per operation of PyTorch. A change of this number may change the last bits of
+            results.
         workers: Number of processes that train clients on this machine. The number does not change results. Default:
             one per core if this is faster, otherwise one.
         precision: Number format of local training. ``float32``: all operations. ``bf16``: bfloat16 for the operations

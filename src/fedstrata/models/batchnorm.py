@@ -1,8 +1,8 @@
 """BatchNorm with the statistics of a batch whose samples are at several clients (Stratify, section III-E).
 
 Clients that each have some samples of a batch normalise them exactly as one machine with the whole batch would. In the
-forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, it sums Σ ∂J/∂x̂ and Σ x̂
-∂J/∂x̂, where x̂ is the normalised input and J the loss. The sums are divided by the total count m.
+forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂
+and Σ x̂ ∂J/∂x̂, where x̂ is the normalised input and J the loss. The sums are divided by the total count m.
 ``torch.nn.SyncBatchNorm`` does the same between processes. The loss must be a *sum* over samples. The clients'
 gradients, including the gradients of the layer's weight and bias, then add up to the gradient of the whole batch.
 """
@@ -195,8 +195,8 @@ def has_batchnorm(module: nn.Module) -> bool:
 def federate_batchnorm(module: nn.Module) -> nn.Module:
     """Convert every BatchNorm layer of ``module`` in place, so that the layer can normalise over a group of clients.
 
-    As with ``nn.SyncBatchNorm.convert_sync_batchnorm``, layers keep their parameters, buffers, settings and names.
-    Their results change only inside ``federated``.
+    As with ``nn.SyncBatchNorm.convert_sync_batchnorm``, layers keep their parameters, buffers, settings and names. The
+    results of the layers change only inside ``federated``.
 
     Returns:
         ``module`` itself.
@@ -225,8 +225,8 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
     """Let every BatchNorm in ``module`` normalise over ``group`` while it trains in the ``with`` block.
 
     All members must run the same module on their own batches, first one forward pass and then one backward pass, so
-    that their sums match. A client without samples in the batch may be in the group, but need not. If it is in the
-    group, it passes an empty batch, shape (0, …), which adds zeros, and gets the same running statistics as the other
+    that their sums match. A client without samples in the batch may be in the group, but need not. In the group, such a
+    client passes an empty batch, shape (0, …), which adds zeros, and gets the same running statistics as the other
     clients. A client that fails must call ``LocalGroup.abort``. Otherwise, the other clients wait until their timeout.
 
     Args:

@@ -24,8 +24,8 @@ Params = dict[str, Tensor]
 class Model:
     """A module as a pure function of its parameters.
 
-    ``model(params, x)`` returns the logits that the module computes with ``params``, and does not change the module. It
-    can be differentiated and vectorised with ``torch.func``. For training in a plain loop, ``loaded`` installs
+    ``model(params, x)`` returns the logits that the module computes with ``params``, and does not change the module.
+    The call can be differentiated and vectorised with ``torch.func``. For training in a plain loop, ``loaded`` installs
     parameters in the module for a ``with`` block. Calls with the dictionary that ``loaded`` yields are as fast as calls
     of the module.
 
@@ -34,10 +34,10 @@ class Model:
 
     **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. A batch of
     several tensors is passed by name: ``module(**inputs)``. The module returns the logits, or an object with an
-    attribute ``logits``, or a tuple that begins with the logits. Its *head* is the submodule that computes logits from
-    features, and its *features* are the input of that submodule. By default, the head is the submodule ``head`` if
-    there is one, and otherwise the last ``nn.Linear`` that is trained and not part of a LoRA adapter. ``forward`` must
-    call the head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
+    attribute ``logits``, or a tuple that begins with the logits. The *head* is the submodule that computes logits from
+    features, and the *features* are the input of the head. By default, the head is the submodule ``head`` if there is
+    one, and otherwise the last ``nn.Linear`` that is trained and not part of a LoRA adapter. ``forward`` must call the
+    head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
 
     Parameters that do not require gradients are *frozen*: they are neither sent nor saved. Every party makes the module
     itself, and its frozen parameters must be the same everywhere. Trainable parameters are float32.

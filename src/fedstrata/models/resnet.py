@@ -19,7 +19,7 @@ Norm = Literal["bn", "gn"]
 class ResNet9(ModelSpec):
     """The nine-layer network of DAWNBench (Page 2018, "How to train your ResNet"), which is common in FL code.
 
-    Its layers are: convolutions with 64 and 128 channels; a residual connection around two convolutions with 128
+    The layers are: convolutions with 64 and 128 channels; a residual connection around two convolutions with 128
     channels; convolutions with 256 and 512 channels; a residual connection around two convolutions with 512 channels;
     global max-pooling; and a linear layer. Max-pooling follows the three convolutions that double the number of
     channels. Unlike in DAWNBench, the logits are not scaled. With 3 input channels and 10 classes, it has 6,573,130

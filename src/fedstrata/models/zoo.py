@@ -1,7 +1,8 @@
 """The built-in models, and users' own models, which a spec names by a path ``"module:factory"``.
 
-In all models, pooling comes *before* ReLU. Both are monotone, so the result is the same as in the usual order, and ReLU
-processes only a quarter of the values. Convolutions are in channels-last memory format, as are the images of data sets.
+In all models, pooling comes *before* ReLU. Pooling and ReLU are monotone, so the result is the same as in the usual
+order, and ReLU processes only a quarter of the values. Convolutions are in channels-last memory format, as are the
+images of data sets.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Custom(ModelSpec):
             fedstrata calls ``make(shape, classes, **arguments)`` with the shape of one sample and the number of
             classes. If samples have several inputs, ``shape`` is a mapping from the names of the inputs to their
             shapes. See ``Model`` about features and head.
-        arguments: Further arguments of the factory. In a spec, they are the keys of ``[model]`` other than ``name``.
+        arguments: Further arguments of the factory. In a spec, these are all keys of ``[model]`` except ``name``.
     """
 
     factory: str
@@ -191,7 +192,7 @@ MODELS = _Models(
 
 
 OwnModel = nn.Module | Model | Callable[..., nn.Module]
-"""A user's own module, or a class or function that makes it; see ``own_module``."""
+"""A user's own module, or a class or function that creates the module; see ``own_module``."""
 
 AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 
@@ -203,7 +204,7 @@ classes."""
 
 
 def make_model(spec: ModelSpec, shape: Shape, classes: int, seed: int, trial: Trial = None) -> Model:
-    """Create the model of ``spec``, initialised from ``seed``. Equal arguments give equal bits.
+    """Create the model of ``spec``, initialised from ``seed``. Equal arguments give bitwise equal models.
 
     Args:
         spec: The model's settings.

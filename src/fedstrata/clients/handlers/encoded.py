@@ -1,7 +1,7 @@
 """Handlers of encoded requests, in which a codec compresses the model and the update.
 
-The client computes the new model from the last model that it received and from the changes since then. It answers the
-inner request, encodes the change in its reply (such as the model update), and stores the encoding error.
+The client computes the new model from the last model that it received and from the changes since then. The client
+answers the inner request, encodes the change in its reply (such as the model update), and stores the encoding error.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
         for change in delivery.changes:
             digest = digest_of(digest, change)
         if digest != delivery.digest:
-            raise FedstrataError(f"the changes do not give the model of version {delivery.version}")
+            raise FedstrataError(f"the changes do not lead to version {delivery.version} of the model")
         if digest not in shared:
             shared[digest] = renewed(held.params, delivery.changes, client.context.communication.down)
             while len(shared) > _MODELS:

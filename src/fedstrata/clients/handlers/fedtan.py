@@ -68,7 +68,7 @@ class FitTogether(TrainingRequest):
 
 @handles(FitTogether)
 def fit_together(client: Client, request: FitTogether) -> FitReply:
-    """Train for a round. In the first step, BatchNorm's statistics are averaged over the group."""
+    """Train for one round. In the first step, BatchNorm's statistics are averaged over the clients of the group."""
     first_batch = min(len(client), client.context.config.training.batch_size)
     client.authorize_release(first_batch)  # the sums are over the first batch only
     shared, model, group = client.context, client.model, client.group

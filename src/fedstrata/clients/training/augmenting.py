@@ -22,7 +22,7 @@ def augmented(context: ClientContext, x: Any, *, client: ClientId, round: int, s
 
     Args:
         context: The context of the client.
-        x: The inputs of the batch. They may change in place.
+        x: The inputs of the batch, which may change in place.
         client: The client.
         round: The round, counted from 1.
         step: The number of the client's step in this round, from 0.
@@ -37,8 +37,8 @@ def augmented(context: ClientContext, x: Any, *, client: ClientId, round: int, s
 def augmented_batches(client: Client, batches: Iterator[Batch], round: int) -> Iterator[Batch]:
     """Yield the augmented batches of a client's steps; each step draws its own random numbers.
 
-    With ``training.accumulate``, the mini-batches of a step are augmented together. Their number therefore does not
-    change the result.
+    With ``training.accumulate``, the mini-batches of a step are augmented together, so that the number of mini-batches
+    does not change the result.
 
     Args:
         client: The client.

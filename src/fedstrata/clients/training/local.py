@@ -129,8 +129,8 @@ class LocalData:
 
         Args:
             order: Positions among the chosen samples, shape (n,).
-            once: Whether the round has only this epoch. If so, only the reordered inputs are made. Otherwise, the
-                inputs are first gathered in their original order, and stored for the other epochs.
+            once: Whether the round has only this epoch. With one epoch, only the reordered inputs are made. With
+                several epochs, the inputs are first gathered in their original order, and stored for the other epochs.
         """
         where = torch.from_numpy(order)
         there = where.to(self.device)

@@ -7,8 +7,8 @@ made once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` ad
 Tracing takes a tenth of a second and needs no compiler.
 
 A model cannot be traced if the operations of its forward pass depend on the values of tensors, or if it uses tensors
-other than its parameters. Such a model is trained with autograd instead. Both give the same results, except that sums
-may be added in another order.
+other than its parameters. Such a model is trained with autograd instead. Tracing and autograd give the same results,
+except that sums may be added in another order.
 
 On an MLP, Stratify with single samples is 2.4 times as fast as with autograd; on a convolutional network, 1.9 times
 (``benchmarks/fast_paths.py``).
@@ -119,7 +119,8 @@ def _without_onednn() -> Iterator[None]:
 def _traced(loss: Loss, params: Params, x: Tensor, y: Tensor) -> fx.Graph:
     """Return the graph of a forward and backward pass.
 
-    The graph's inputs are the parameters, x and y. Its outputs are the gradient of each parameter, then the loss.
+    The graph's inputs are the parameters, x and y. The graph's outputs are the gradient of each parameter, followed by
+    the loss.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 

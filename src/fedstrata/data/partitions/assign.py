@@ -62,9 +62,9 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
 def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Generator) -> Ints:
     """Give each client a fixed number of samples, with classes drawn from class probabilities of its own.
 
-    All clients draw at once. If a class is drawn more often than it has samples, randomly chosen draws get its samples.
-    The other draws are repeated in another pass, with class probabilities renormalised over classes that have samples
-    left. Every pass except the last uses up a class, so there are at most C passes.
+    All clients draw their classes simultaneously. If a class is drawn more often than it has samples, randomly chosen
+    draws get its samples. The other draws are repeated in another pass, with class probabilities renormalised over
+    classes that have samples left. Every pass except the last uses up a class, so there are at most C passes.
 
     Args:
         codes: The class of every sample, 0…C−1, (samples,).

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BUBBLES = 100
-"""The largest number of clients, and twice the largest number of labels, that a picture shows as bubbles."""
+"""The largest number of clients that a picture shows as bubbles. For labels, the limit is half this number."""
 NAMED = 20
 """The largest number of clients whose names are written below a picture."""
 COLUMNS = 1000
@@ -32,7 +32,7 @@ SHADE = style.SCALE.light
 def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -> None:
     """Write a picture of the number of samples of each label at each client, and of each client's number of samples.
 
-    For up to 100 clients and 50 labels, there is a bubble per client and label. Its area is proportional to the number
+    For up to 100 clients and 50 labels, there is a bubble per client and label, with an area proportional to the number
     of samples. Otherwise, the picture is a heat map of at most 1,000 clients, sorted by their most frequent label.
 
     Args:
@@ -124,8 +124,8 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
         every: Whether the terminal shows all columns even if it is narrow.
 
     Returns:
-        The table. It has a column per label if there are at most 12 labels. Otherwise, it has two columns: the number
-        of labels at a client, and the percentage of samples with the client's most frequent label.
+        The table. For up to 12 labels, the table has a column per label. For more labels, it has two columns: the
+        number of labels at a client, and the percentage of samples with the client's most frequent label.
     """
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]

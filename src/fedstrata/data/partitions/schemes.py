@@ -19,7 +19,7 @@ from fedstrata.data.subsets import largest_remainder
 
 Generator = np.random.Generator
 MOST_SHARDS = 10_000_000
-"""The largest number of shards if clients may be empty (``min_size = 0``). It limits the memory for shards."""
+"""The largest number of shards if clients may be empty (``min_size = 0``), so that shards fit into memory."""
 
 Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
@@ -77,9 +77,9 @@ class Dirichlet(Partition):
 class Shards(Partition):
     """Samples sorted by label and cut into equal shards (±1), with a fixed number of shards per client.
 
-    This is the "pathological non-IID" division of McMahan et al. 2017, section 3. A shard at the border between two
-    classes has samples of both classes. A client may therefore hold a few samples of one more class. Sizes differ by at
-    most ``per_client``.
+    McMahan et al. 2017 (section 3) call this division "pathological non-IID". A shard at the border between two classes
+    has samples of both classes. A client may therefore have a few samples of one more class. Sizes differ by at most
+    ``per_client``.
 
     Args:
         per_client: Number of shards of each client.
@@ -137,7 +137,7 @@ class Given(Partition):
         indices: One list per client with the indices of its samples in the training set. The number of lists is the
             number of clients.
         file: Path of a ``.npz`` file that contains the lists, relative to the spec or the working directory. Set either
-            ``file`` or ``indices``. The array ``indices`` of the file has the samples of client after client. Its array
+            ``file`` or ``indices``. The array ``indices`` of the file has the samples of client after client. The array
             ``offsets``, (N + 1,), has the position in ``indices`` where each client begins, and then the position where
             the last client ends.
     """

@@ -2,7 +2,7 @@
 
 A *target* is what a model learns to predict for a sample: a class, numbers, several labels, or one class for each token
 or pixel. A task defines how targets are checked and stored, how a loss is computed from them, and what an evaluation
-records for each sample. It also divides samples into *strata*, such as classes or ranges of values.
+records for each sample. A task also divides samples into *strata*, such as classes or ranges of values.
 """
 
 from __future__ import annotations

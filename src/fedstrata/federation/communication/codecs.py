@@ -174,7 +174,7 @@ class Uncompressed(Codec):
     linear = True
 
     def forms(self, like: Params) -> Forms:
-        """Return the shape and dtype of each tensor, because tensors are sent unchanged."""
+        """Return the shape and dtype of each tensor in ``like``."""
         return {name: {"": (tuple(t.shape), t.dtype)} for name, t in like.items()}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
@@ -205,8 +205,8 @@ class BFloat16(Codec):
 class QSGD(Codec):
     """Stochastic rounding to multiples of 1 / ``levels`` of a bucket's largest absolute value (Alistarh et al. 2017).
 
-    A bucket is a group of consecutive coordinates. Its scale M is its largest absolute value, as in the paper's
-    experiments. The result is unbiased: E[decode(encode(x))] = x. With s levels (``levels``), the variance of a
+    A bucket is a group of consecutive coordinates. The scale M of a bucket is its largest absolute value, as in the
+    paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s levels (``levels``), the variance of a
     coordinate is at most (M / s)² / 4, and each coordinate takes ⌈log₂(2 s + 1)⌉ bits.
 
     Args:

@@ -44,7 +44,7 @@ class CompressionState:
         exchange: Id of the last exchange.
         version: The last version of the model that clients get; −1 before the first version.
         digest: The digest of the last version.
-        params: The parameters of the last version. They differ from the server's model by the error of the codec.
+        params: The parameters of the last version, which differ from the server's model by the error of the codec.
         changes: The encoded changes that lead to the last version, one for each of the most recent versions, oldest
             first.
         confirmed: The version that each client has, (N,); −1 if the server does not know the version.

@@ -86,7 +86,7 @@ def repeated_forms(request: Encoded) -> list[Request]:
 
 @record("Encoded")
 class Encoded(Request):
-    """An envelope around another request, whose model, or the update in the reply to it, is encoded.
+    """An envelope around another request. The model of this inner request, or the update in the reply, is encoded.
 
     Args:
         request: The inner request; its model has no parameters if there is a ``delivery``.
@@ -95,7 +95,7 @@ class Encoded(Request):
         delivery: The encoded model; None if the inner request contains the model.
         plain: Whether the update is sent without encoding, even if the spec names a codec.
         basis: For PowerSGD, the matrices Q by which clients multiply their updates for the first sum, packed into
-            bytes. If it is empty, the reply contains the whole encoded update.
+            bytes. If ``basis`` is empty, the reply contains the whole encoded update.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
@@ -115,7 +115,7 @@ class Coefficients(Request):
 
     Args:
         exchange: Id of the exchange, the same as for the first sum.
-        frame: The matrices P, whose columns are orthonormal, packed into bytes. They are made from the first sum.
+        frame: The matrices P with orthonormal columns, which the server computes from the first sum, packed into bytes.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
