@@ -94,7 +94,7 @@ class Reference(NamedTuple):
 
 
 def words(name: str, place: Path) -> tuple[str, ...]:
-    """Return the arguments of Python for a spec; they resume the run if it has begun."""
+    """Return Python's arguments that run a spec, or resume the run if it has begun."""
     command, out, spec = SPECS[name][0], place / "out", place / "spec.toml"
     if command == ["run"] and (out / "spec.toml").exists():
         return "-m", "fedstrata", "run", "--resume", str(out), "--quiet"
@@ -221,7 +221,7 @@ def chain(name: str, what: str, number: int, reference: Reference, place: Path) 
 
 
 def differences(expected: Path, found: Path) -> list[str]:
-    """Return the files that exist in only one of two folders, or whose contents differ in more than times."""
+    """Return the files that exist in only one of two folders, or whose contents differ in more than their times."""
     files = [{path.relative_to(place) for path in place.rglob("*") if path.is_file()} for place in (expected, found)]
     common = {path for path in files[0] & files[1] if content(expected / path) == content(found / path)}
     return sorted(str(path) for path in (files[0] | files[1]) - common)

@@ -536,7 +536,7 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
 
 
 def without_holders(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a table of the accuracy after rounds in which all holders of a class are away."""
+    """Return a table of the accuracy after rounds in which all clients with a class are away."""
     lines = ["## When nobody holds a class", ""]
     lines += [
         "Mean accuracy after round 50 by the number of classes all of whose holders dropped out of the round.",
@@ -558,7 +558,7 @@ def without_holders(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def missing_classes(spec: dict[str, Any]) -> NDArray[np.int64]:
-    """Return for each round the number of classes whose holders are all away."""
+    """Return for each round the number of classes of which all clients are away."""
     experiment = fs.Experiment.from_table(spec)
     prepared = fs.prepare(experiment)
     held = prepared.assignment.counts(prepared.data.y_train.numpy(), prepared.data.outputs) > 0

@@ -39,8 +39,8 @@ class Model:
     one, and otherwise the last ``nn.Linear`` that is trained and not part of a LoRA adapter. ``forward`` must call the
     head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
 
-    Parameters that do not require gradients are *frozen*: they are neither sent nor saved. Every party makes the module
-    itself, and its frozen parameters must be the same everywhere. Trainable parameters are float32.
+    Parameters that do not require gradients are *frozen*: they are neither sent nor saved. Every party creates the
+    module itself, and its frozen parameters must be the same everywhere. Trainable parameters are float32.
 
     Args:
         module: The module; do not use it elsewhere afterwards, because the model changes it.

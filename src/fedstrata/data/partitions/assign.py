@@ -38,8 +38,8 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
     """Divide the samples of each class among N clients, in proportions drawn from a Dirichlet distribution.
 
     The boundaries between clients are rounded down to whole samples, after the same random number in [0, 1) was added
-    to all boundaries of a class. The expected number of samples is then exactly in proportion. Without the random
-    number, the last client would get half a sample per class too many on average.
+    to all boundaries of a class. The expected number of samples of a client is then exactly proportional to its draw.
+    Without the random number, the last client would get half a sample per class too many on average.
 
     Args:
         codes: The class (or domain) of every sample, 0…C−1, (samples,).

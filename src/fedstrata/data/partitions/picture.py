@@ -23,7 +23,7 @@ BUBBLES = 100
 NAMED = 20
 """The largest number of clients whose names are written below a picture."""
 COLUMNS = 1000
-"""The largest number of clients that a picture shows. Of more clients, it shows an evenly spaced selection."""
+"""The largest number of clients that a picture shows. If there are more, it shows an evenly spaced selection."""
 LARGEST = 0.95
 """The width of the largest bubble, as a fraction of the height of a row."""
 SHADE = style.SCALE.light

@@ -447,7 +447,7 @@ def with_frame(payload: Payload, frame: Payload) -> Payload:
     """Add the factors P to an encoded change of ``PowerSGD`` that contains only the factors Q of P Qᵀ.
 
     Args:
-        payload: A client's term of PowerSGD's second sum, or this sum.
+        payload: A client's term of PowerSGD's second sum, or the second sum itself.
         frame: The factors P; empty for other codecs.
     """
     return payload | {name: {**parts, **payload[name]} for name, parts in frame.items()}
