@@ -11,8 +11,8 @@ After a chain, all models, ``metrics.jsonl``, ``events.jsonl``, ``summary.json``
 the files of an undisturbed run, except times and the checksums of lines with times. There must be no additional file in
 the folder, in the folder for temporary files and in ``/dev/shm``, and no process of the command may still run.
 
-A row for each chain is written to ``benchmarks/results/kill_runs.json`` as soon as it ends. A chain that has a row is
-not repeated; ``--chains 0`` only prints the table.
+A row for each chain is written to ``benchmarks/results/kill_runs.json`` as soon as it ends. A chain with a
+row in this file is not repeated; ``--chains 0`` only prints the table.
 """
 
 from __future__ import annotations
