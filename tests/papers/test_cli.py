@@ -56,7 +56,7 @@ def test_data_that_are_not_there_fail_loudly(capsys):
     shown = capsys.readouterr().err
     assert "digits3" in shown
     assert len([line for line in shown.splitlines() if "stratify/chunks-digits3/" in line]) == 6
-    assert "6 cells or files are missing. The lines above" in shown
+    assert "6 runs or files are missing. The lines above" in shown
 
 
 @pytest.mark.long

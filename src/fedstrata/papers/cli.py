@@ -26,7 +26,9 @@ def add_reproduce(commands: common.Commands) -> None:
     help = "paper or table to reproduce, such as rebafl or rebafl/fashion20 (default: all)"
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=help)
     parser.add_argument(
-        "--quick", action="store_true", help="run a small version in minutes, which does not test the papers' claims"
+        "--quick",
+        action="store_true",
+        help="run small versions of the tables in minutes, to test the software and not the papers' claims",
     )
     parser.add_argument("--seeds", help="comma-separated seeds to run (default: those of each table)")
     parser.add_argument(
@@ -34,9 +36,13 @@ def add_reproduce(commands: common.Commands) -> None:
     )
     parser.add_argument("--runs", type=Path, help="folder that contains the run folders (default: OUT/runs)")
     parser.add_argument(
-        "--list", action="store_true", help="list the tables, their missing runs, and the hours that these runs take"
+        "--list",
+        action="store_true",
+        help="list the tables, their missing runs, and the expected hours for the missing runs",
     )
-    parser.add_argument("--show", action="store_true", help="write pages for existing results only, and run nothing")
+    parser.add_argument(
+        "--show", action="store_true", help="write the pages from existing results, without running anything"
+    )
     common.add_output(parser)
 
 
@@ -66,7 +72,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     if wrong and not options.show:
         for name, why in wrong.items():
             say(f"fedstrata: {name}: {' '.join(why.split())}")
-        raise FedstrataError(f"{len(wrong)} cells or files are missing. The lines above say why.")
+        raise FedstrataError(f"{len(wrong)} runs or files are missing. The lines above say why.")
     return 0
 
 

@@ -19,11 +19,11 @@ ROW = 0.17
 
 
 def forest(judgements: Sequence[Judgement]) -> str:
-    """Draw the differences of accuracy of all claims, with a panel for each paper.
+    """Draw the accuracy differences of all claims, with a panel for each paper.
 
     A thick line is the 95 % interval of one comparison. A thin line is a wider interval: the thin intervals of all
-    comparisons of a claim hold at the same time with 95 % confidence. The colour follows the interval that decides on
-    the claim: blue as claimed, orange the opposite, grey not significant.
+    comparisons of a claim hold at the same time with 95 % confidence. The colour shows what the deciding interval says:
+    blue means as claimed, orange the opposite, and grey not significant.
 
     Args:
         judgements: The judgements of all papers.

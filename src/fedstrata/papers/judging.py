@@ -1,9 +1,9 @@
 """Verdicts on the claims of papers, from the results of their tables.
 
-A claim can need several comparisons, such as those with each baseline in each setting. These comparisons are the
-claim's family; comparisons of other claims and of the rest of the table do not count. The claim is confirmed if every
-comparison supports it at 5 %, without correction: this intersection–union test is wrong with a probability of at most
-5 %. Statements about some of the comparisons are corrected over the family (Bonferroni).
+A claim can need several comparisons, for example with each baseline in each setting. These comparisons are the claim's
+family. Other comparisons in the same table do not count. The claim is confirmed if every comparison supports it at the
+5 % level, without correction. This intersection–union test confirms a false claim with a probability of at most 5 %.
+Statements about single comparisons are Bonferroni-corrected over the family.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from fedstrata.reporting.statistics import MIN_SEEDS, UNBOUNDED, Difference, Ord
 from fedstrata.spec.experiment import parse_toml
 
 UNITS: Mapping[str, tuple[float, Range]] = {"points": (0.01, (-100.0, 100.0)), "rounds": (1.0, UNBOUNDED)}
-"""A mapping from each unit of differences to the unit to which the compared numbers are rounded, and to the smallest
-and largest possible difference."""
+"""A mapping from each unit of differences to the rounding of the compared numbers, and the bounds of a difference."""
 
 Verdict = Literal["confirmed", "partly", "contradicted", "inconclusive", "not tested", "not testable here"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -33,12 +32,12 @@ Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 
 class Comparison(NamedTuple):
-    """A comparison of a claim's row with another row, or with itself in another column.
+    """A comparison of a claim's row (a method) with another row, or with the same row in another column (a setting).
 
     Args:
         column: The column.
-        than: The row or column with which it is compared.
-        alone: The difference with its own 95 % interval.
+        than: The other row or column.
+        alone: The difference with a 95 % interval for this comparison alone.
         together: The same difference with a wider interval: the intervals of all comparisons of the claim hold at the
             same time with 95 % confidence.
     """
@@ -73,13 +72,13 @@ def signed(value: float) -> str:
 
 
 def cells_of(table: Table, known: Results, *, quick: bool = False) -> Cells:
-    """Return the results of a table's cells that were run; a cell is a row, a column and a seed."""
+    """Return the results of a table's finished cells (a row, a column and a seed each)."""
     cells = (cell for cell in table.cells(quick=quick) if cell.hash in known)
     return {(cell.row, cell.column, cell.seed): known[cell.hash] for cell in cells}
 
 
 def over_seeds(cells: Cells, row: str, column: str, metric: str) -> dict[int, float]:
-    """Return a mapping from each seed of a row and column to the value of a metric."""
+    """Return a mapping from each finished seed of a row and column to the value of a metric."""
     return {
         seed: float(result[metric])
         for (r, c, seed), result in cells.items()
@@ -90,7 +89,7 @@ def over_seeds(cells: Cells, row: str, column: str, metric: str) -> dict[int, fl
 def compared(
     values: Mapping[int, float], baseline: Mapping[int, float], *, together: int = 1, unit: str = "points"
 ) -> Difference:
-    """Compute the difference of two rows over the seeds that both have, with Student's t interval.
+    """Compute the mean difference of two rows over the seeds that both rows have, with Student's t interval.
 
     Args:
         values: A mapping from each seed to the result of a row.
@@ -111,8 +110,7 @@ class Claim:
         paper: The paper, a key of ``PAPERS``.
         statement: The claim.
         where: The place of the claim: ``abstract``, ``conclusion`` or both.
-        kind: The way in which it is judged: ``reading``, ``page``, ``untestable``, or a key of ``TABLE_KINDS``.
-            ``KINDS`` explains them.
+        kind: The way in which the claim is judged: one of ``KINDS``, which explains them.
         about: The parameters of this kind of judgement, such as the table and the row. Claims for the first page of the
             results also have ``headline``, a short statement, and ``data``, the data on which it is judged.
     """
@@ -133,8 +131,8 @@ class Judgement:
         verdict: Whether our results support the claim.
         evidence: The numbers on which the verdict is based, as text.
         command: The command that computes these numbers.
-        measure: The quantity in ``evidence``, as text; empty if the evidence says it.
-        decisive: The claim's comparisons that have enough seeds, each with the difference whose interval decides.
+        measure: The name of the quantity in ``evidence``; empty if the evidence contains this name.
+        decisive: The claim's comparisons that have enough seeds. Each has the difference whose interval decides.
     """
 
     claim: Claim
@@ -173,7 +171,7 @@ def _file(paper: str) -> dict[str, Any]:
 
 
 def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
-    """Judge a claim by the available results; ``quick`` means that these are of experiments at small scale."""
+    """Judge a claim by the available results; ``quick`` means that the experiments were run at small scale."""
     about = claim.about
     if claim.kind == "reading":
         reading = readings()[about["reading"]]
@@ -189,7 +187,7 @@ def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
 Place = tuple[str, str]
 """A row and a column of a table."""
 Figures = Callable[[Any, Any], tuple[float, float]]
-"""A function that takes a result of a row and of another row, and returns the two numbers to compare."""
+"""A function that takes the results of two rows, and returns the two numbers to compare."""
 
 
 class _Case:
@@ -207,7 +205,7 @@ class _Case:
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
     def places(self) -> list[tuple[Place, Place]]:
-        """Return the places that the claim compares: the row and each other row, in each column that has both.
+        """Return the pairs of places (row, column) that the claim compares: its row and each other row, in each column.
 
         Raises:
             SpecError: No column has both the row and one of the other rows.
@@ -231,13 +229,13 @@ class _Case:
         wanted: Order = "above",
         unit: str = "points",
     ) -> Judgement:
-        """Judge whether the differences between rows of the table all have the order ``wanted``.
+        """Judge whether all differences between two places of the table have the order ``wanted``.
 
         Args:
             measure: A description of the difference.
-            places: The pairs that the claim compares, each place a row and a column.
-            key: The key of the result that ``figures`` takes.
-            figures: A function that computes the two numbers to compare from the two results.
+            places: The pairs of places that the claim compares. A place is a row and a column.
+            key: The key of the results that are passed to ``figures``.
+            figures: A function that takes the results of both places, and returns the two numbers to compare.
             wanted: The order that the claim states.
             unit: The unit of the difference, a key of ``UNITS``.
         """
@@ -269,12 +267,12 @@ class _Case:
 
 
 def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within: float = 0.0) -> Verdict:
-    """Return the verdict on a claim, which says that all comparisons have the order ``wanted``.
+    """Return the verdict on a claim that all comparisons have the order ``wanted``.
 
     Args:
         comparisons: The comparisons of the claim.
         wanted: The order that the claim states.
-        within: By how much a difference may fail to have the order and still support the claim.
+        within: The tolerance: a difference that misses the order by at most this much still supports the claim.
     """
     alone = [each.alone.order(within) for each in comparisons]
     together = [each.together.order(within) for each in comparisons]
@@ -289,7 +287,7 @@ def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within:
 
 
 MOST = 2
-"""The most comparisons that the evidence of a claim lists one by one; if there are more, it summarises them."""
+"""The largest number of comparisons that the evidence of a claim lists one by one. More comparisons are summarised."""
 
 
 def _counted(differences: Sequence[Difference], wanted: Order, within: float) -> str:
@@ -307,7 +305,7 @@ def _above(case: _Case) -> Judgement:
 
 
 def _near(case: _Case) -> Judgement:
-    """Judge whether a row's metric is, in each column, at most ``within`` points below that in a reference column."""
+    """Judge whether a row is at most ``within`` points below its own value in a reference column, in every column."""
     row, reference = case.row, case.about["reference"]
     columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
     places = [((row, column), (row, reference)) for column in columns]
@@ -315,11 +313,11 @@ def _near(case: _Case) -> Judgement:
 
 
 COUNTED = {"bytes_up": "bytes from the clients", "bytes_down": "bytes to the clients"}
-"""Metrics that are counts, with a description of each. They are compared directly, without a test over seeds."""
+"""Metrics that are counts, each with a description. Counts are compared directly, without a statistical test."""
 
 
 def _ratio(case: _Case) -> Judgement:
-    """Judge whether the ratio of a row's count (see ``COUNTED``) to another row's is from ``least`` to ``most``."""
+    """Judge whether a row's count (see ``COUNTED``), divided by another row's count, is from ``least`` to ``most``."""
     metric = case.about["metric"]
     by_place = []
     for mine, theirs in case.places():
@@ -337,11 +335,11 @@ def _ratio(case: _Case) -> Judgement:
 
 
 Curve = Sequence[float]
-"""The accuracy in each evaluated round."""
+"""The key of the results that has the accuracy in each evaluated round."""
 
 
 def _sooner(case: _Case) -> Judgement:
-    """Judge whether a row reaches the best accuracy of each other row in fewer rounds than that row."""
+    """Judge whether a row reaches the best accuracy of each other row in fewer rounds than the other row."""
 
     def rounds(curve: Curve, other: Curve) -> tuple[float, float]:
         best = max(other)
@@ -352,7 +350,7 @@ def _sooner(case: _Case) -> Judgement:
 
 
 def _steadier(case: _Case) -> Judgement:
-    """Judge whether the accuracy of a row has a smaller standard deviation over its last rounds than the other rows."""
+    """Judge whether a row's accuracy has a smaller standard deviation over the last rounds than that of the others."""
     last = int(case.about["rounds"])
 
     def deviations(curve: Curve, other: Curve) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Variants of methods, such as those in published code, to test if they explain why our results differ from a paper's.
+"""Variants of methods, for example from published code, that may explain why our results differ from a paper's results.
 
 A spec names a variant by its path: ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``.
 """
@@ -33,7 +33,7 @@ class Losing:
         return getattr(self._federation, name)
 
     def ask(self, clients: Iterable[int], request: Any, **options: Any) -> dict[int, Any]:
-        """Return the replies that arrive, which the availability model ``bernoulli`` draws at random."""
+        """Return the replies that arrive. The availability model ``bernoulli`` draws them at random."""
         replies = self._federation.ask(clients, request, **options)
         answered = np.array(list(replies), dtype=np.int64)
         arrives = Bernoulli(p=self._p).online(answered, self._federation.round, self._federation.config.seed)
@@ -41,7 +41,7 @@ class Losing:
 
 
 class Lost(Recipe):
-    """A method whose clients drop out after training: their states change, but the server does not get their replies.
+    """A method whose clients can drop out after training: their states change, but the server gets no replies.
 
     Args:
         p: The probability that a reply arrives.
@@ -56,20 +56,19 @@ class Lost(Recipe):
 
 
 class LostSCAFFOLD(Lost, SCAFFOLD):
-    """SCAFFOLD in which a client's c_k changes even if its reply is lost, although the server's c then does not."""
+    """SCAFFOLD in which lost replies change the client's control variate c_k, but not the server's c."""
 
 
 class LostFedDyn(Lost, FedDyn):
-    """FedDyn in which a client's λ_k changes even if its reply is lost, although the server's h then does not."""
+    """FedDyn in which lost replies change the client's correction λ_k, but not the server's term h."""
 
 
 class PublishedScaffold(Scaffold):
     """SCAFFOLD's control variates as in the published code of ReBaFL.
 
-    The server's c changes by the mean of Δc_k over the replies S. In Algorithm 1 of SCAFFOLD, it changes by |S|/N times
-    this mean, which is half as much if half of the N clients reply. Momentum and clipping are allowed, although the
-    rule c_k⁺ = c_k − c + (w_t − w) / (K η) assumes plain SGD steps. With a momentum of β, steps are up to 1 / (1 − β)
-    times as long.
+    The server's c changes by the mean of Δc_k over the set S of replies. In Algorithm 1 of SCAFFOLD, c changes by only
+    ``|S|/N`` times this mean. Momentum and clipping are allowed, although the rule c_k⁺ = c_k − c + (w_t − w) / (K η)
+    assumes plain SGD steps. With a momentum of β, steps are up to 1 / (1 − β) times as long.
     """
 
     def check(self, config: FederationConfig) -> None:
@@ -83,7 +82,7 @@ class PublishedScaffold(Scaffold):
 
 
 class PublishedSCAFFOLD(SCAFFOLD):
-    """SCAFFOLD as in the published code of ReBaFL, whose momentum 0.5 and clipping at norm 10 are set in the spec."""
+    """SCAFFOLD as in the published code of ReBaFL, for specs with the code's momentum (0.5) and clipping (norm 10)."""
 
     @override
     def parts(self) -> Parts:

@@ -32,18 +32,19 @@ FILES = INDEX, CLAIMS, CLAIMS_CSV, TABLES_CSV, FOREST = (
     "forest.svg",
 )
 BEGIN, END = "<!-- written by `fedstrata reproduce` from here -->", "<!-- to here -->"
-"""The lines of ``INDEX`` between these two are generated. Other lines of the file are kept."""
+"""The lines of ``INDEX`` between these two lines are generated. The other lines of the file are not changed."""
 QUICK = "\n**At small scale, to test the software: these figures say nothing about the papers.**\n"
 
 ABOUT_FOREST = f"""\
 ![Differences of accuracy with their intervals, one panel per paper]({FOREST})
 
 Accuracy differences. Blue: as claimed; orange: the opposite; grey: not significant. A thick line is the 95 % interval
-of one comparison. The thin lines of a claim are simultaneous 95 % intervals. *#C=1*: one class per client."""
+of one comparison. The thin lines of a claim are wider: all of them hold together with 95 % confidence. *#C=1*: one
+class per client."""
 DOWNLOADS = f"All [claims, and how we judge]({CLAIMS}). CSV: [claims]({CLAIMS_CSV}), [figures]({TABLES_CSV})."
 ABOUT_TABLES = f"""\
-Each table shows the paper's figure, ours with its 95 % interval over seeds, and the paired difference from a baseline,
-without correction or verdict. Rows with fewer than {MIN_SEEDS} seeds are not shown.
+Each table shows the paper's figure, our figure with its 95 % interval over seeds, and our paired difference from a
+baseline. These intervals are not corrected, and have no verdict. Rows with fewer than {MIN_SEEDS} seeds are not shown.
 """
 
 
@@ -52,7 +53,7 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
 
     Args:
         out: The folder of the results and the pages.
-        quick: Whether the results are at small scale.
+        quick: Whether the results are from experiments at small scale.
 
     Returns:
         The names of the files.
@@ -86,7 +87,7 @@ def contents(out: Path, *, quick: bool = False) -> dict[str, str]:
 
 
 def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Return a mapping from each missing file, and from each run without a result, to a text about the problem.
+    """Return a mapping from the name of each missing file, and of each run without a result, to its problem.
 
     Args:
         wanted: The tables that were run.
@@ -110,7 +111,7 @@ def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[
 
 
 def first_page(judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
-    """Return the generated lines of the first page: a summary of each paper, and the verdicts on headline claims."""
+    """Return the generated lines of the first page: summaries of the papers, and verdicts on the headline claims."""
     runs = progress(tables().values(), results, quick=quick)
     cells, done, hours = (sum(row[key] for row in runs) for key in ("cells", "done", "hours"))
     lines = [QUICK] * quick + [_counts(each.verdict for each in judgements), ""]
@@ -140,11 +141,11 @@ SIGNS: dict[judging.Verdict, str] = {
 }
 """A mapping from each verdict to its sign."""
 UNTESTED = ("not tested", "not testable here")
-"""The verdicts of claims without results."""
+"""The verdicts of claims that our results do not decide."""
 
 
 def chip(verdict: judging.Verdict, count: int | None = None) -> str:
-    """Return a verdict as HTML with its sign, and the number of claims that have it.
+    """Return HTML that shows a verdict, its sign and, if given, the number of claims that have this verdict.
 
     >>> chip("partly", 2)
     '<span class="chip partly">◐ 2 partly</span>'
@@ -154,25 +155,25 @@ def chip(verdict: judging.Verdict, count: int | None = None) -> str:
 
 
 def _class(verdict: str) -> str:
-    """Return the class of a verdict in the style sheet."""
+    """Return the name of the CSS class of a verdict."""
     return verdict.replace(" ", "-")
 
 
 def _chips(verdicts: Iterable[judging.Verdict]) -> list[str]:
-    """Return a chip with its number of claims for each verdict."""
+    """Return the HTML of each verdict that occurs (see ``chip``), with its number of claims."""
     count = Counter(verdicts)
     return [chip(each, count[each]) for each in judging.VERDICTS if count[each]]
 
 
 def _counts(verdicts: Iterable[judging.Verdict]) -> str:
-    """Return the number of claims, and of claims with each verdict, as one line of HTML."""
+    """Return one line of HTML with the total number of claims, and the number of claims with each verdict."""
     verdicts = list(verdicts)
     return f"{len(verdicts)} claims: {' '.join(_chips(verdicts))}"
 
 
 def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> str:
     """Return the page with all claims, one group per paper, and with an explanation of how they are judged."""
-    about = f"This page has every quantitative claim of the four papers, with its verdict ([CSV]({CLAIMS_CSV}))."
+    about = f"This page lists every quantitative claim of the four papers, with our verdict ([CSV]({CLAIMS_CSV}))."
     how = files(__package__).joinpath("how.md").read_text(encoding="utf-8")
     how = how.format(MIN_SEEDS=MIN_SEEDS, FEW_MORE=FEW_MORE)
     lines = [NARROW, "# All claims", QUICK if quick else "", WIDE, "", about]
@@ -185,7 +186,7 @@ def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> s
 
 
 def _filter(verdicts: Iterable[judging.Verdict]) -> list[str]:
-    """Return a choice between all claims and those with one verdict, as lines of HTML.
+    """Return lines of HTML with which a reader chooses to see all claims, or only claims with one verdict.
 
     The style sheet of the site hides the other claims. Without it, all claims are visible.
     """
@@ -202,7 +203,7 @@ def _filter(verdicts: Iterable[judging.Verdict]) -> list[str]:
 
 
 NARROW = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n"
-"""The first lines of a page without a list of its sections."""
+"""The first lines of a page that hide the list of its sections."""
 WIDE = '<div class="wide-page"></div>'
 """An element that gives a page the whole width of the window."""
 
@@ -218,7 +219,7 @@ def _claims(judgements: Sequence[Judgement]) -> list[str]:
 
 
 def _folded(summary: str, lines: Sequence[str], kind: str = "") -> list[str]:
-    """Return an HTML element of which a reader sees ``summary`` and can unfold ``lines``.
+    """Return an HTML element that shows ``summary``, and shows ``lines`` when a reader unfolds it.
 
     Blank lines around ``lines`` let a Markdown renderer read them as Markdown inside HTML.
 
@@ -235,14 +236,14 @@ HEADS = ["paper", "claim", "where", "verdict", "figures", "command"]
 
 
 def _row(judgement: Judgement) -> list[str]:
-    """Return the texts of a table row about a judgement, one for each heading in ``HEADS``."""
+    """Return the texts of a judgement's table row, one for each heading in ``HEADS``."""
     claim = judgement.claim
     figures = f"{judgement.measure}: " * bool(judgement.measure) + judgement.evidence
     return [claim.paper, claim.statement, claim.where, judgement.verdict, figures, judgement.command]
 
 
 def csv_of_tables(results: Results, *, quick: bool = False) -> str:
-    """Return the rows of all tables as CSV, however few seeds they have."""
+    """Return the rows of all tables as CSV, including rows with few seeds."""
     rows: list[Sequence[Any]] = [["table", "setting", "method", "metric", "paper", "mean", "low", "high", "seeds"]]
     for name, table in tables().items():
         cells = judging.cells_of(table, results, quick=quick)
@@ -283,7 +284,7 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> str:
-    """Return a Markdown table with a row for each table: its progress, and the time that its missing runs take."""
+    """Return a Markdown table that shows the progress of each table, and the expected time for its missing runs."""
     lines = ["| table | cells | done | left, on one core |", "|---|---:|---:|---:|"]
     for row in progress(wanted, results, quick=quick):
         missing = row["cells"] - row["done"]
@@ -294,11 +295,11 @@ def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
-    """Return a mapping from rows and columns to the expected seconds per round on one core; unknown ones are left out.
+    """Return the expected seconds per round on one core, for each row and column for which they are known.
 
-    The estimate is taken from the first of these sources that is known: finished runs of the row and column; finished
-    runs of the row; the table's own estimate; finished runs of other rows. Times from other columns are scaled by the
-    number of epochs times the number of clients.
+    The estimate comes from the first available source, in this order: finished runs of the row and column; finished
+    runs of the row; the estimate in the table's file; finished runs of other rows. Times from other columns are scaled
+    by the number of epochs times the number of clients.
     """
     measured: dict[tuple[str, str], list[float]] = {}
     work = {}
@@ -348,13 +349,13 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
     differences = files(__package__).joinpath(paper, "differs.md").read_text(encoding="utf-8")
     lines += ["", differences.strip()]
     if waiting:
-        where = f"Unfinished tables (missing runs in brackets) are only in [{TABLES_CSV}]({TABLES_CSV})"
+        where = f"Results of unfinished tables (missing runs in brackets) are only in [{TABLES_CSV}]({TABLES_CSV})"
         lines += ["", f"{where}: {', '.join(waiting)}."]
     return "\n".join(lines) + "\n"
 
 
 def panels_of(paper: str, results: Results, *, quick: bool = False) -> list[Panel]:
-    """Return the tables on the page of a paper, with the rows that have a figure of the paper; none without such."""
+    """Return the tables of a paper for its figure, each with only the rows that have a published number."""
     of_paper = [table for table in tables().values() if table.paper == paper]
     rows = [
         (table, [row for row in rows_of(table, results, quick=quick) if row.paper is not None]) for table in of_paper
@@ -363,7 +364,7 @@ def panels_of(paper: str, results: Results, *, quick: bool = False) -> list[Pane
 
 
 def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[str]:
-    """Return a table of the rows that have enough seeds, and what is missing; nothing if no row has enough."""
+    """Return lines with the rows of a table that have enough seeds, and the number of missing runs."""
     shown = rows_of(table, results, quick=quick)
     if not shown:
         return []
@@ -386,7 +387,10 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
     if more:
         lines += ["", *_markdown([["setting", "also compared", "difference"], *more])]
     if outside:
-        lines += ["", f"The paper's figure is outside the 95 % prediction interval of one run: {'; '.join(outside)}."]
+        lines += [
+            "",
+            f"The paper's figure is outside the 95 % prediction interval for one more run: {'; '.join(outside)}.",
+        ]
     lines += _taken_over([result for result in cells.values() if "source" in result])
     missing = "" if quick else _missing(table, results)
     return [f"{missing} runs missing.", ""] * bool(missing) + _folded(
@@ -395,7 +399,7 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
 
 
 def rows_of(table: Table, results: Results, *, quick: bool = False) -> list[Row]:
-    """Return the rows of a table that have enough seeds; none if these are at most half of the rows."""
+    """Return the rows of a table that have enough seeds; empty if at most half of the rows have enough."""
     cells = judging.cells_of(table, results, quick=quick)
     places = [(column, row) for column in table.columns for row in table.rows_of(column)]
     ours = {(c, r): Estimate.over(over_seeds(cells, r, c, table.metric).values()) for c, r in places}
@@ -412,14 +416,14 @@ def _missing(table: Table, results: Results) -> str:
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table, whose first row is its heading, without empty columns; nothing if it has no content."""
+    """Return the lines of a Markdown table without its empty columns; the first row is the heading."""
     filled = [column for column in zip(*rows, strict=True) if any(column[1:])]
     lines = [f"| {' | '.join(row)} |" for row in zip(*filled, strict=True)]
     return [*lines[:1], *["|" + "---|" * len(filled)] * bool(filled), *lines[1:]]
 
 
 def _published(table: Table, row: str, column: str) -> tuple[str, str]:
-    """Return the number in the paper for a row and column, and its difference from that of the baseline, as texts."""
+    """Return a paper's number for a row and column, and its difference from the paper's baseline, as texts."""
     figure, baseline = (table.published.get(each, {}).get(column) for each in (row, table.baseline))
     if figure is None:
         return "", ""
@@ -438,15 +442,15 @@ def _is_outside(published: float | None, estimate: Estimate) -> bool:
 
 
 def _seeds(cells: Cells, row: str, column: str) -> str:
-    """Return the number of seeds that were run, with a † if an earlier version of fedstrata made some results."""
+    """Return the number of finished seeds, with a † if some results come from an earlier version of fedstrata."""
     results = [result for (r, c, _), result in cells.items() if (r, c) == (row, column)]
     return (str(len(results)) if results else "") + ("†" if any("source" in result for result in results) else "")
 
 
 def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
-    """Return lines with a note about the results that an earlier version of fedstrata made.
+    """Return a note about the results that come from an earlier version of fedstrata.
 
-    The note says how much their first rounds differ from those of a run with this version.
+    The note says how much the first rounds of these results differ from a repetition with the current version.
     """
     if not results:
         return []
@@ -454,8 +458,10 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     line = f"† {len(results)} runs were made by an earlier version with the same spec ({sources})."
     if repeated := [result["repeated"] for result in results if "repeated" in result]:
         rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
-        line += f" The first {rounds} rounds of {len(repeated)} of them were repeated; they differ by at most {points}"
-        line += " points. Runs that differ by more than one point are left out."
+        line += f" We repeated the first {rounds} rounds of {len(repeated)} of these runs."
+        line += (
+            f" The accuracies differ by at most {points} points. We left out runs that differ by more than one point."
+        )
     return ["", line]
 
 
@@ -466,7 +472,7 @@ SHOWN = {
     "undrawn": "strata without a draw, %",
     "purity": "purity, %",
 }
-"""A mapping from the name of each additional column to its heading. A table shows the columns that its results have."""
+"""A mapping from result keys to headings of additional columns. A table shows the columns that its results have."""
 
 
 def _mean(cells: Cells, row: str, column: str, key: str) -> str:

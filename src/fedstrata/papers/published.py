@@ -1,4 +1,4 @@
-"""Draw the figures that a paper prints beside ours: the paper's value, and our mean over seeds with its interval."""
+"""Draw a paper's published numbers beside our results: our mean over seeds with its interval."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROW, FRAME = 0.2, 0.85
-"""The height of a line, and of a panel's title and axis, in inches."""
+"""The height of a line in inches, and the height of a panel's title and axis in inches."""
 WIDTH = 5.6
-"""The width in inches, with which text can still be read on a phone."""
+"""The width of the picture in inches; its text can still be read on a phone."""
 
 
 class Row(NamedTuple):
-    """A row of a table of figures in percent.
+    """A published number and our result for one setting and method, in percent.
 
     Args:
         setting: The column of the paper's table.
         method: The row of the paper's table.
-        paper: The figure in the paper; None if the paper does not print it.
-        ours: Our figure over seeds.
+        paper: The published number; None if the paper does not print one.
+        ours: Our mean over seeds, with its interval.
     """
 
     setting: str
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A table, and those of its rows that have the paper's figure and ours; at least one."""
+    """A table, and its rows that have both a published number and our result; at least one row."""
 
     table: Table
     rows: Sequence[Row]
@@ -54,7 +54,7 @@ class Panel(NamedTuple):
 
 
 def draw_published(panels: Sequence[Panel]) -> str:
-    """Draw a panel per table, with a line for each figure that the paper prints and we computed.
+    """Draw one panel per table, with a line for each row that has a published number and our result.
 
     Args:
         panels: The panels; at least one.
@@ -79,7 +79,7 @@ def _figure(panels: Sequence[Panel]) -> Figure:
 
 
 def draw_panel(axes: Axes, panel: Panel) -> None:
-    """Draw a triangle at each figure of the paper, a dot at our mean, and a line over its 95 % interval."""
+    """Draw a triangle at each published number, a dot at our mean, and a line over its 95 % interval."""
     lines = panel.lines()
     rows = [(place, line) for place, line in enumerate(lines) if isinstance(line, Row)]
     places = [place for place, _ in rows]

@@ -1,4 +1,4 @@
-"""Readings: numbers that follow from a paper's formulas or algorithms alone, such as biases, weights and privacy.
+"""Readings: numbers that follow from a paper's formulas or algorithms, such as biases, weights and privacy budgets.
 
 They are computed in seconds, without training a model.
 """
@@ -28,10 +28,9 @@ Ints = NDArray[np.int64]
 Supported = Literal["confirmed", "partly", "contradicted"]
 DRAWS = 200_000
 FEW_MORE = 1.05
-"""The largest ratio of a method's bytes or operations to the baseline's that still counts as "few more"."""
+"""The largest ratio that still counts as "few more" bytes or operations than the baseline's."""
 EXACT, DRAWN = 0.01, 0.05
-"""A number counts as right up to this relative error: ``EXACT`` if it is computed exactly, and ``DRAWN`` if it is an
-average of random draws."""
+"""The largest relative error of a correct number: ``EXACT`` for exact numbers, ``DRAWN`` for means of random draws."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Reading:
     Args:
         name: The name of the reading, by which claims refer to it.
         description: A description of what is computed.
-        figure: The result in words.
+        figure: The result as text.
         values: A mapping from the name of each number in the result to the number.
         verdict: Whether the result supports the paper's statement.
     """
@@ -54,7 +53,7 @@ class Reading:
 
 
 def verdict(right: Sequence[bool]) -> Supported:
-    """Return one verdict for several cases; each is True if a formula or algorithm does what its paper claims there.
+    """Return the verdict over several cases, each True if the paper's claim holds in it.
 
     >>> verdict([True, True]), verdict([True, False]), verdict([False])
     ('confirmed', 'partly', 'contradicted')
@@ -63,7 +62,7 @@ def verdict(right: Sequence[bool]) -> Supported:
 
 
 def fedssar_bias(sizes: list[int], places: int = 10) -> float:
-    """Return the bias of FedSSAR's mean update, relative to the length of the mean over all clients, (1/N) Σ Δ.
+    """Return the bias of FedSSAR's mean update, relative to the length of the mean update over all N clients.
 
     This assumes that the clients of a cluster have equal updates, that updates of different clusters are orthogonal,
     and that all updates have the same length. A cluster with N_h of N clients gets m_h of m draws. Its weight in the
@@ -71,7 +70,7 @@ def fedssar_bias(sizes: list[int], places: int = 10) -> float:
 
     Args:
         sizes: N_h, the number of clients in each cluster; at most m clusters.
-        places: m, the number of clients that are drawn.
+        places: m, the number of draws.
 
     >>> round(fedssar_bias([50, 30, 20]), 3), round(fedssar_bias([90, 5, 5]), 3)
     (0.0, 0.136)
@@ -82,16 +81,16 @@ def fedssar_bias(sizes: list[int], places: int = 10) -> float:
 
 
 def _relative_error(weights: NDArray[Any], counts: Ints) -> float:
-    """Return ‖w − s‖ / ‖s‖, where w are the weights of groups, and s are their fractions of all clients."""
+    """Return ‖w − s‖ / ‖s‖, where w are the weights of groups of clients, and s are their shares of all clients."""
     wanted = counts / counts.sum()
     return float(np.linalg.norm(weights - wanted) / np.linalg.norm(wanted))
 
 
 def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple[list[int], float]:
-    """Return Neyman's allocation of draws to strata, and the relative bias of FedSTS's mean under this allocation.
+    """Return Neyman's allocation of draws to strata, and the relative bias of FedSTS's mean update.
 
-    Some strata may get no draws. FedSTS's mean leaves them out and increases the weights of the others, which makes it
-    biased. As in ``fedssar_bias``, updates of different strata are orthogonal and of equal length.
+    Some strata may get no draws. FedSTS's mean is then biased, because it leaves these strata out and increases the
+    weights of the other strata. As in ``fedssar_bias``, updates of different strata are orthogonal and of equal length.
 
     Args:
         sizes: N_h, the number of clients in each stratum.
@@ -116,8 +115,8 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
 def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> float:
     """Return the expected length of the aggregated update if one client is drawn from one stratum.
 
-    All updates have the same direction. As in FedSTS, a client is drawn with a probability that is proportional to the
-    length of its gradient, which equals the length of its update here.
+    All updates have the same direction. As in FedSTS, the probability of drawing a client is proportional to the length
+    of its gradient. Here, this length equals the length of the client's update.
 
     Args:
         lengths: The length of every client's update, shape (N,).
@@ -136,7 +135,7 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
 
 
 def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) -> NDArray[np.float64]:
-    """Simulate how a server estimates the total number of samples from randomised reports; return the estimates ñ.
+    """Return a server's simulated estimates ñ of the total number of samples, computed from randomised reports.
 
     The estimates, shape (draws,), are not yet clipped to at least 1.
 
@@ -156,10 +155,10 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 
 
 def keep_errors(size: int, participants: int, bound: int, epsilon: float, fraction: float = 0.1) -> float:
-    """Return the root mean square of p̃ − p (FedSTaS, Lemma 2.2), the error of the probability of keeping a sample.
+    """Return the root mean square error p̃ − p of the probability of keeping a sample (FedSTaS, Lemma 2.2).
 
-    n* = q n of all n samples are wanted, so that p = q. Under privacy, n is only known as an estimate ñ, and
-    p̃ = min(1, n*/ñ).
+    Of all n samples, n* = q n are wanted, so the exact probability is p = q. Under privacy, the server knows only an
+    estimate ñ of n, and clients use p̃ = min(1, n*/ñ).
 
     Args:
         size: n_k, the number of samples of every participant.
@@ -177,10 +176,10 @@ def keep_errors(size: int, participants: int, bound: int, epsilon: float, fracti
 
 
 def label_variance(labels: Ints, batch: int) -> float:
-    """Return the variance of a batch's mean gradient that is due to its labels.
+    """Return the part of the variance of a batch's mean gradient that is due to the labels in the batch.
 
-    If gradients of different labels are orthogonal and have length 1, it is the mean over the batches of ‖b − s‖². Here
-    b are the fractions of the labels in the batch, and s those in all samples.
+    We assume that gradients of different labels are orthogonal and have length 1. The variance is then the mean of ‖b −
+    s‖² over the batches, where b are the label fractions in the batch, and s the label fractions in all samples.
 
     Args:
         labels: The labels of the samples, in the order of training, shape (L,).
@@ -197,7 +196,7 @@ def label_variance(labels: Ints, batch: int) -> float:
 
 
 def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
-    """Return how often an average sample of each client is used in an epoch, with Stratify's uniform selection.
+    """Return the mean number of uses of a sample per epoch, for each client, with Stratify's uniform selection.
 
     All samples have one label. A client can be drawn until all its samples have been used in the epoch.
 
@@ -217,7 +216,7 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
     while wanted > 0 and unused.any():
         positions = np.zeros(min(batch, wanted, int(unused.sum())), dtype=np.int64)
         chosen = select_batch(positions, {0: np.flatnonzero(unused)}, None, generator)
-        # Draws beyond a client's unused samples do not count, and are repeated in a later batch.
+        # A draw of a client without unused samples does not count. It is repeated in a later batch.
         used = np.minimum(np.bincount(chosen, minlength=len(held)), unused)
         unused -= used
         wanted -= int(used.sum())
@@ -225,10 +224,11 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
 
 
 def training_operations(method: str, epochs: int, samples: int = 100) -> int:
-    """Return the number of floating-point operations in a run of one client and one round; nearly all are in training.
+    """Return the number of floating-point operations in a run with one client and one round.
 
-    Only matrix products and convolutions count, forward and backward. A multiplication and an addition count as two
-    operations. The model is the one that ReBaFL uses for images of 28×28 pixels.
+    Nearly all operations are in training. Only matrix products and convolutions count, in forward and backward passes.
+    A multiplication and an addition count as two operations. The model is the one that ReBaFL uses for images of 28×28
+    pixels.
 
     Args:
         method: The name of the method.
@@ -249,7 +249,7 @@ def training_operations(method: str, epochs: int, samples: int = 100) -> int:
 
 
 def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) -> dict[str, float]:
-    """Return the variance of a client's weight in the mean over the drawn clients, averaged over the clients.
+    """Return the variance of a client's weight in the mean update, averaged over all clients.
 
     Args:
         clients: N, the number of clients.
@@ -275,14 +275,14 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
 
 
 Made = tuple[str, Mapping[str, float], Sequence[bool]]
-"""The result of a reading in words; its numbers; and for each case, whether the paper's statement holds."""
+"""The result of a reading as text, its numbers, and whether the paper's statement holds in each case."""
 
 _MAKERS: list[Callable[[], Reading]] = []
 """The functions that compute the readings, in the order in which the page shows them."""
 
 
 def _reading(name: str, description: str) -> Callable[[Callable[[], Made]], Callable[[], Reading]]:
-    """Return a decorator that registers a reading; the decorated function computes its result."""
+    """Return a decorator for a function that computes a reading. The decorator adds the function to ``_MAKERS``."""
 
     def add(compute: Callable[[], Made]) -> Callable[[], Reading]:
         def make() -> Reading:
@@ -295,7 +295,7 @@ def _reading(name: str, description: str) -> Callable[[Callable[[], Made]], Call
     return add
 
 
-@_reading("stratify-weights", "Uses per sample with uniform selection and a cap of 500 per label")
+@_reading("stratify-weights", "Uses per sample and epoch, with uniform selection and a cap of 500 per label")
 def _uses() -> Made:
     uses = np.mean([uses_a_sample([900, 100], 500, seed=seed) for seed in range(20)], axis=0)
     even = np.mean([uses_a_sample([500, 500], 500, seed=seed) for seed in range(20)], axis=0)
@@ -317,7 +317,7 @@ def _label_variance() -> Made:
     counts = np.full(classes, samples)
     orders = [schedule(frequencies(counts), generator) for _ in range(20)]
     scheduled = float(np.mean([label_variance(order, batch) for order in orders]))
-    # The first value is for random draws from all samples, the second for a client that has only one label.
+    # The first value is for random draws from all samples, and the second value is for a client with only one label.
     random, alone = (1 - 1 / classes) / batch, 1 - 1 / classes
     text = (
         f"{scheduled:.4f} with the schedule, {random:.4f} with random draws from all samples, {alone:.1f} at a client "
@@ -396,7 +396,7 @@ def _clusters() -> Made:
     biases = {str(sizes): 100 * fedssar_bias(sizes) for sizes in ([90, 5, 5], [34, 33, 33], [7, 5, 3, 2, 2, 1])}
     text = ", ".join(f"{value:.1f} % for clusters of {name}" for name, value in biases.items())
     whole = 100 * fedssar_bias([50, 30, 20])
-    text = f"{text}; {whole:.0f} % for [50, 30, 20], where all shares are whole"
+    text = f"{text}; {whole:.0f} % for [50, 30, 20], where all shares are whole numbers"
     return text, biases, [value <= 100 * EXACT for value in [*biases.values(), whole]]
 
 
@@ -428,7 +428,7 @@ def _less_variance() -> Made:
 def _prototype_operations() -> Made:
     once, twice = ({m: training_operations(m, epochs) for m in ("fedavg", "rebafl")} for epochs in (1, 2))
     epoch = {method: twice[method] - once[method] for method in once}
-    # Operations besides training, such as evaluations, are equal for both methods and cancel out.
+    # Both methods have the same operations outside training, such as evaluations. These cancel out.
     prototypes = (once["rebafl"] - epoch["rebafl"]) - (once["fedavg"] - epoch["fedavg"])
     values = {
         str(epochs): (epochs * epoch["rebafl"] + prototypes) / (epochs * epoch["fedavg"]) for epochs in (1, 5, 20)

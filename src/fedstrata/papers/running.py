@@ -24,7 +24,7 @@ Results = dict[str, dict[str, Any]]
 """A mapping from the key of each run to its results."""
 
 ALSO = ("samples", "expected_samples", "bytes_up", "bytes_down", "hops")
-"""Columns of a run whose means over the rounds are stored in the results."""
+"""Keys of a run's metrics whose means over the rounds are stored in the results."""
 
 
 def results_file(out: Path, table: Table) -> Path:
@@ -33,7 +33,7 @@ def results_file(out: Path, table: Table) -> Path:
 
 
 def read(path: Path) -> Results:
-    """Read the results of a table: a mapping from the key of each run to its results; empty without a file.
+    """Read the results of a table, as a mapping from the key of each run; it is empty if the file does not exist.
 
     Raises:
         DataError: The file is damaged.
@@ -56,7 +56,7 @@ def keep(out: Path, table: Table, results: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def known(out: Path) -> Results:
-    """Read all results. They are keyed by ``Cell.hash``, because several tables may contain the same run."""
+    """Read the results of all tables. Their keys are ``Cell.hash``, because several tables may contain the same run."""
     paths = sorted((out / "cells").glob("*/*.json"))
     return {result["spec_sha256"]: result for path in paths for result in read(path).values()}
 
@@ -70,7 +70,7 @@ def run(
     seeds: Iterable[int] | None = None,
     show: Callable[[str], None] = print,
 ) -> dict[str, str]:
-    """Run those cells of tables (a row, a column and a seed each) that have no result yet.
+    """Run all cells of some tables (a row, a column and a seed each) that do not have a result yet.
 
     Args:
         tables: The tables.
@@ -125,7 +125,7 @@ def run_one(table: Table, cell: Cell, out: Path, runs: Path) -> dict[str, Any] |
 
 
 def about(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Return the origin of a result: hashes of the spec, the data, the model and the partition, and versions."""
+    """Return the origin of a result: software versions, and hashes of spec, data, model and partition."""
     made = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     identity = made["identity"]
     return {
@@ -144,7 +144,7 @@ def figures(history: History) -> dict[str, Any]:
     """
     curve = [round(100 * record["accuracy"], 2) for record in history if record.get("accuracy") is not None]
     if not curve:
-        raise DataError("the run was never evaluated, and so has no accuracy")
+        raise DataError("the run has no accuracy, because it was never evaluated")
     seconds = round(sum(record["seconds"] for record in history), 2)
     result: dict[str, Any] = {"rounds": len(history), **of_curve(curve), "seconds": seconds}
     result |= {name: round(float(history.column(name)[1].mean()), 1) for name in ALSO if name in history.columns}
@@ -156,9 +156,9 @@ def about_strata(history: History, folder: Path) -> dict[str, Any]:
     """Return the recorded figures about the strata of a run; empty if the sampler has no strata.
 
     Returns:
-        ``strata``: their number in the first round. ``undrawn``: the percentage of strata from which no client was
-        drawn, a mean over the rounds. ``purity``: the percentage of samples whose label is the most frequent in their
-        stratum, in the last checkpoint.
+        ``strata``: the number of strata in the first round. ``undrawn``: the percentage of strata from which no client
+        was drawn, as a mean over the rounds. ``purity``: the percentage of samples whose label is the most frequent
+        label in their stratum, in the last checkpoint.
     """
     if "strata_sizes" not in history[0]:
         return {}

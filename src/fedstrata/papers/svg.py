@@ -1,4 +1,4 @@
-"""Write figures of the results' pages as SVG that can be read on light and on dark ground."""
+"""Write figures for the pages about results as SVG that can be read on light and on dark backgrounds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, BLUE, ORANGE = style.MIDDLE, style.SERIES[1].colour.dark, style.SERIES[2].colour.dark
-"""Colours that can be read on light and on dark ground; ``INK`` is that of text and axes."""
+"""Colours that can be read on light and on dark backgrounds; ``INK`` is the colour of text and axes."""
 
 
 def as_svg(draw: Callable[[], Figure], *, size: float = 8) -> str:
-    """Return a figure without a background as SVG. Equal figures are equal texts.
+    """Return a figure as SVG without a background. Equal figures give equal texts.
 
     Args:
         draw: A function that draws the figure.
@@ -24,7 +24,7 @@ def as_svg(draw: Callable[[], Figure], *, size: float = 8) -> str:
     """
     import matplotlib
 
-    # Store text as text and not as shapes, so that the file is small and does not depend on the fonts of this machine.
+    # Store text as text instead of shapes. The file is then small and does not depend on the fonts of this machine.
     colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
     options: Any = {
         "svg.fonttype": "none",

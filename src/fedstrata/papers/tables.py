@@ -22,10 +22,10 @@ PAPERS = {
     "fedssar": "FedSSAR (Lu et al. 2023)",
     "rebafl": "ReBaFL (Xu et al.)",
 }
-"""A mapping from the name of each folder of tables to the paper that the tables are from."""
+"""A mapping from the name of a folder of tables to the paper with these tables."""
 
 CLAIMS = "claims.toml"
-"""The file with a paper's claims, in the folder of its tables."""
+"""The name of the file with a paper's claims, in the folder with the paper's tables."""
 
 METRICS = {
     "final": "accuracy after the last round",
@@ -71,9 +71,10 @@ class Cell:
 
     @property
     def hash(self) -> str:
-        """The SHA-256 hash of the spec and of the table's version. If it changes, the cell is run again.
+        """The SHA-256 hash of the spec and of the table's version.
 
-        Settings that the spec leaves at their defaults are not hashed. If a default changes, the version is raised.
+        If the hash changes, the cell is run again. Settings with default values are not hashed. The version must
+        therefore be raised if a default changes.
         """
         training = {key: value for key, value in self.spec["training"].items() if key != "workers"}
         text = json.dumps([self.version, {**self.spec, "training": training}], sort_keys=True, separators=(",", ":"))
@@ -95,16 +96,15 @@ class Table:
         against: Additional comparisons, each as a pair (row, other row).
         rows: A mapping from each row to the settings that it changes in the spec.
         columns: A mapping from each column to the settings that it changes in the spec.
-        only: A mapping from each column that does not have all rows to its rows.
+        only: The rows of each column that does not have all rows.
         spec: The spec that all cells share, as nested tables.
         published: A mapping from each row to a mapping from columns to the paper's results, in percent.
-        seconds: A mapping from rows to the expected seconds per round on one core; the key "" stands for all other
-            rows.
+        seconds: The expected seconds per round on one core, for each row; the key "" stands for all other rows.
         notes: Notes for the reader of the page.
         order: Tables with a smaller number run first.
-        quick: The settings that ``--quick`` changes in every cell, so that its experiment is small.
-        version: The version of the results. A commit that changes results of this table raises it, and the cells are
-            run again.
+        quick: The settings that ``--quick`` changes in every cell to make the experiments small.
+        version: The version of the results. If a code change affects the results of this table, the version is raised,
+            and all cells are run again.
     """
 
     paper: str
@@ -127,7 +127,7 @@ class Table:
     version: int = 2
 
     def cells(self, *, quick: bool = False) -> Iterator[Cell]:
-        """Yield the runs of the table, column by column; with ``quick``, small ones and only with the first seed."""
+        """Yield the runs of the table, column by column; with ``quick``, only small runs with the first seed."""
         for column in self.columns:
             for seed in self.seeds[:1] if quick else self.seeds:
                 for row in self.rows_of(column):
@@ -140,7 +140,7 @@ class Table:
         return [row for row in self.rows if row in self.only.get(column, self.rows)]
 
     def comparisons(self) -> list[tuple[str, str, str]]:
-        """Return all comparisons, each as (column, row, other row). The p-values of all are corrected together."""
+        """Return all comparisons of the table, each as (column, row, other row)."""
         rows = {column: self.rows_of(column) for column in self.columns}
         base = [(c, row, self.baseline) for c in rows if self.baseline in rows[c] for row in rows[c]]
         base = [each for each in base if each[1] != self.baseline]
