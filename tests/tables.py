@@ -39,22 +39,22 @@ METHODS = {
 CONFORMANCE = """\
 # Conformance of engines
 
-This page shows that all engines answer the same requests in the same way, and train any model. An *engine* decides
-where clients live. `python tests/tables.py` runs the two test suites and writes this page.
+This page shows that all engines handle the same requests in the same way, and can train any model. An *engine* decides
+where clients run. `python tests/tables.py` runs the two test suites and writes this page.
 
 ## The same cases on each engine
 
-| engine | clients live in |
+| engine | clients run in |
 | --- | --- |
 | local | this process |
 | workers | worker processes of this machine |
 | ray | actors of a Ray cluster |
 | sites | sites of NVFlare in one process; messages are bytes, as in a deployment |
 | sites, real | sites of NVFlare, each in its own process |
-| …, through the server | the same, with messages between clients passing through the server |
+| …, through the server | sites of NVFlare, whose messages to each other pass through the server |
 
 If a row does not name an engine, the case cannot happen on this engine. Only real sites can hang or die without ending
-the test, and only their messages can be garbled on the way.
+the test, and only messages to real sites can be damaged on their way.
 
 :::{dropdown} All cases
 """
@@ -63,20 +63,20 @@ NOT_THERE = """:::
 ZOO = """
 ## Any model
 
-Ten models that are not part of the library (`tests/support/strangers.py`) are trained with every method. Each letter
-is a test that passed:
+We train ten models that are not part of fedstrata (`tests/support/strangers.py`) with every method. Each letter stands
+for a test that passed:
 
 | letter | test |
 | --- | --- |
 | L | two runs of the local engine give equal bytes, and no client fails |
 | W | two worker processes give equal bytes |
-| F | the gradients of a fused batch are the sum of its parts, to 1e-5 |
-| A | Stratify's single-sample steps are those of autograd |
-| R | Ray gives the bytes of the local engine |
-| N | real processes of NVFlare give the bytes of the local engine |
+| F | the gradient of a fused batch equals the sum over the clients' parts of the batch, to 1e-5 |
+| A | Stratify's single-sample steps equal steps with PyTorch's autograd |
+| R | Ray gives the same bytes as the local engine |
+| N | real processes of NVFlare give the same bytes as the local engine |
 
-Letters in brackets mean that the method refuses the model before the first round, for the reason below the table.
-R and N are tested with one method of each kind. F and A do not apply to models with random numbers or buffers.
+Letters in brackets mean that the method refuses the model before the first round; the reason is below the table.
+R and N are tested with one method of each kind. F and A are not tested with models that have random numbers or buffers.
 
 :::{dropdown} All models and methods
 """
