@@ -267,7 +267,7 @@ def speed() -> list[str]:
 
     torch.set_num_threads(1)
     change = {"w": torch.randn(1000, 990), "b": torch.randn(10_000)}
-    lines = ["| codec | encode, ms | decode, ms | bytes a parameter |", "|---|---:|---:|---:|"]
+    lines = ["| codec | encode, ms | decode, ms | bytes per parameter |", "|---|---:|---:|---:|"]
     for settings in ("none", "bf16", "qsgd", {"name": "qsgd", "levels": 127}, TOP, BYTES, RANK1, RANK2 | {"rank": 4}):
         codec = NAMED.parse(settings)
         times: dict[str, list[float]] = {"encode": [], "decode": []}

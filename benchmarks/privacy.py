@@ -108,24 +108,30 @@ def tables(done: dict[str, Any]) -> str:
         group.setdefault((one["clients"], one["min_samples"]), []).append(one)
     seeds = max(len(group) for group in cells.values())
     lines = [
-        f"**How small parts are** without a minimum. Means and standard deviations over {seeds} seeds, here and below."
+        "**Number of samples in a client's gradient**, without a minimum. "
+        f"All tables show means ± standard deviations over {seeds} seeds."
     ]
-    lines += ["", "| clients | parts of 1 sample | under 4 | under 8 |", "|---:|---:|---:|---:|"]
+    lines += [
+        "",
+        "| clients | gradients of 1 sample | of under 4 samples | of under 8 samples |",
+        "|---:|---:|---:|---:|",
+    ]
     for clients in CLIENTS:
         if group := cells.get((clients, 1)):
             shares = [spread([100 * below(one, size) for one in group]) + " %" for size in (2, 4, 8)]
             lines.append(f"| {clients} | {' | '.join(shares)} |")
-    lines += ["", "**What the attacks get** from parts of so many samples.", ""]
-    head = "| model | clients | samples | labels right | by chance | off a row | error | class mean | recognised |"
+    lines += ["", "**Results of the attacks**, by the number of samples in a gradient.", ""]
+    head = "| model | clients | samples | labels right | by chance | exact by a row | error | class mean | recognised |"
     lines += [head, "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for model, those in (("MLP", cells), ("CNN", convolutional)):
         for (clients, least), group in sorted(those.items()):
             if found := [one["attack"] for one in group if one["attack"]["attacked"]]:
                 lines.append(f"| {model} | {clients} | {least} | {' | '.join(got(found))} |")
-    lines += ["", f"**What holding them back costs**: after {EPOCHS} epochs.", ""]
-    lines += [
-        "| clients | `min_samples` | accuracy | to 1, by seed | parts sent | sent by clients | trained | held back |"
-    ]
+        explained = "*Difference* is the paired difference from `min_samples` = 1. "
+    explained += "*Trained* and *held back* are percentages of samples."
+    lines += ["", f"**Cost of `min_samples`** after {EPOCHS} epochs. {explained}", ""]
+    head = "| clients | `min_samples` | accuracy | difference, points | gradients sent | sent by clients | trained "
+    lines += [f"{head}| held back |"]
     lines += ["|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for (clients, least), group in sorted(cells.items()):
         plain = {one["seed"]: one for one in cells.get((clients, 1), [])}

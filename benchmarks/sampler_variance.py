@@ -184,7 +184,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 RULES = {
     "`neyman`, as published": "FedSTS, paper",
-    "one draw for each stratum first": "FedSTS, one draw for each stratum",
+    "first one draw for each stratum": "FedSTS, one draw for each stratum",
     "`neyman-random` with `horvitz-thompson`": "FedSTS, rounded at random, Horvitz-Thompson",
 }
 """The rows of ``biases``: a mapping from the text of each row to the name of the sampler."""
@@ -193,12 +193,12 @@ RULES = {
 def biases(rows: list[dict[str, Any]]) -> list[str]:
     """Return a Markdown table of the biases of FedSTS's allocations, in percent of the mean over clients."""
     by = {(row["sampler"], row["balance"]): row for row in rows}
-    lines = ["| rule | 600 samples a client | skewed class by class |", "|---|---:|---:|"]
+    lines = ["| allocation rule | 600 samples per client | 1 to thousands of samples per client |", "|---|---:|---:|"]
     for says, sampler in RULES.items():
         client, of_class = (100 * by[sampler, balance]["bias_clients"] for balance in ("client", "class"))
         lines.append(f"| {says} | {client:.1f} | {of_class:.1f} |")
     client, of_class = (100 * by[[*RULES.values()][-1], balance]["noise"] for balance in ("client", "class"))
-    return [*lines, f"| noise of these figures | {client:.1f} | {of_class:.1f} |"]
+    return [*lines, f"| measurement noise | {client:.1f} | {of_class:.1f} |"]
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

@@ -69,7 +69,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(options.data, options.one)))
         return
-    lines = ["| clients | ms a round | ratio to 1,000 | peak memory, MB |", "|---|---|---|---|"]
+    lines = ["| clients | ms per round | ratio to 1,000 clients | peak memory, MB |", "|---|---|---|---|"]
     first = None
     for clients in CLIENTS:
         command = [sys.executable, __file__, "--data", options.data, "--one", str(clients)]

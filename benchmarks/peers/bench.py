@@ -164,14 +164,14 @@ def in_short(runs: list[dict[str, Any]]) -> str:
 
 
 _HEAD = (
-    "| | samples a second | fedstrata is faster, wall clock | samples a CPU second "
-    "| fedstrata is faster, per CPU second | first round, s | peak memory, MiB | loss after |"
+    "| | samples per second | times as slow as fedstrata, by wall clock | samples per CPU second "
+    "| times as slow, by CPU time | first round, s | peak memory, MiB | loss after |"
 )
 
 
 def _title(key: str) -> str:
     s = SETTINGS[key]
-    who = f"{s.clients:,} clients × {s.samples} samples, {s.invited} a round"
+    who = f"{s.clients:,} clients × {s.samples} samples, {s.invited} per round"
     return f"{key}: {s.model} on {s.data}, {who}, {s.epochs} epoch(s), batch {s.batch}"
 
 

@@ -120,7 +120,7 @@ def ranked(p: Reals, sick: Ints) -> Reals:
 
 
 def resampled(pairs: Reals, seed: int) -> tuple[Reals, int]:
-    """AUROCs of bootstrap resamples of the patients, and how many resamples had none, for want of a class."""
+    """Return the AUROCs of bootstrap resamples of the patients, and the number of resamples with only one class."""
     sick, well = pairs.shape
     counts = np.random.default_rng(seed).multinomial(sick + well, np.full(sick + well, 1 / (sick + well)), RESAMPLES)
     total = counts[:, :sick].sum(1) * counts[:, sick:].sum(1)
@@ -179,9 +179,9 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             *lines,
-            f"AUROC, and below it the gain over `local`; 95 % intervals from {result['resamples']:,} resamples of the",
-            f"patients. Mean over {result['seeds']} seeds of {result['folds']} folds each. Resamples without a patient",
-            f"of one class have no AUROC and are left out: {left_out}.",
+            f"Each cell shows the AUROC and, below it, the gain over `local`, as means over {result['seeds']} seeds of",
+            f"{result['folds']} folds each. The 95 % intervals are from {result['resamples']:,} bootstrap resamples of",
+            f"the patients. Resamples with patients of only one class have no AUROC and are left out: {left_out}.",
             "",
         ]
     )
