@@ -402,7 +402,9 @@ def test_indices_may_lie_in_a_file(tmp_path, labelled):
 )
 def test_a_file_of_something_else_is_refused(tmp_path, indices, offsets):
     np.savez(tmp_path / "p.npz", indices=np.array(indices), offsets=np.array(offsets))
-    with pytest.raises(SpecError, match="must contain whole numbers: an array 'indices', and an array 'offsets' from 0 to"):
+    with pytest.raises(
+        SpecError, match="must contain whole numbers: an array 'indices', and an array 'offsets' from 0 to"
+    ):
         Given(file=str(tmp_path / "p.npz"))
 
 

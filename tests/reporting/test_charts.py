@@ -9,7 +9,7 @@ import pytest
 
 from fedstrata.evaluation.history import Confusion, History
 from fedstrata.reporting import charts
-from fedstrata.reporting.charts import FATE_NAMES, chart_data, curve_names, fates
+from fedstrata.reporting.charts import FATE_NAMES, absences, chart_data, curve_names, fates
 from fedstrata.reporting.runs import Run, load_runs
 
 Maker = Callable[..., Path]
@@ -114,6 +114,16 @@ def test_fates_tell_refused_from_failed_and_share_bars(monkeypatch: pytest.Monke
         "counts": [[10, 5], [4, 2], [2, 1], [4, 3], [2, 0]],
     }
     assert fates(run([]))["counts"] == [[], [], [], [], []]
+
+
+def test_absences_are_shares_of_the_rounds_of_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = run([{"round": i, "classes_absent": absent} for i, absent in ((1, [0, 2]), (2, [0]), (3, []))])
+    table = {"run": "seed 0", "rounds": 3, "each": 1, "some": 2, "rows": ["440", "000", "400"]}
+    assert absences(runs, 3) == table
+    monkeypatch.setattr(charts, "BARS", 2)
+    assert absences(runs, 3) == table | {"each": 2, "rows": ["40", "00", "20"]}
+    assert absences(run([{"round": 1}]), 3) is None
+    assert absences(run([]), 2) == {"run": "seed 0", "rounds": 0, "each": 1, "some": 0, "rows": ["", ""]}
 
 
 def test_classes_are_means_over_seeds_of_the_last_evaluation() -> None:

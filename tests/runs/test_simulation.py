@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asking
+import numpy as np
 import pytest
 import safetensors.torch
+import torch
 
 import fedstrata as fs
 from fedstrata.base.errors import FedstrataError, SpecError
@@ -183,3 +185,31 @@ def test_handlers_that_nobody_named_are_missed():
 
     with pytest.raises(FedstrataError, match=r"cannot answer HowOften. Add a handler for it to"):
         fs.run(spec(Forgetful(), availability="always"))
+
+
+def test_a_class_is_absent_if_no_client_with_its_samples_returned():
+    spec = fs.Experiment.from_table(
+        {
+            "partition": {"name": "classes", "clients": 8, "per_client": 2},
+            "availability": {"name": "bernoulli", "p": 0.4},
+            "training": {"rounds": 6, "local_steps": 1, "clients_per_round": 8},
+        }
+    )
+    prepared = fs.prepare(spec)
+    labels = [set(prepared.data.y_train[torch.as_tensor(each)].tolist()) for each in prepared.assignment]
+    seen = []
+    with fs.Simulation(prepared) as simulation:
+        for record in simulation:
+            away = {client for event in simulation.events for client in event["clients"]}
+            trained = set[int]().union(*(labels[client] for client in range(8) if client not in away))
+            assert record["classes_absent"] == sorted(set(range(10)) - trained)
+            seen.append(len(record["classes_absent"]))
+    assert len(set(seen)) > 1
+
+
+def test_without_classes_none_is_absent():
+    data = {f"x_{part}": np.zeros((4, 2)) for part in ("train", "test")}
+    data |= {f"y_{part}": np.arange(4.0) for part in ("train", "test")}
+    table = {"task": "regression", "partition": {"name": "iid", "clients": 2}, "training": {"rounds": 1}}
+    with fs.Simulation(fs.prepare(fs.Experiment.from_table(table), data=data)) as simulation:
+        assert "classes_absent" not in simulation.step()

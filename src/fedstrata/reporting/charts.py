@@ -101,6 +101,7 @@ def chart_data(runs: Mapping[str, Sequence[Run]], lines: Mapping[str, style.Stro
         "metrics": [_metric(key, lower) for key in names],
         "fates": [[fates(run) for run in each] for each in runs.values()],
         "fate_names": FATE_NAMES,
+        "absences": _absences(runs),
         "classes": _classes(runs),
         "clients": _clients(runs),
     }
@@ -245,6 +246,40 @@ def fates(run: Run) -> dict[str, Any]:
         n_refused = min(len(refused.get(record["round"], ())), failed)
         table[:, index // each] += [*counts, failed - n_refused, n_refused]
     return {"run": run.name, "rounds": rounds, "each": each, "counts": table.tolist()}
+
+
+def absences(run: Run, classes: int) -> dict[str, Any] | None:
+    """Show in which rounds no client returned that holds samples of a class; None if the run did not record this.
+
+    Args:
+        run: The run.
+        classes: The number of classes.
+
+    Returns:
+        A table for JSON. ``run``, ``rounds`` and ``each`` are those of ``fates``. ``some`` is the number of rounds in
+        which at least one class was absent. ``rows`` has a text for each class, with a digit per bar: 0 if the class
+        was absent in none of the bar's rounds, up to 4 if it was absent in all.
+    """
+    rounds = len(run.history)
+    each = max(-(-rounds // BARS), 1)
+    absent = np.zeros((classes, -(-rounds // each) * each), dtype=bool)
+    for index, record in enumerate(run.history):
+        if (row := record.get("classes_absent")) is None:
+            return None
+        absent[row, index] = True
+    fraction = absent.reshape(classes, -1, each).sum(axis=2) / np.minimum(each, rounds - np.arange(0, rounds, each))
+    levels = np.ceil(4 * fraction).astype(np.int64).tolist()
+    rows = ["".join(map(str, row)) for row in levels]
+    return {"run": run.name, "rounds": rounds, "each": each, "some": int(absent.any(axis=0).sum()), "rows": rows}
+
+
+def _absences(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:
+    """Return the absences of all runs, and the names of the classes; None with more than ``CLASSES`` classes."""
+    names = next((names for members in runs.values() for run in members if (names := _class_names(run))), [])
+    if not 0 < len(names) <= CLASSES:
+        return None
+    rows = [[absences(run, len(names)) for run in members] for members in runs.values()]
+    return {"names": names, "runs": rows} if any(each is not None for row in rows for each in row) else None
 
 
 def _classes(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:

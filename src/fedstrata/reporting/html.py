@@ -199,6 +199,7 @@ def _comparison(data: str, runs: Mapping[str, Sequence[Run]], folder: Path | Non
         "seeds": list(dict.fromkeys(run.name for each in runs.values() for run in each)),
         "costs": has_costs(charts),
         "heats": charts["classes"] is not None or bool(charts["clients"]),
+        "absences": charts["absences"] is not None,
     }
 
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.process import training_process
@@ -182,6 +183,7 @@ class Simulation:
                     self.federation.note("attackers", sorted(self.federation.attackers), self.spec.attack.name)
                 model = prepared.config.model
                 self.state = method.init(self.federation, Weights(model.params(), model.buffers()))
+            self._labels = self._known_labels()
             self.events: list[dict[str, Any]] = []
             """The events of the last round; before the first round, the events of ``method.init`` (round 0)."""
             self._collect_events()
@@ -229,12 +231,23 @@ class Simulation:
         finally:
             self._collect_events()  # also if an error or an interrupt ends the round
         record |= federation.log.metrics()
+        if self._labels is not None:
+            absent = np.ones(self.prepared.config.strata, dtype=bool)
+            indices, offsets = self.prepared.assignment.indices, self.prepared.assignment.offsets
+            for client in federation.log.returned:
+                absent[self._labels[indices[offsets[client] : offsets[client + 1]]]] = False
+            record["classes_absent"] = np.flatnonzero(absent).tolist()
         if self._accountant is not None:
             record["epsilon"] = self._spend(self._accountant)
         # The method's metrics follow these columns. A metric with the name of a column is left out.
         record = {**record, **metrics, **record}
         record["seconds"] = time.perf_counter() - began
         return record
+
+    def _known_labels(self) -> NDArray[np.int64] | None:
+        """Return the class of each training sample; None without classes, and if the clients keep their own data."""
+        data, config = self.prepared.data, self.prepared.config
+        return data.strata if data.task.has_classes and config.sizes is not None else None
 
     def _spend(self, accountant: Accountant) -> float:
         """Count the round for the clients that trained, and return the largest ε of all clients.

@@ -148,55 +148,78 @@ class Block {
 
   strips() {
     const box = this.find(".fates"), {methods, fates, fate_names: names} = this.data;
-    const longest = Math.max(...fates.flat().map(run => run.rounds), 1);
-    const readout = make("output", {class: "readout"});
+    const sum = row => row.reduce((a, b) => a + b, 0);
+    this.strip(box, fates, run => {
+      const words = counts => counts.map((count, i) => [count, names[i]]).filter(([count]) => count);
+      const total = words(run.counts.map(sum)), percents = shares(total.map(([count]) => count));
+      const bars = run.counts[0].length, base = new Array(bars).fill(0);
+      const sums = base.map((_, bar) => sum(run.counts.map(row => row[bar])));
+      const paths = run.counts.map((row, fate) => [`fate${fate}`, row.map((count, bar) => {
+        if (!count) return "";
+        const height = count / sums[bar], top = base[bar] += height;
+        return `M${bar} ${(1 - top).toFixed(3)}h1v${height.toFixed(3)}h-1z`;
+      })]);
+      return {
+        bars, paths, height: 1,
+        told: total.map(([, name], i) => `${percents[i] || "<1"} % ${name}`).join(", "),
+        tell: bar => words(run.counts.map(row => row[bar])).map(([count, name]) => `${count} ${name}`).join(", "),
+      };
+    });
+    const absences = this.data.absences;
+    if (absences) this.strip(this.find(".absences"), absences.runs, run => {
+      const levels = [1, 2, 3, 4].map(level => [`level${level}`, run.rows.map((row, place) =>
+        [...row].map((digit, bar) => Number(digit) === level ? `M${bar} ${place}h1v1h-1z` : "").join(""))]);
+      return {
+        bars: run.rows[0].length, paths: levels, height: run.rows.length,
+        told: `a class in ${run.some} of ${run.rounds} rounds`,
+        tell: bar => {
+          const absent = absences.names.filter((_, place) => Number(run.rows[place][bar]));
+          return absent.length ? `absent: ${absent.join(", ")}` : "no class was absent";
+        },
+      };
+    });
+  }
+
+  // Draw a strip for each run: bars over the rounds, and a text on the bar under the pointer or chosen by arrow keys.
+  strip(box, runs, drawing) {
+    const {methods} = this.data, readout = make("output", {class: "readout"});
+    const longest = Math.max(...runs.flat().map(run => run?.rounds ?? 0), 1);
     const groups = new Map(); // dropouts depend only on the seed, so that many methods have the same strip
-    fates.forEach((runs, index) => runs.forEach(run => {
-      const key = JSON.stringify([run.run, run.rounds, run.counts]);
+    runs.forEach((members, index) => members.filter(Boolean).forEach(run => {
+      const key = JSON.stringify(run);
       groups.set(key, {run, of: [...(groups.get(key)?.of ?? []), index]});
     }));
     for (const {run, of} of groups.values()) {
+      const {bars, paths, height, told, tell} = drawing(run);
       const members = of.map(index => methods[index].name);
       const who = methods.length === 1 ? "" : of.length === methods.length ? "all methods"
         : members.slice(0, 3).join(", ") + (of.length > 3 ? ` and ${of.length - 3} more` : "");
-      const whose = [who, methods.length === 1 || fates.some(runs => runs.length > 1) ? run.run : ""].filter(Boolean).join(", ");
-      const words = counts => counts.map((count, i) => [count, names[i]]).filter(([count]) => count);
-      const total = words(run.counts.map(row => row.reduce((a, b) => a + b, 0)));
-      const percents = shares(total.map(([count]) => count));
-      const told = total.map(([, name], i) => `${percents[i] || "<1"} % ${name}`).join(", ");
-      const bars = run.counts[0].length, wide = Math.max(longest / run.each, 1);
-      const strip = make("svg", {viewBox: `0 0 ${wide} 1`, preserveAspectRatio: "none", tabindex: 0,
+      const whose = [who, methods.length === 1 || runs.some(each => each.length > 1) ? run.run : ""].filter(Boolean).join(", ");
+      const wide = Math.max(longest / run.each, 1);
+      const picture = make("svg", {viewBox: `0 0 ${wide} ${height}`, preserveAspectRatio: "none", tabindex: 0,
         role: "img", "aria-label": `${whose}: ${told || "nothing recorded"}`, "shape-rendering": "crispEdges"});
-      const base = new Array(bars).fill(0);
-      const sums = base.map((_, bar) => run.counts.reduce((sum, row) => sum + row[bar], 0));
-      run.counts.forEach((row, fate) => {
-        let path = "";
-        row.forEach((count, bar) => {
-          if (!count) return;
-          const height = count / sums[bar];
-          path += `M${bar} ${(1 - base[bar]).toFixed(3)}h1v${(-height).toFixed(3)}h-1z`;
-          base[bar] += height;
-        });
-        if (path) strip.append(make("path", {d: path, class: `fate${fate}`}));
-      });
-      const tell = bar => {
+      if (height > 1) picture.style.height = `${Math.max(15, 4 * height)}px`;
+      for (const [name, parts] of paths) {
+        const d = parts.join("");
+        if (d) picture.append(make("path", {d, class: name}));
+      }
+      const show = bar => {
         const first = bar * run.each + 1, last = Math.min(first + run.each - 1, run.rounds);
-        readout.textContent = `${whose}, round ${first === last ? first : `${first} to ${last}`}: ` +
-          words(run.counts.map(row => row[bar])).map(([count, name]) => `${count} ${name}`).join(", ");
+        readout.textContent = `${whose}, round ${first === last ? first : `${first} to ${last}`}: ${tell(bar)}`;
       };
-      strip.addEventListener("mousemove", event => {
-        const place = strip.getBoundingClientRect();
+      picture.addEventListener("mousemove", event => {
+        const place = picture.getBoundingClientRect();
         const bar = Math.floor((event.clientX - place.left) / place.width * wide);
-        if (bar < bars) tell(bar);
+        if (bar < bars) show(bar);
       });
       let at = -1;
-      strip.addEventListener("keydown", event => {
+      picture.addEventListener("keydown", event => {
         const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
         if (!step || !bars) return;
         event.preventDefault();
-        tell(at = Math.min(Math.max(at + step, 0), bars - 1));
+        show(at = Math.min(Math.max(at + step, 0), bars - 1));
       });
-      const line = make("div", {class: "row"}, make("b", {title: members.join(", ")}, whose), strip, make("output", {}, told));
+      const line = make("div", {class: "row"}, make("b", {title: members.join(", ")}, whose), picture, make("output", {}, told));
       box.append(line);
       this.listeners.push(() => { line.hidden = !of.some(index => this.shown(index)); });
     }
