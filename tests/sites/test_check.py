@@ -349,7 +349,7 @@ def test_who_is_struck_off_the_list_may_not_connect(
     assert members(fed / "server") == ["a", "b"]
     assert refused() == ["c"]
     assert main(["revoke", str(fed / "server"), "a"]) == 0
-    assert "who may connect: b" in capsys.readouterr().out
+    assert "sites that may connect: b" in capsys.readouterr().out
     assert main(["revoke", str(fed / "server"), "a", "--undo", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"members": ["a", "b"]}
     assert main(["revoke", str(fed / "server"), "a", "--json"]) == 0

@@ -525,7 +525,7 @@ def test_the_job_comes_again_for_a_site_that_was_started_again_while_another_is_
     course = [("RUNNING", round) for round in range(1, 10)]
     _, server, told = submitted(course=course, gone={"a": "stopped", "b": "started again"})
     assert server.submitted == 2
-    assert any(line.startswith("site b is there and takes no part") for line in told)
+    assert any(line.startswith("site b is connected, but does not take part") for line in told)
 
 
 @needs_nvflare

@@ -285,9 +285,10 @@ def test_asks_says_in_english_what_a_hospital_answers(capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     spec = fs.Experiment.from_table(tomllib.loads(HOSPITALS.read_text()))
     assert f"Job {hash_of(spec)}: method {spec.method.name}, {spec.training.rounds} rounds at most." in text
-    assert "and nothing else." in text
+    assert "answers only these requests" in text
     assert "It sends the model after its local training, with how many samples it used" in text
-    assert "Before anything else, once:\n  - It sends how many training samples it has" in text
+    assert "Once, before all other requests:
+  - It sends the number of its training samples" in text
     assert "It sends how often the model confuses each pair of classes" in text
 
 

@@ -151,7 +151,7 @@ def test_a_party_is_stopped_without_a_question(kits: Path, tmp_path: Path, once:
         stop(kit)
         started.kill()
         started.wait()
-    assert (done.returncode, "stopped what was started" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert (done.returncode, "stopped the processes" in done.stdout) == (0, True), done.stdout + done.stderr
     assert not psutil.pid_exists(int(job.read_text()))
     assert list(kit.glob("*.fl")) == []
     done = script(kit, "stop_fl.sh")

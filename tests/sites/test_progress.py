@@ -35,7 +35,7 @@ def test_a_run_says_how_far_it_is_and_who_takes_part() -> None:
 def test_a_site_says_what_its_own_part_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "startup").mkdir()
     assert main(["status", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "no run is at work\n"
+    assert capsys.readouterr().out == "no run is in progress\n"
 
     def lines() -> list[str]:
         return shown(json.loads((tmp_path / STATUS).read_text()))
@@ -54,7 +54,7 @@ def test_a_site_says_what_its_own_part_is(tmp_path: Path, capsys: pytest.Capture
     assert lines()[1] == "  refused: its data file: column 'age'"
     table = json.loads((tmp_path / STATUS).read_text())
     (tmp_path / STATUS).write_text(json.dumps({**table, "at": time.time() - 90}))
-    assert "last heard of 1 min 30 s ago" in lines()[0]
+    assert "last message 1 min 30 s ago" in lines()[0]
 
 
 def test_a_folder_of_nobody_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

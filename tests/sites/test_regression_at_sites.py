@@ -373,7 +373,7 @@ def test_targets_are_labels_that_a_job_tells(place: Path) -> None:
     asked = declaration_of(spec)
     assert asked.discloses == {"labels", "sizes"}
     text = "\n".join(asked.lines())
-    assert "of the labels their mean and their spread, how often each step of labels comes" in text
+    assert "the mean and the spread of the labels, how often each multiple of the label's step occurs" in text
     with pytest.raises(FedstrataError, match="the survey of the sites' data discloses labels"):
         Policy(jobs="within-policy", masking=True).check(asked)
     told = spec_of(place, TOLD, data={"normalize": "none"})

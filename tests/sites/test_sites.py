@@ -335,7 +335,7 @@ def test_another_site_may_only_fetch_the_model_of_a_relay(sites: Callable[..., S
     made = sites(_spec())
     made.engine.restore(0)
     for body in (Save(1), Ask(1, [0], [SizeReport(1, 0, 1.0)], [0], "", [])):
-        with pytest.raises(SiteRefusedError, match="expected Fetch"):
+        with pytest.raises(SiteRefusedError, match="instead of a Fetch"):
             read(made.site_servers["a"].call("b", records.encode(Envelope([], body))), Done, Answers)
     with pytest.raises(SiteRefusedError, match="does not have the model"):
         read(made.site_servers["a"].call("b", records.encode(Fetch(1, 0))), Weights)

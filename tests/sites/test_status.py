@@ -107,8 +107,8 @@ def test_a_job_that_comes_again_is_followed(admin: Path, server: _Session, look:
     server.has("RUNNING")
     assert (source.table() or {})["run"] == "0"
     server.has(end)
-    assert source.table() == source.table() == {"waiting": f"its job broke off as {end}"}, "it comes again"
-    assert told == [f"the job broke off as {end}; 'fedstrata submit' brings it again"]
+    assert source.table() == source.table() == {"waiting": f"its job ended with the status {end}"}, "it comes again"
+    assert told == [f"the job ended with the status {end}; to continue it, run 'fedstrata submit'"]
     server.has(end, "RUNNING")
     assert [(source.table() or {})["run"] for _ in range(2)] == ["1", "1"]
     server.has(end, "FINISHED:ABORTED")
@@ -174,7 +174,7 @@ def test_a_run_that_has_not_begun_is_no_server_without_a_run(
     admin: Path, server: _Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", str(admin)]) == 0
-    assert capsys.readouterr().out == "no run is at work\n"
+    assert capsys.readouterr().out == "no run is in progress\n"
     server.has("DISPATCHED")
     assert main(["status", str(admin)]) == 0
     assert capsys.readouterr().out == "a run waits: its job is DISPATCHED\n"
@@ -225,7 +225,7 @@ def test_a_full_disk_of_a_party_is_said(kit: Path, capsys: pytest.CaptureFixture
         with pytest.raises(OSError, match="No space left on device"):
             site.write()
         assert main(["status", str(kit)]) == 0
-        assert "the disk is full (0.0 kB left): nothing new is written" in capsys.readouterr().out
+        assert "the disk is full (0.0 kB left): new progress cannot be written" in capsys.readouterr().out
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -240,7 +240,7 @@ def test_a_damaged_file_is_named(kit: Path, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("--watch", marks=pytest.mark.long), "--serve"])
 def test_who_looks_may_be_told_to_end(kit: Path, how: str) -> None:
-    begun = {"--watch": "no run is at work", "--serve": "shows the run"}
+    begun = {"--watch": "no run is in progress", "--serve": "shows the run"}
     with started("-u", "-m", "fedstrata", "status", str(kit), how, cwd=kit) as command:
         command.wait_until(lambda: begun[how] in command.said)
         said = command.said

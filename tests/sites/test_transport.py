@@ -238,10 +238,10 @@ def test_an_answer_of_a_site_that_is_struck_off_meanwhile_counts_no_more(site: S
         return b"done"
 
     site.work = work
-    with pytest.raises(SiteLostError, match="struck off the server's list"):
+    with pytest.raises(SiteLostError, match="removed from the server's list"):
         site.send()
     asked = site.asked
-    with pytest.raises(SiteLostError, match="struck off the server's list"):
+    with pytest.raises(SiteLostError, match="removed from the server's list"):
         site.send()
     assert site.asked == asked, "it is asked nothing more"
     assert not site.transport.is_reachable("a")

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 ROOT_DAYS = 3650
-"""Days for which a federation's root certificate is valid. It outlives the certificates that it signs, so that it can
-renew them."""
+"""The number of days for which a root certificate is valid, so that it outlives the certificates that it signs."""
 
 WARNED = timedelta(days=30)
-"""The server, a site or the administrator is warned if its certificate expires in less than this time."""
+"""The remaining validity of a certificate below which its owner is warned."""
 
 ASK = "Ask the administrator of the federation for a new kit."
 ROOT = "rootCA.pem"
@@ -131,7 +130,7 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
         ) from None
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), root.not_valid_after_utc)
-    begin = min(now, end) - timedelta(hours=1)  # so that the certificate is valid at once where the clock is slow
+    begin = min(now, end) - timedelta(hours=1)  # The certificate is then also valid on a machine whose clock is slow.
     new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), x509.random_serial_number(), begin, end)
     for extension in old.extensions:
         new = new.add_extension(extension.value, extension.critical)

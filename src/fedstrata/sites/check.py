@@ -27,13 +27,13 @@ SPEC = Path("local") / "spec.toml"
 """The file in a site's folder with the spec of the experiment."""
 
 CLOCKS = 60.0
-"""A warning is given if this machine's clock and the server's differ by more than these seconds."""
+"""The difference in seconds between this machine's clock and the server's clock above which a warning is given."""
 
 REFUSED = "Ask the administrator whether its certificate is valid and not revoked."
 """The advice to a site or administrator whose connection the server refuses."""
 
 SECONDS = 10.0
-"""Seconds within which the server must answer."""
+"""The number of seconds within which the server must answer."""
 
 
 class Finding(NamedTuple):
@@ -57,8 +57,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to connect to the server.
-        data: Whether to read the site's data too. If not, a job that the policy refuses is only a warning and not a
-            problem, because the site may start for another job.
+        data: Whether to read the site's data too. If False, a job that the policy refuses gives only a warning and not
+            a problem, because the site may start for another job.
 
     Raises:
         FedstrataError: ``kit`` is not the folder of a party.
@@ -136,8 +136,8 @@ def _data(kit: Path) -> str:
         with only_from(settings.packages):
             survey_of(survey, data)
     except UnusableDataError as error:
-        raise DataError(str(error.__cause__)) from None  # the site itself may see the whole error
-    return f"data: {data} is what the spec says"
+        raise DataError(str(error.__cause__)) from None  # The site itself may see the whole error.
+    return f"data: {data} fits the spec"
 
 
 def _server(kit: Path) -> list[Finding]:
@@ -173,6 +173,7 @@ def _server(kit: Path) -> list[Finding]:
     dates = [row.partition(":")[2].strip() for row in answer.splitlines() if row.lower().startswith("date:")]
     if dates:
         apart = (datetime.now(UTC) - parsedate_to_datetime(dates[0])).total_seconds()
-        text = f"clocks: this machine's is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} the server's"
+        order = "ahead of" if apart > 0 else "behind"
+        text = f"clocks: this machine's clock is {abs(apart):.0f} s {order} the server's clock"
         findings.append(Finding("warning" if abs(apart) > CLOCKS else "ok", text))
     return findings

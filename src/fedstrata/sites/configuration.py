@@ -46,8 +46,8 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     common: dict[str, Any] = {"format_version": 2, "task_data_filters": [], "task_result_filters": []}
     controller, executor, server, client = CLASSES
     arguments: dict[str, Any] = {"collab_obj_ids": [], "props": {}}
-    # The server is a component and not a workflow. So NVFlare creates it before the controller, and the server's
-    # constructor can prepare the controller's thread pools.
+    # The server is a component and not a workflow. NVFlare therefore creates it before the controller, and the
+    # server's constructor can prepare the controller's thread pools.
     components = [{"id": "server_", "path": server, "args": {"plans": [*map(asdict, plans)]}}]
     workflow = {"id": "controller", "path": controller, "args": {"server_obj_id": "server_", **arguments}}
     write_json(config / "config_fed_server.json", {**common, "components": components, "workflows": [workflow]})
@@ -72,14 +72,14 @@ def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
 
 
 def described(error: Exception) -> dict[str, Any]:
-    """Return a table for JSON that describes an error, and from which ``raised`` restores the error."""
+    """Return a description of an error as a table for JSON, from which ``raised`` restores the error."""
     arguments = error.__reduce__()[1] if isinstance(error, FedstrataError) else ()
     packed = [each if isinstance(each, str) else {} if each is ... else {"shown": repr(each)} for each in arguments]
     return {"kind": type(error).__name__, "arguments": packed, "message": str(error)}
 
 
 def raised(path: Path) -> FedstrataError:
-    """Restore the error that a server wrote to a file. An error of another library becomes a ``FedstrataError``."""
+    """Return the error that a server wrote to a file. An error of another library becomes a ``FedstrataError``."""
     table = json.loads(path.read_text(encoding="utf-8"))
     kind = getattr(errors, str(table["kind"]), None)
     if isinstance(kind, type) and issubclass(kind, FedstrataError):
@@ -88,7 +88,7 @@ def raised(path: Path) -> FedstrataError:
 
 
 class _Shown(str):
-    """The ``repr`` of a value that JSON cannot hold. Its own ``repr`` is the same text, so messages do not change."""
+    """A stand-in for a value that JSON cannot represent. It has the same ``repr``, so error messages do not change."""
 
     __slots__ = ()
 

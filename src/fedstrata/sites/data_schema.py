@@ -48,26 +48,22 @@ STATISTICS = "statistics"
 """The file in the server's run folder with the statistics of all sites' training samples at the start of the run."""
 
 FEWEST = 2
-"""Fewest training samples that a site may have, because the mean of a single sample would reveal the sample."""
+"""The smallest number of training samples of a site; the mean of a single sample would reveal the sample."""
 
 MOST_CLIENTS = 1_000_000
-"""Most clients of a job, because the memory that a site needs grows with their count."""
+"""The largest number of clients of a job; the memory that a site needs grows with this number."""
 
 MORE = "Run 'fedstrata check' at the site, or read its log."
 """The end of an error about a site's data that is sent to the server. It says where the full error can be read."""
 
 _PREPARING = Lock()
-"""A lock that is held while a site draws initial parameters, because all sites of one process share PyTorch's random
-generator."""
+"""A lock for drawing initial parameters, because all sites in one process share PyTorch's random generator."""
 
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 
 
 class UnusableDataError(DataError):
-    """An error about a site's data that do not fit the spec.
-
-    Its text discloses only this fact, so it may leave the site.
-    """
+    """The site's data do not fit the spec. Its text may leave the site, because it discloses nothing else."""
 
 
 def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = False) -> ClientContext:
@@ -109,7 +105,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
 
 
 def require_home(clients: list[int], total: int) -> None:
-    """Refuse impossible ids and counts of clients, before memory is allocated for them.
+    """Refuse ids and numbers of clients that are out of bounds, before memory is allocated for the clients.
 
     Args:
         clients: The ids of the clients at this site.
@@ -133,8 +129,8 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     Args:
         survey: The server's question.
         data: The site's own data file.
-        least: Fewest samples that the site's policy requires for any value that leaves the site; the spec may require
-            more.
+        least: The smallest number of samples that the site's policy requires for each value that leaves the site. The
+            spec may require more.
 
     Raises:
         SpecError: The spec is wrong, or the data file is missing.
@@ -152,13 +148,13 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
         assert data_set.unfitted is not None
         rows = list(trained_on(data_set, whole, held))
         if data_set.unfitted.needed and (count := sum(map(len, rows))) < least:
-            problem = f"training samples are left after holding out. Provide at least {least}."
+            problem = f"training samples are left after holding out test samples. Provide at least {least}."
             raise _unfit(path, f"too few {problem}", f"only {count} {problem}")
         return data_set.unfitted.statistics(rows, least)
 
 
 def description_of(spec: Experiment) -> str:
-    """Return a hash of those settings of a spec that decide whether a site's data fit the spec."""
+    """Return a hash of the settings of a spec that decide whether a site's data fit the spec."""
     free = {"name", "normalize", "shift", "scale", "augment"}
     description = json.dumps([spec.data.model_dump(mode="json", exclude=free), spec.partition.min_size], sort_keys=True)
     return hashlib.sha256(description.encode()).hexdigest()
@@ -189,7 +185,8 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
 def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Dataset, Assignment, Assignment | None]:
     """Return a site's data set, and the indices of each client's training samples and of each client's test samples.
 
-    The third value is None if the file has no test samples, or if the spec holds out training samples for tests.
+    The indices of test samples are None if the file has no test samples, or if the spec holds out training samples for
+    tests.
     """
     data_set = read_own(spec.data, path, task_of(spec), client=client, seed=spec.seed)
     least = max(spec.partition.min_size, FEWEST)
@@ -228,7 +225,7 @@ def _public_errors() -> Iterator[None]:
 
 
 def _assigned_to(client: int, size: int, clients: int) -> Assignment:
-    """Return the indices of each client's samples: ``client`` has all ``size`` samples, the other clients have none."""
+    """Return the indices of each client's samples. ``client`` has all ``size`` samples, and other clients have none."""
     ends = np.zeros(clients + 1, dtype=np.int64)
     ends[client + 1 :] = size
     return Assignment(np.arange(size, dtype=np.int64), ends)
@@ -271,7 +268,7 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
     Args:
         prepared: The experiment, from ``prepare_server``.
         engine: The engine of the sites.
-        folder: The server's run folder, where the statistics are kept.
+        folder: The server's run folder, where the statistics are stored.
         resume: Whether the run is resumed. A resumed run uses the statistics that were stored when it began.
 
     Raises:
@@ -304,7 +301,7 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
 
 
 def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None:
-    """Refuse a spec if sites' answers would disclose what the method keeps private.
+    """Refuse a spec if the answers of sites would disclose facts that the method keeps private.
 
     Sums over test samples disclose the number of samples of each class, and statistics disclose the number of samples.
     ``tests`` says whether the server has test samples.
@@ -416,7 +413,7 @@ def read_own(data: Data, path: Path, task: Task, *, client: int | None, seed: in
 
 
 def _rows(data: Data, task: Task, schema: Schema, table: Table, held: NDArray[np.bool_]) -> Dataset:
-    """Make a data set from the N rows of a table; ``held``, (N,), is True for each row that is a test sample.
+    """Make a data set from the N rows of a table. ``held``, shape (N,), is True for each row that is a test sample.
 
     The features are computed later, with all sites' statistics.
     """

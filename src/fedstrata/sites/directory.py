@@ -1,4 +1,4 @@
-"""The server's list of the sites: which clients each site has, and whether it takes part in the run."""
+"""The server's list of the sites, with the clients of each site, and whether the site takes part in the run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fedstrata.sites.wire import SiteLostError, SiteRefusedError
 LOG = logging.getLogger(__name__)
 
 WAIT = 0.5
-"""Seconds between two checks whether enough sites can be reached."""
+"""The number of seconds between two checks whether enough sites can be reached."""
 
 Fewer = Literal["wait", "abort", "go-on"]
 """What to do when fewer sites than required can be reached: wait for more, end the run, or go on with fewer."""
 
 
 class SiteDirectory:
-    """The sites of a run, the clients of each, and whether it takes part.
+    """The sites of a run, the clients of each site, and whether the site takes part.
 
     Args:
         site_of_client: The name of each client's site; the index is the client's id.
         is_reachable: Returns whether a site is likely to answer now. Raises an error if the job is over.
-        least: Fewest sites that must answer, before the first round and in every round.
+        least: The smallest number of sites that must answer, before the first round and in every round.
         fewer: What to do when fewer than ``least`` sites answer.
     """
 
@@ -42,7 +42,7 @@ class SiteDirectory:
         self._lost: set[str] = set()
         """Sites that did not answer the last message in time."""
         self._refusing: dict[str, str] = {}
-        """The sites whose policy refuses everything until this job ends, each with the reason."""
+        """The sites whose policy refuses all requests until this job ends, each with the reason."""
 
     def clients_of(self, site: str) -> list[ClientId]:
         """Return the ids of a site's clients, in ascending order."""
@@ -93,14 +93,14 @@ class SiteDirectory:
         return ("late", "its last answer did not come in time") if site in self._lost else ("in", "")
 
     def require_begun(self, count: int) -> None:
-        """Check that enough sites could begin the run.
+        """Check that enough sites can begin the run.
 
         Args:
-            count: The number of sites that could begin.
+            count: The number of sites that can begin.
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: No site could begin; or fewer sites than required could, and ``fewer`` is ``abort``.
+            FedstrataError: No site can begin, or fewer sites than required can begin and ``fewer`` is ``abort``.
         """
         if not count:
             reasons = _listed(self.excluded.values())
@@ -128,12 +128,13 @@ class SiteDirectory:
         when the sites are back.
 
         Args:
-            outcomes: The answers and errors of the exchange. The error quotes them if all sites are unreachable.
+            outcomes: The answers and errors of the exchange, which are quoted in the raised error if all sites are
+                unreachable.
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: Too few sites can be reached, and ``fewer`` is ``abort``; or so many refuse to answer that
-                waiting cannot help.
+            FedstrataError: Too few sites can be reached and ``fewer`` is ``abort``, or so many sites refuse to answer
+            that waiting cannot help.
         """
         self.require_willing(self.excluded)
         out = self._lost | self.excluded.keys()
@@ -181,5 +182,5 @@ class SiteDirectory:
 
 
 def _listed(reasons: Iterable[str]) -> str:
-    """Return reasons as one text, without the full stop of each."""
+    """Return reasons as one text, each without its full stop."""
     return "; ".join(reason.rstrip(".") for reason in reasons)

@@ -44,7 +44,8 @@ class Declaration:
             sends none.
         own_data: Whether sites bring their own data. If so, each site also sends a fingerprint of its file.
         conceals: The facts about clients that the method keeps private.
-        extremes: Whether the statistics contain minimum and maximum values; each is the value of a single sample.
+        extremes: Whether the statistics contain minimum and maximum values, each of which is the value of a single
+            sample.
         privacy: The spec's privacy settings: the smallest number of samples from which an answer is computed.
         targets: Whether the statistics also describe the labels, because the task needs this.
     """
@@ -62,7 +63,7 @@ class Declaration:
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The facts about clients that the server can read in the answers, because they are not masked."""
+        """The facts about clients that the server can read in the answers, because these facts are not masked."""
         facts: frozenset[Fact] = frozenset({"sizes"} if self.survey else ())
         facts |= frozenset({"labels"} if self.targets else ())
         return facts.union(*(allowed.rule.discloses for allowed in self.allowed or ()))
@@ -86,12 +87,12 @@ class Declaration:
         if self.allowed is None:
             yield f"The method {UNDECLARED}."
             return
-        yield "A site that takes part answers the following to the server that runs the job, and nothing else."
+        yield "A site that takes part answers only these requests, and only to the server of the job."
         if self.own_data:
-            yield "Before anything else, once:"
+            yield "Once, before all other requests:"
             if self.survey:
                 yield f"  - It sends {self.survey}."
-            yield "  - It sends a fingerprint of its data file, under a key that stays with it."
+            yield "  - It sends a fingerprint of its data file, computed with a key that stays at the site."
         for phase in PHASES:
             requests = [allowed for allowed in self.allowed if allowed.rule.phase == phase]
             if requests:
@@ -99,13 +100,13 @@ class Declaration:
             for allowed in requests:
                 yield f"  - It sends {allowed.rule.description} ({_often(allowed)}; {allowed.label})."
         facts = " and ".join(_FACTS[fact] for fact in sorted(self.discloses))
-        clear = f"The answers tell in the clear {facts}."
-        yield clear if facts else "No answer tells labels or numbers of samples as such."
-        yield "Models and gradients can themselves tell something of the samples that they were computed from."
+        clear = f"The server can read in the answers {facts}."
+        yield clear if facts else "The answers do not contain labels or numbers of samples in the clear."
+        yield "Models and gradients can reveal something about the samples from which they were computed."
 
 
 def hash_of(spec: Experiment) -> str:
-    """Return the hash that identifies a job and its run. It depends on the settings, not on how the spec is written."""
+    """Return the hash that identifies a job and its run. It depends on the settings, not on the format of the spec."""
     return hashlib.sha256(spec.to_toml().encode()).hexdigest()[:16]
 
 
@@ -125,8 +126,8 @@ def declaration_of(
 
     Args:
         spec: The experiment.
-        agreed: The values that server and clients agreed on, such as the number of classes. Default: those that the
-            spec contains.
+        agreed: The values that server and clients agreed on, such as the number of classes. Default: the values in the
+            spec.
         clients: The number of clients; not used with ``agreed``. Default: the number in the spec, or 1.
         own_data: Whether the clients are sites that bring their own data. Default: whether the spec describes such
             data.
@@ -144,7 +145,7 @@ def declaration_of(
     )
     features, targets = (_of_features(spec), _of_targets(spec)) if own else ([], [])
     survey = ", ".join([*features, *targets])
-    survey = survey and f"how many training samples it has; {survey}"
+    survey = survey and f"the number of its training samples; {survey}"
     extremes = bool(features) and data.normalize == "unit"
     return Declaration(
         hash_of(spec), method.name, rounds, allowed, survey, own, method.conceals, extremes, spec.privacy, bool(targets)
@@ -152,16 +153,16 @@ def declaration_of(
 
 
 def _of_targets(spec: Experiment) -> list[str]:
-    """Describe in words which statistics of its labels a site must send; empty if the task needs none."""
+    """Return descriptions of the label statistics that a site must send; empty if the task needs none."""
     if spec.task is None or not spec.task.fits:
         return []
-    parts = ["of the labels their mean and their spread"]
+    parts = ["the mean and the spread of the labels"]
     counted = spec.task.counted(torch.zeros(0, 1, dtype=torch.float64)) is not None
-    return [*parts, "how often each step of labels comes"] if counted else parts
+    return [*parts, "how often each multiple of the label's step occurs"] if counted else parts
 
 
 def _of_features(spec: Experiment) -> list[str]:
-    """Describe in words which statistics of its features a site must send; empty if the spec needs none."""
+    """Return descriptions of the feature statistics that a site must send; empty if the spec needs none."""
     data = spec.data
     columns = data.schema.inputs if data.schema is not None else {}
     rules = {column.impute for column in columns.values() if column.learnt}
@@ -169,9 +170,9 @@ def _of_features(spec: Experiment) -> list[str]:
     if not fitted and not rules:
         return []
     each = "column" if columns else "channel or feature"
-    parts = [f"of each {each} how many values there are, their mean and their spread"]
+    parts = [f"for each {each}, the number of values, their mean and their spread"]
     if fitted and data.normalize == "unit":
-        parts.append("the least and the greatest value")
+        parts.append("the smallest and the largest value")
     if rules & {"median", "most-frequent"} or any(column.type == "category" for column in columns.values()):
-        parts.append("how often each category or step of values comes, where the spec asks for it")
+        parts.append("how often each category or multiple of a step occurs, if the spec needs it")
     return parts

@@ -38,7 +38,7 @@ from fedstrata.sites.wire import (
 )
 
 BEGIN_AGAIN = 10.0
-"""Seconds after which a site that could not begin the run is asked again, if the run waits until enough sites can."""
+"""The number of seconds between two attempts to let a site begin the run, if the run waits for more sites."""
 
 
 class NVFlareEngine(Engine):
@@ -52,7 +52,8 @@ class NVFlareEngine(Engine):
         sums: Adds up tensors over the sites, for methods whose clients add up tensors during their work.
         spec: The experiment as TOML.
         run: The name of the run, under which the sites store their clients' states.
-        direct: Whether a relay's model goes from site to site. If not, it returns to the server after each client.
+        direct: Whether the model of a relay goes from site to site. If not, the model returns to the server after each
+            client.
         log_heads: A file to which the heads (last checksums) of the sites' ledgers are written after each round;
             optional.
     """
@@ -87,7 +88,7 @@ class NVFlareEngine(Engine):
         self._relays = 0
 
     def survey(self, unfitted: Unfitted, *, tests: bool) -> Statistics:
-        """Ask all sites for the statistics of their training samples, and return the total.
+        """Ask all sites for the statistics of their training samples, and return the statistics over all sites.
 
         A site whose data do not fit the spec takes no part, and an event gives the reason.
 
@@ -126,7 +127,8 @@ class NVFlareEngine(Engine):
             A mapping from each site that can take part to its answer.
 
         Raises:
-            FedstrataError: No site can take part; or fewer sites than required can, and ``fewer`` does not allow it.
+            FedstrataError: No site can take part, or fewer sites than required can take part and ``fewer`` does not
+            allow this.
         """
         outcomes: dict[str, Any] = {}
         wanted = dict(bodies)
@@ -144,7 +146,7 @@ class NVFlareEngine(Engine):
             wanted = {site: body for site, body in bodies.items() if site not in outcomes}
             if len(outcomes) >= self.directory.least or self.directory.fewer != "wait":
                 break
-            # Do not count excluded sites as unwilling, because they may still correct their data.
+            # Excluded sites do not count as refusing, because they may still correct their data.
             self.directory.require_willing(())
             self.directory.wait(lambda: False, BEGIN_AGAIN)
         for site in wanted:
@@ -157,7 +159,7 @@ class NVFlareEngine(Engine):
         self._pending_events.append((kind, self.directory.clients_of(site) if clients is None else clients, reason))
 
     def restore(self, round: int) -> None:
-        """Let every site restore its clients' states after ``round``, or begin a new run (round 0).
+        """Let every site restore the states of its clients after round ``round``, or begin a new run (round 0).
 
         A site that cannot do so, or whose data changed since the run began, takes no part. An event gives the reason.
 
@@ -186,7 +188,7 @@ class NVFlareEngine(Engine):
                 self._note("state lost", site, reason, lost)
 
     def save(self, round: int) -> None:
-        """Let every site write its clients' states to its own disk. An event reports the first failure of a site."""
+        """Let every site write the states of its clients to its own disk. An event reports a site's first failure."""
         bodies = {site: Save(round) for site in self.directory.participants()}
         for site, outcome in self.messenger.ask_all(bodies, Done).items():
             if not isinstance(outcome, FedstrataError):
@@ -214,9 +216,10 @@ class NVFlareEngine(Engine):
         refuse_random(self.config)
         excluded = self.directory.excluded
         if missing := [site for site in bodies if site in excluded]:
-            # These clients add up tensors together. Without one of them, no sum is complete, so no client is asked.
+            # These clients add up tensors together. If one of them is missing, no sum can be complete. So no client is
+            # asked.
             lost = {client: Failure(excluded[site]) for site in missing for client in self._asked[site]}
-            others = Failure("another of the group is absent", bystander=True)
+            others = Failure("another client of the group is absent", bystander=True)
             return {client: lost.get(client, others) for client in requests}
         self.sums.open(group, {site: {places[client] for client in self._asked[site]} for site in bodies})
 
@@ -233,7 +236,7 @@ class NVFlareEngine(Engine):
             self.sums.close(group)
 
     def _bodies(self, requests: Requests, group: str, places: Mapping[ClientId, int]) -> dict[str, Message]:
-        """Return the message to each site with the requests to its clients; equal requests are contained only once."""
+        """Return the message to each site, with the requests to its clients. Equal requests are contained only once."""
         exchange, bodies = self.messenger.next_exchange(), dict[str, Message]()
         for site, clients in self._asked.items():
             shared = {key: place for place, key in enumerate(dict.fromkeys(requests.which[each] for each in clients))}
@@ -273,7 +276,7 @@ class NVFlareEngine(Engine):
         return outcome.weights, reply
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay. If ``direct`` is True, its model goes from site to site, and otherwise through the server."""
+        """Begin a relay. Its model goes from site to site if ``direct`` is True, and otherwise through the server."""
         if not self.direct:
             return super().relay(kind, weights)
         self._relays += 1
@@ -288,7 +291,7 @@ class NVFlareEngine(Engine):
         self._asked = {}
 
     def _write_log_heads(self) -> None:
-        """Append new heads of the sites' ledgers to the file. They reveal if a site removes entries from its ledger."""
+        """Append new heads of the sites' ledgers to the file. They can show later that a site removed entries."""
         heads, written = self.messenger.log_heads, self._log_heads_written
         changed = {site: head for site, head in heads.items() if written.get(site) != head}
         if self._log_heads_file is not None and changed:

@@ -1,4 +1,4 @@
-"""The description of a federation (its server and its sites), as it is read from ``sites.toml``."""
+"""The description of a federation (its server and its sites), which is read from ``sites.toml``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")
 LONGEST_NAME = 64
 """The largest number of characters of a name in a certificate."""
 RESERVED = ("server", "admin", "authority", "result")
-"""Names that no site may have, because ``fedstrata deploy`` makes other folders with these names beside the sites'."""
+"""Names that no site may have, because ``fedstrata deploy`` uses these names for other folders."""
 
 
 class SiteEntry(Setting):
@@ -67,18 +67,18 @@ class Sites(Setting):
 
     Args:
         federation: The name of the federation, which its certificates contain.
-        patience: Seconds within which a site must answer.
-        least: Fewest sites that must answer, before the first round and in every round.
-        fewer: What to do when fewer than ``least`` sites answer: ``wait`` until enough answer again, ``abort`` the run,
-            or ``go-on`` with fewer.
-        relay: How a model that clients train in turn gets to the next client. ``direct``: from site to site, encrypted
-            from end to end. ``server``: back to the server after every client.
-        days: Days that the certificates are valid.
+        patience: The number of seconds within which a site must answer.
+        least: The smallest number of sites that must answer, before the first round and in every round.
+        fewer: What to do when fewer than ``least`` sites answer: ``wait`` until enough sites answer again, ``abort``
+            the run, or ``go-on`` with fewer sites.
+        relay: The way of a model that clients train in turn. ``direct``: the model goes from site to site, encrypted
+            from end to end. ``server``: it returns to the server after every client.
+        days: The number of days for which the certificates are valid.
         server: The server.
         own_data: Whether each site is one client with its own data, which the spec's ``[data]`` describes. If not, the
-            data that the spec names are divided over the sites by the spec's partition, for a trial.
-        policy: Settings of the sites' initial policies that differ from the cautious defaults. Each site may change its
-            own policy later.
+            spec's partition divides the data set of the spec over the sites, for a trial.
+        policy: The settings of the sites' initial policies that differ from the cautious defaults. Each site may change
+            its own policy later.
         site: A mapping from the name of each site (letters, digits and hyphens) to its entry. With own data, the first
             site is client 0, and so on.
     """
@@ -175,7 +175,7 @@ def path_of(given: str | None, base_dir: Path | None) -> Path | None:
 
 
 def policy_of(spec: Experiment, sites: Sites) -> Policy:
-    """Return the initial policy of sites: it allows only this job. ``sites.policy`` replaces its cautious defaults."""
+    """Return the initial policy of sites, which allows only this job; ``sites.policy`` replaces cautious defaults."""
     defaults: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
     defaults |= {"rounds": spec.training.rounds, "relay": sites.relay}
     given = {key: getattr(sites.policy, key) for key in sites.policy.model_fields_set}

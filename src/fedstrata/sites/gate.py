@@ -18,16 +18,16 @@ from fedstrata.sites.settings import USER
 LOG = logging.getLogger(__name__)
 
 _LOOKED_AT = (EventType.CLIENT_REGISTER_RECEIVED, EventType.CLIENT_HEARTBEAT_RECEIVED, EventType.SUBMIT_JOB)
-"""The events at which the list is read. After a restart of the server, running sites do not register again, so
-heartbeats are checked too."""
+"""The events at which the list is read. Heartbeats are checked too, because running sites do not register again after a
+restart of the server."""
 
 
 class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """Lets NVFlare check names against the server's list: at registration, at each heartbeat and when a job arrives.
 
-    NVFlare compares the name that a connecting site states with its certificate only in one place, just after it asks
-    whether the name is disabled. NVFlare therefore asks our list. At other places in NVFlare, a site could state a
-    false name.
+    A connecting site states its name. Only in one place does NVFlare compare this name with the site's certificate,
+    just after a test whether the name is disabled. In this test, NVFlare asks our list. In other places, a site could
+    state a false name.
 
     Args:
         records: The folder of NVFlare's records, which is in the server's folder.
@@ -35,10 +35,10 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     def __init__(self, records: str) -> None:
         super().__init__()
-        bound_growth()  # limits memory, because this process outlives all jobs
+        bound_growth()  # This limits the memory of the process, which outlives all jobs.
         self._members = Members(Path(records).parent)
         self._said_of: set[str] = set()
-        self._lock = threading.Lock()  # heartbeats arrive in many threads, and a client must be logged out only once
+        self._lock = threading.Lock()  # Heartbeats arrive in many threads, but a client must be logged out only once.
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
         """Let NVFlare check names against our list, and log out the clients that are no longer on the list."""

@@ -29,7 +29,7 @@ BUNDLED = ("digits",)
 
 
 def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool) -> Declaration:
-    """Return everything that a job may ask, after a check that the job reads only files that the site allows.
+    """Check that a job reads only files that the site allows, and return everything that the job may ask.
 
     Files are not opened here, and the site's policy is not checked.
 
@@ -51,12 +51,12 @@ def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool)
 
 
 def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bool) -> None:
-    """Refuse a spec that names data sets or files which this machine (a site or the server) does not allow.
+    """Refuse a spec that names data sets or files outside the catalog of this machine (a site or the server).
 
     Args:
         table: The spec as parsed TOML.
-        catalog: The data sets and files that this machine allows.
-        data: Whether to check the name of the data set too, because this machine reads the data that the spec names.
+        catalog: The data sets and files that a spec may name on this machine.
+        data: Whether to check the name of the data set too. True if this machine reads the data that the spec names.
 
     Raises:
         RuleError: The spec names data or a file that is not in the catalog.
@@ -82,12 +82,12 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 
 @contextmanager
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
-    """Let the ``with`` block read a site's data for a job, and limit the number of trials by which jobs can guess them.
+    """Let the ``with`` block read a site's data for a job, and limit the number of trials for guessing these data.
 
-    A job learns whether the data fit its description, which reveals something about the data. So each different
-    description counts as a trial. A request that fails also counts, until the same request succeeds, for example after
-    the site corrected its file. A job that the site approved is never refused here, but its trials count. Only one job
-    can be in the block at a time.
+    A job learns whether the data fit its description, which reveals something about the data. Each different
+    description therefore counts as a trial. A request that fails also counts, until the same request succeeds, for
+    example after the site corrected its file. A job that the site approved is never refused here, but its trials count.
+    Only one job can be in the block at a time.
 
     Args:
         folder: The site's folder.
@@ -106,7 +106,7 @@ def data_trial(folder: Path, policy: Policy, job: str, description: str, request
         trials |= json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
         def count(kind: str, entry: str) -> None:
-            if entry not in trials[kind] and len(trials[kind]) < policy.surveys:  # more entries have no effect
+            if entry not in trials[kind] and len(trials[kind]) < policy.surveys:  # More entries have no effect.
                 trials[kind].append(entry)
             replace_file(path, json.dumps(trials).encode(), mode=0o600)
 
@@ -124,13 +124,13 @@ def data_trial(folder: Path, policy: Policy, job: str, description: str, request
 
 
 SAVE_SECONDS = 1.0
-"""Least seconds between two writes of a quota's counts during a job."""
+"""The smallest number of seconds between two writes of a quota's counts during a job."""
 
 COUNTS = ("starts", "exchanges", "bytes")
 
 
 class Quota:
-    """The counts of a job's starts, exchanges and bytes at a site, which a file keeps from one start to the next.
+    """The counts of a job's starts, exchanges and bytes at a site, which are stored in a file between two starts.
 
     The same job may run in two processes. Each adds its own counts to the file.
 
@@ -176,7 +176,7 @@ class Quota:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Read the file before the ``with`` block, and replace it after the block."""
+        """Read the file of the counts before the ``with`` block, and replace the file after the block."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self.lock, self.alone():
             self._read()
@@ -194,7 +194,7 @@ class Quota:
         self.home = table.get("home") or self.home
 
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
-        """Record which clients a job says are at this site, and refuse a later change.
+        """Record which clients are at this site according to a job, and refuse a later change.
 
         With other ids, other samples would be held out for tests. The difference between two answers could then reveal
         a sample.
@@ -236,8 +236,8 @@ class Quota:
 
 
 REPEATS = 3
-"""How often a request may be repeated to clients that add up tensors together, if one of them failed. There is a limit,
-because terms of sums may leave the site each time."""
+"""How often a request may be repeated to clients that add up tensors together, if one of them failed. The number is
+limited, because terms of sums may leave the site each time."""
 
 Position = tuple[int, int]
 """A point of a run: the round (0 before the first round), and the index of the phase in ``PHASES``."""
@@ -253,8 +253,8 @@ class Match:
         number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.
         position: The position of the run once the request is answered.
-        digests: The hashes of all variants with which the request may be repeated if clients that add up tensors
-            together failed; empty if each client answers on its own.
+        digests: The hashes of all variants of the request that may repeat it if clients that add up tensors together
+            failed; empty if each client answers separately.
         again: Whether the client got this request before, and gets it again because another client failed.
     """
 
@@ -284,7 +284,7 @@ class Guard:
         """How often each client answered each request that is limited per run. A key consists of a client's id and the
         index of the declaration's entry. Checkpoints contain this mapping."""
         self._relay_over = -1
-        # A new phase resets the next three mappings, but not ``_repeats``.
+        # When a phase begins, the next three mappings are reset, but ``_repeats`` is not.
         self._times: dict[tuple[ClientId, int], int] = {}
         self._orders: dict[tuple[ClientId, type[Order]], Order] = {}
         self._last_digests: dict[tuple[ClientId, int], tuple[bytes, ...]] = {}
@@ -360,7 +360,7 @@ class Guard:
             self._orders[match.client, rule.order].answered(match.request, reply)
 
     def begin_exchange(self) -> None:
-        """Count a message that asks clients questions, or lets a client train a model that travels between clients.
+        """Count a message with questions to clients, or with a task to train a model that travels between clients.
 
         Raises:
             RuleError: The job has sent as many such messages as the policy allows.
@@ -398,14 +398,14 @@ class Guard:
         self.quota.save()
 
     def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
-        """Refuse a hop that would show the server a model that must go from site to site.
+        """Refuse a hop that would show the server a model which the policy allows only to go from site to site.
 
         In a hop, one client trains the model, which then goes to the next client. All hops together are a relay.
 
         Args:
             relay_id: The id of the relay.
             back: Whether the model returns to the server.
-            brought: Whether the message of the server contains a model that another site trained.
+            brought: Whether the server's message contains a model that another site trained.
 
         Raises:
             RuleError: The hop would show the model to the server, or the relay is over.
@@ -505,10 +505,10 @@ class Guard:
             )
 
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:
-        """Return pairs of an ``Order`` and a request: for the request, and for another one that it may contain.
+        """Return pairs of an ``Order`` and a request: for the request, and for the inner request that it may contain.
 
-        An ``Order`` checks the sequence of requests. If the inner request was already answered, only the outer one is
-        checked. With ``keep``, new ``Order`` objects are stored.
+        An ``Order`` checks the sequence of requests. If the inner request was already answered, only the outer request
+        is checked. With ``keep``, new ``Order`` objects are stored.
         """
         orders: list[tuple[Order, Any]] = []
         allowed: Allowed | None = match.allowed
@@ -539,5 +539,5 @@ def _name(client: ClientId, number: int) -> str:
 
 
 def _round_of(request: Any, phase: Phase, now: int) -> int:
-    """Return the round that a request names; by default ``now``, or 0 in the phase before the first round."""
+    """Return the round that a request names. Default: ``now``, or 0 in the phase before the first round."""
     return int(getattr(request, "round", 0 if phase == "enrolment" else now))

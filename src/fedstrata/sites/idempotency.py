@@ -15,18 +15,15 @@ HEARTBEAT = 1.0
 """Seconds between two heartbeats of a site."""
 
 AT_WORK = -1
-"""A heartbeat contains this instead of the size of an answer while the site computes the answer."""
+"""The value that a heartbeat contains instead of the size of an answer while the site still computes the answer."""
 
 
 class LateError(WireError):
-    """An error about a question that arrived after a later one, so that the server no longer needs its answer."""
+    """A question arrived after a later question, so the server no longer needs its answer."""
 
 
 class RequestCache:
-    """A cache that computes the answer to every question once.
-
-    If a question is repeated, the same bytes are sent again.
-    """
+    """A cache that computes the answer to each question once, and returns the same bytes for a repeated question."""
 
     def __init__(self) -> None:
         self._turn, self._lock = threading.Lock(), threading.Lock()
@@ -39,7 +36,7 @@ class RequestCache:
 
         Args:
             number: The number of the question. Numbers ascend; 0 stands for a question that is never repeated.
-            work: Computes the answer.
+            work: A function that computes the answer.
 
         Raises:
             LateError: A later question was asked already.
@@ -67,7 +64,7 @@ def heartbeat(cache: RequestCache, send: Callable[[int, int], object], over: typ
 
     Args:
         cache: The cache whose ``pulse`` is sent.
-        send: Sends a heartbeat with the two numbers of ``pulse``, without waiting for an answer.
+        send: A function that sends a heartbeat with the two numbers of ``pulse``, without waiting for an answer.
         over: The exception that ``send`` raises when the job is over.
     """
     ended = threading.Event()

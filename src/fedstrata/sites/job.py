@@ -45,7 +45,7 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 FETCH = 10.0
-"""Seconds within which another site must begin to send the model that it trained; after these, it is asked again."""
+"""The number of seconds within which another site must begin to send its model. After this time, it is asked again."""
 
 
 class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
@@ -81,7 +81,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     @collab.publish  # type: ignore[untyped-decorator]
     def add_up(self, data: bytes) -> bytes:
-        """Receive the terms of a sum from a site, wait for those of the other sites, and return the encoded total."""
+        """Receive a site's terms of a sum, wait for the terms of the other sites, and return the encoded total."""
         if self._sums is None or self._transport is None:
             raise FedstrataError("the run has not begun yet")
         if self._transport.struck(collab.caller):
@@ -128,12 +128,12 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         if not settings.simulated:
             refuse_files(table, settings.catalog, data=not plan.own_data)
         spec = Experiment.from_table(table)
-        if not settings.simulated:  # a job must not decide where this server writes
+        if not settings.simulated:  # A job must not decide where this server writes.
             spec = spec.model_copy(update={"tracking": Tracking()})
             refuse_attack(spec)
         resume = (folder / SPEC).exists()
         if resume and is_over(folder, spec.training.rounds):
-            return  # the run is complete already: this job only lets the administrator fetch the result
+            return  # The run is already complete. This job only lets the administrator fetch the result.
         site_of_client = plan.site_of_client(sorted(transport.sites))
         prepared = prepare_server(spec, settings.data, len(site_of_client)) if plan.own_data else prepare(spec)
         self._sums = Sums(plan.patience)
@@ -166,7 +166,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
-    """Return the run folder. Except in a simulation, its name is a hash of the spec, so jobs do not share results."""
+    """Return the run folder. Except in simulations, its name is a hash of the spec, so each job has its own folder."""
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
 
 
@@ -185,7 +185,7 @@ def _settings(root: Path) -> SiteSettings:
     if not settings.simulated:
         sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != root.resolve()]
     elif "" not in sys.path:
-        sys.path.insert(0, "")  # so that a simulation finds the user's modules in the working directory
+        sys.path.insert(0, "")  # A simulation then finds the user's modules in the working directory.
     return settings
 
 
@@ -230,7 +230,7 @@ class Site:
             def fetch(data: bytes, left: float) -> object:
                 return others[target](timeout=min(FETCH, left), secure=settings.secure).call(data)
 
-            # The call waits as long as data arrive. A second call at the same time would send a large model twice.
+            # The call waits while data arrive. A second call at the same time would transfer a large model twice.
             return retry(fetch, data, settings.patience, beside=False)
 
         return SiteServer(

@@ -1,4 +1,4 @@
-"""Adapt NVFlare's start-up kits: only their owner may read them, they can be moved, and their logs are short.
+"""Adapt NVFlare's start-up kits: only the owner may read a kit, kits can be moved, and logs are short.
 
 A kit is the folder of one party (the server, a site or the administrator) with its certificate, settings and scripts.
 """
@@ -45,7 +45,7 @@ def close(folder: Path) -> None:
 
 
 def set_paths(kit: Path) -> None:
-    """Write the current absolute path of the folder ``kit`` into its configuration; NVFlare needs absolute paths."""
+    """Write the absolute path of the folder ``kit`` into its configuration, because NVFlare needs absolute paths."""
     path = kit / RESOURCES
     text = path.read_text(encoding="utf-8")
     resources = json.loads(text)
@@ -68,7 +68,7 @@ class Printable(logging.Filter):
     """Makes the text of log records printable, because it can contain errors and names that other parties sent."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Make a record printable, with an indented traceback that cannot look like records; return True to keep it."""
+        """Make a record printable, and indent its traceback so that it cannot look like records. Return True."""
         record.msg, record.args = printable(record.getMessage()), None
         if record.exc_info and not record.exc_text:
             lines = "".join(traceback.format_exception(*record.exc_info)).splitlines()

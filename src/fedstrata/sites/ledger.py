@@ -1,9 +1,9 @@
 """A site's ledger: a file with an entry for each answer or refusal, which says what was asked and how much was sent.
 
 The ledger is a ``jsonl.Log`` (each line has a checksum that includes the line before), so that a changed, removed or
-moved line is detected. The head of a ledger is its number of entries and its last checksum. It is kept in a second
-file, and is sent to the server with every answer. The server writes the heads to the run folder, so that missing lines
-at the end of the ledger are detected too. Values, labels and texts of errors are never written.
+moved line is detected. The head of a ledger is its number of entries and its last checksum. The head is stored in a
+second file, and is sent to the server with every answer. The server writes the heads to the run folder, so that missing
+lines at the end of the ledger are detected too. Values, labels and texts of errors are never written.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from fedstrata.base.locking import LOCK
 LOG = logging.getLogger(__name__)
 
 FILE, HEAD, HEADS = "ledger.jsonl", "ledger.head", "ledgers.jsonl"
-"""Names of files: a site's ledger; its head; and, in a server's run folder, the heads of all sites."""
+"""The names of three files: a site's ledger; the head of this ledger; and, in a server's run folder, the heads of all
+sites."""
 
 PLACE = "fedstrata"
 """The folder of the ledger in a site's folder."""
 
 RECOVERED = "recovered"
-"""The ``kind`` of an entry which says that a crash left the line before it incomplete."""
+"""The ``kind`` of an entry that follows a line which a crash left incomplete."""
 
 _HEAD = re.compile(r"(\d{1,15}):([0-9a-f]{64})")
 
@@ -71,8 +72,8 @@ class Entry:
         kind: The kind of the question.
         client: The id of the client; None for an answer of the site itself.
         phase: ``enrolment``, ``round`` or ``evaluation``; empty if it is not known.
-        round: The round; None if the question does not belong to one.
-        samples: The number of samples behind the answer.
+        round: The round; None if the question does not belong to a round.
+        samples: The number of samples from which the answer was computed.
         bytes: The size of the answer in bytes.
         epsilon: The privacy budget ε that the answer spent; None without local differential privacy.
         refused: The name of the limit that stopped the answer; empty if the site answered.
@@ -113,7 +114,7 @@ class Ledger:
 
         Raises:
             DataError: The last line of the file is not an entry.
-            OSError: The entries cannot be written, so that the answers must not leave.
+            OSError: The entries cannot be written. The answers must then not leave the site.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._mutex, FileLock(self.path.with_name(LOCK), poll_interval=0.001):
@@ -124,7 +125,7 @@ class Ledger:
             return self._head
 
     def _restore(self) -> None:
-        """Prepare to continue after the last complete line; replace an incomplete line with an entry that says so."""
+        """Prepare to append after the last complete line; replace an incomplete line with an entry about the crash."""
         data = self.path.read_bytes() if self.path.exists() else b""
         whole = data[: data.rfind(b"\n") + 1]
         last = whole[whole.rfind(b"\n", 0, -1) + 1 : -1]
@@ -146,12 +147,12 @@ class Ledger:
             self._log.append(*({"n": n, **table} for n, table in enumerate(tables, before.entries + 1)))
             self._head = Head(before.entries + len(tables), self._log.last)
             self._log.sync()
-            # After a crash at this point, the file still has the old head, which fits the ledger's earlier lines.
+            # If the process crashes here, the old head remains. It fits the ledger without the new lines.
             beside = self.head_path.with_name(f".{HEAD}.{os.getpid()}")
             beside.write_text(f"{self._head}\n", encoding="utf-8")
             beside.replace(self.head_path)
         except BaseException:
-            # The caller will write all these entries again, so remove those that were written before the error.
+            # The caller will write all entries again. So remove the entries that were written before the error.
             self._head, self._log.last, self._log.size = before, last, size
             with suppress(OSError):
                 os.truncate(self.path, size)
@@ -163,9 +164,9 @@ class Checked:
     """The result of a check whether a ledger is complete and unchanged.
 
     Args:
-        entries: The entries before the first one that was changed.
+        entries: The entries before the first changed entry.
         problems: Descriptions of missing or changed entries.
-        notes: Descriptions of traces of crashes, which are not a problem.
+        notes: Descriptions of the traces of crashes, which are not problems.
     """
 
     entries: list[dict[str, Any]]

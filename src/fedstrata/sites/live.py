@@ -33,7 +33,7 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
         folder: The folder of the administrator, the server or a site, or a run folder; see
             ``fedstrata.sites.status.source_of``.
         port: The port; 0 for a free one.
-        report: Is called with a text that contains the address of the page.
+        report: A function that is called with a text that contains the address of the page.
 
     Raises:
         SpecError: ``folder`` is not one of these folders, or the port cannot be used.
@@ -41,7 +41,7 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
         FedstrataError: The server refuses a request.
     """
     with closing(source_of(folder, report)) as source, serving(source, port) as (address, update):
-        report(f"{address} shows the run, on this machine alone; Ctrl-C ends it")
+        report(f"{address} shows the run, only on this machine; press Ctrl-C to stop")
         while True:
             update()
             time.sleep(POLL)
@@ -51,8 +51,9 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
 def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
     """Serve the web page during the ``with`` block, and yield its address and a function that updates it.
 
-    All users of this machine, and all web pages in their browsers, can connect. So the page is only sent if the address
-    in the request contains a random key, which cannot be guessed, and if the host name is this machine's.
+    All users of this machine, and all web pages in their browsers, can connect. The page is therefore sent only if two
+    conditions hold: the address in the request contains a random key, which cannot be guessed, and the host name is
+    this machine's.
 
     Args:
         source: The source of the progress.
@@ -103,7 +104,7 @@ class _Page:
         try:
             return b"" if folder is None else render(load_runs(folder)).encode()
         except DataError:
-            return b""  # a run without a complete round has no report
+            return b""  # A run without a complete round does not have a report.
 
     def content(self, path: str) -> tuple[str, bytes] | None:
         """Return the content type and the bytes of the file at a path; None if the page has no such file."""
@@ -123,7 +124,7 @@ def _handler(page: _Page, key: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version, timeout = "fedstrata", "", 30
 
-        def do_GET(self) -> None:  # the name that http.server calls
+        def do_GET(self) -> None:  # http.server calls a method of this name.
             if self.headers.get("Host", "") not in hosts(self.connection.getsockname()[1]):
                 self._answer(403, _TEXT, b"this page is for its own machine alone\n")
                 return

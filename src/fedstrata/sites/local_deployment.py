@@ -16,14 +16,14 @@ from fedstrata.spec.experiment import Experiment
 
 
 def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report: Report = print_lines) -> Path:
-    """Make the folders of server and sites, start both, submit the job, fetch the run folder, and shut down.
+    """Make the folders of the server and the sites, start them, submit the job, fetch the run folder, and stop them.
 
     Args:
         spec: The experiment.
         sites: The federation; the server's host must be ``localhost``.
         out: The folder for these folders and the result; it must be empty or not exist.
         base_dir: The folder to which relative paths of data files refer.
-        report: Is called with a line about each event.
+        report: A function that is called with a line about each event.
 
     Returns:
         The run folder, ``out/result``.
@@ -32,12 +32,12 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report
     with Processes(out) as processes:
         for name in (SERVER, *sites.site):
             processes.start(name)
-        report(f"started the server and {len(sites.site)} sites; what they say is in {out}/*/console.txt")
+        report(f"started the server and {len(sites.site)} sites; their output is in {out}/*/console.txt")
         return submit(out / ADMIN, out / "result", sites=len(sites.site), lost=60.0, report=report)
 
 
 class Processes:
-    """The processes of a trial. They and their child processes end with the ``with`` block.
+    """The processes of a trial, which end with the ``with`` block, as do their child processes.
 
     Args:
         out: The folder that ``provision`` wrote.

@@ -25,8 +25,8 @@ FINGERPRINTS = "fingerprints.json"
 """The file in the server's run folder that maps each site to the fingerprint of its data."""
 
 SECRET = "fingerprint.key"
-"""The file with the key of a site's fingerprints. Others do not have the key, so they cannot test guesses of the data
-against a fingerprint."""
+"""The file with the key of a site's fingerprints. Without this key, nobody can test guesses of the data against a
+fingerprint."""
 
 
 def fingerprint(data: Path | None, folder: Path) -> str:
@@ -74,8 +74,8 @@ def sign(run: Path, kit: Path) -> Path:
 def verify(run: Path, kit: Path) -> dict[str, Any]:
     """Return the manifest of a run folder after checking its signature and the files.
 
-    A signature of a site, which has a certificate of the federation too, is refused. A file that the manifest does not
-    name, such as a report, is only logged.
+    A signature by a site is refused, although sites have certificates of the federation too. A file that the manifest
+    does not name, such as a report, is only logged.
 
     Args:
         run: The run folder.

@@ -86,7 +86,7 @@ def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -
     Args:
         kit: The server's folder.
         names: The sites that may connect.
-        others: Other sites of the federation, which ``revoke`` can put on the list again.
+        others: Other sites of the federation, which ``revoke`` may put on the list later.
     """
     sites = set(names)
     write_json(kit / MEMBERS, {"sites": sorted(sites), "federation": sorted(sites.union(others))})

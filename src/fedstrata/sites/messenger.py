@@ -17,10 +17,11 @@ from fedstrata.sites.directory import Fewer, SiteDirectory
 from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
 
 BEGIN_SECONDS = 300.0
-"""A site has at least these seconds to load its data and set up its clients, even if ``patience`` is shorter."""
+"""The smallest number of seconds that a site has to load its data and set up its clients, even if ``patience`` is
+shorter."""
 
 MOST_AT_ONCE = 64
-"""Most sites that are asked at the same time."""
+"""The largest number of sites that are asked at the same time."""
 
 
 class Transport(Protocol):
@@ -53,8 +54,8 @@ class Messenger:
     Args:
         transport: The connection to the sites.
         site_of_client: The name of each client's site; the index is the client's id.
-        patience: Seconds within which a site must answer.
-        least: Fewest sites that must answer, before the first round and in every round.
+        patience: The number of seconds within which a site must answer.
+        least: The smallest number of sites that must answer, before the first round and in every round.
         fewer: What to do when fewer than ``least`` sites answer.
     """
 
@@ -73,7 +74,7 @@ class Messenger:
         """A mapping from each site to the newest head of its ledger; see ``fedstrata.sites.ledger``."""
         self._transport, self._patience = transport, patience
         self._acks: dict[str, list[Message]] = {site: [] for site in directory.sites}
-        # Numbers begin with the current time, so that they are larger than those of an earlier run at the same sites.
+        # Numbers begin with the current time. They are then larger than numbers of an earlier run at the same sites.
         self._numbers = itertools.count(time.time_ns())
         self._pool = ThreadPoolExecutor(min(len(directory.sites), MOST_AT_ONCE), thread_name_prefix="sites")
 
@@ -92,10 +93,7 @@ class Messenger:
             self._acks[site].append(ack)
 
     def ask(self, site: str, body: Message, *kinds: type[Message]) -> Any:
-        """Return a site's answer, which must be of one of the ``kinds``.
-
-        If there is no answer, return a ``FedstrataError``.
-        """
+        """Return a site's answer, of one of the ``kinds``. If there is no such answer, return a ``FedstrataError``."""
         self.directory.gather()
         return self._send(site, body, kinds, next(self._numbers))
 
@@ -119,7 +117,7 @@ class Messenger:
     def deliver(
         self, bodies: Mapping[str, Message], kind: type[Message], ended: Callable[[str, Any], None] | None = None
     ) -> dict[str, Any]:
-        """Ask several sites as ``ask_all`` does, but without its checks that enough sites can be reached and answer."""
+        """Ask several sites as ``ask_all`` does, but without a check that enough sites can be reached and answer."""
         directory, outcomes = self.directory, dict[str, Any]()
         numbers = {site: next(self._numbers) for site in bodies}
 
@@ -142,11 +140,11 @@ class Messenger:
             directory.wait_for_any(wanted)
 
     def _complete(self, site: str, outcome: Any) -> Any:
-        """Fetch those answers of a site that did not fit into its first message, and return all answers of the site."""
+        """Fetch the answers of a site that did not fit into its first message, and return all answers of the site."""
         while isinstance(outcome, wire.Answers) and outcome.left:
             rest = self._send(site, wire.More(self.exchange), (wire.Answers,), next(self._numbers))
             if isinstance(rest, FedstrataError):
-                # Do not return a SiteLostError: the question would be sent again, but the site can only repeat its last
+                # Do not return a SiteLostError. The question would be sent again, but the site can only repeat its last
                 # answer.
                 return WireError(f"site {site} went away between two parts of its answer: {rest}")
             if not rest.outcomes or rest.left != outcome.left - len(rest.outcomes):

@@ -1,7 +1,8 @@
-"""Everything that depends on the internals of NVFlare. Each workaround names the version and the file of NVFlare.
+"""All code that depends on the internals of NVFlare.
 
-The rest of ``fedstrata.sites`` uses NVFlare's documented interfaces only (``nvflare.apis``, ``nvflare.collab``, the
-FLARE API, the files that it makes for each machine). Check every function here before you allow a new version.
+Each workaround names the version and the file of NVFlare. The other modules of ``fedstrata.sites`` use only NVFlare's
+documented interfaces (``nvflare.apis``, ``nvflare.collab``, the FLARE API, the files that it makes for each machine).
+Check every function of this module before you allow a new version of NVFlare.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ SWEEP = 30
 """Seconds between two runs of the garbage collector."""
 
 AT_ONCE = 24
-"""The number of threads that each pool starts with. Three sites keep at most half of them busy; NVFlare's pools allow
-up to 128."""
+"""The number of threads with which each pool starts. Three sites keep at most half of these threads busy; NVFlare's
+pools allow up to 128 threads."""
 
 
 @cache
@@ -44,7 +45,7 @@ def bound_growth() -> None:
     _forget_in_one_thread(cleanups)
     _fill_thread_pools()
     gc.collect()
-    gc.freeze()  # the collector skips the objects that exist now, because most of them are never freed
+    gc.freeze()  # The collector then skips the objects that exist now. Most of them are never freed.
     threading.Thread(target=_clean_up, args=(cleanups,), name="clean-up", daemon=True).start()
 
 
@@ -52,7 +53,7 @@ def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[],
     """Let one thread delete the records of received messages; NVFlare would start a ``threading.Timer`` for each one.
 
     A receiver keeps a record of each message for 65 seconds, in case the message is sent again. With three sites and
-    twenty exchanges per second, these are 4,000 threads. The timers cannot be turned off. A shorter time
+    twenty exchanges per second, there would be 4,000 such threads. The timers cannot be turned off. A shorter time
     (``streaming_retry_timeout``) would also shorten the time in which a lost message is sent again.
 
     Seen in NVFlare 2.9.0, ``fuel/f3/streaming/byte_receiver.py``, ``RxTask._schedule_remove_task``; since pull request
@@ -76,8 +77,8 @@ def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[],
 def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
     """Every second, run the clean-ups that are due; every ``SWEEP`` seconds, free the memory of sent messages.
 
-    For each message that was sent, however small, a buffer of one MiB stays in a cycle of references. Python's garbage
-    collector examines old objects only when a quarter of all objects are new. By then, gigabytes are in use.
+    For each sent message, however small, a buffer of one MiB stays in a cycle of references. Python's garbage collector
+    examines old objects only when a quarter of all objects are new. By then, these buffers use gigabytes.
 
     Seen in NVFlare 2.9.0, ``fuel/f3/streaming/byte_streamer.py``; since pull request 4785.
     """
@@ -92,7 +93,7 @@ def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) 
 
 
 def release_memory() -> None:
-    """Give memory that the C library keeps but does not use back to the operating system; only glibc can do this."""
+    """Return memory that the C library no longer uses to the operating system. Only glibc can do this."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -100,8 +101,8 @@ def release_memory() -> None:
 def _fill_thread_pools() -> None:
     """Let NVFlare's thread pools start ``AT_ONCE`` threads at the beginning.
 
-    A pool starts another thread whenever more messages arrive at the same time than ever before. So the number of
-    threads would keep growing for hours.
+    A pool starts another thread whenever more messages arrive at the same time than ever before. The number of threads
+    would therefore grow for hours.
 
     Seen in NVFlare 2.9.0: the pools of ``fuel/f3/sfm/conn_manager.py`` (``ConnManager``),
     ``collab/runtime/controller.py``, ``collab/runtime/executor.py``, ``fuel/f3/streaming/stream_utils.py`` and
@@ -124,7 +125,7 @@ def _start_threads_of(owner: type[Any]) -> None:
     """Let every new object of a class start the threads of its pools."""
     construct = owner.__init__
 
-    @wraps(construct)  # keeps the names of parameters, which NVFlare reads
+    @wraps(construct)  # NVFlare reads the names of the parameters, so they are preserved.
     def construct_with_threads(self: Any, *arguments: Any, **named: Any) -> None:
         construct(self, *arguments, **named)
         _start_threads(*(value for value in vars(self).values() if isinstance(value, ThreadPoolExecutor)))
@@ -137,7 +138,7 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
     started = threading.Event()
     for pool in pools:
         for _ in range(min(AT_ONCE, pool._max_workers)):
-            pool.submit(started.wait)  # a waiting thread is not free for the next task, so the pool starts another
+            pool.submit(started.wait)  # a waiting thread is not free, so the pool starts another thread
     started.set()
 
 
@@ -145,7 +146,7 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
 
 
 class JobEnd:
-    """A signal that ends calls to sites. It is triggered if the job is aborted, and also when our server ends normally.
+    """A signal that ends calls to sites. It is triggered if the job is aborted, and when our server ends normally.
 
     Before NVFlare ends a job, it waits for all calls. Without this signal, a call to a dead site would last until its
     timeout.
@@ -172,8 +173,9 @@ class JobEnd:
 def survive_kill(run: Path) -> None:
     """Let the other sites go on when the process of this site's job is killed.
 
-    NVFlare would end the whole job, unless the return code of the process is 0. It reads the code from a file in the
-    job's folder. So this function writes 0 in advance; a process that is not killed overwrites the file when it ends.
+    NVFlare would end the whole job, unless the return code of the process is 0. NVFlare reads the code from a file in
+    the job's folder. This function therefore writes 0 in advance. A process that is not killed overwrites the file when
+    it ends.
 
     Seen in NVFlare 2.9.0, ``private/fed/utils/fed_utils.py``, ``get_return_code``.
 
@@ -197,8 +199,9 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
 
     Args:
         fl_ctx: The context of an event at the server.
-        refuses: Returns whether a name is refused. NVFlare calls it from now on.
-        refused_now: Does the same for the clients that are connected now; it is called only by this function.
+        refuses: A function that returns whether a name is refused. NVFlare calls it from now on.
+        refused_now: A function that returns whether a client that is connected now is refused. Only this function calls
+            it.
     """
     server = fl_ctx.get_engine().server
     server.client_manager.is_client_disabled = refuses
@@ -212,10 +215,10 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
 SIMULATOR = "nvflare.private.fed.app.simulator.simulator"
 
 SIMULATOR_ATTEMPTS = 2
-"""Most times that the simulator is started, if it ends before the first run has begun.
+"""The largest number of starts of the simulator, if it ends before the first run has begun.
 
-On a busy machine, NVFlare may lose a site during the start. It then ends before any of our code has run. Seen in
-NVFlare 2.9.0, ``private/fed/app/simulator/simulator_runner.py``.
+On a busy machine, NVFlare may lose a site during the start. The simulator then ends before any of our code has run.
+Seen in NVFlare 2.9.0, ``private/fed/app/simulator/simulator_runner.py``.
 """
 
 
@@ -231,7 +234,7 @@ def simulator_command(job: Path, workspace: Path, sites: int) -> list[str]:
 
 
 def open_session(user: str, admin: Path) -> Any:
-    """Open an administrator's session, without the many lines that the FLARE API logs if the server is unreachable."""
+    """Open an administrator's session. Suppress the many lines that the FLARE API logs if the server is unreachable."""
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
     logging.getLogger("nvflare").setLevel(logging.CRITICAL)
@@ -273,8 +276,8 @@ SCHEDULER = {"max_jobs": 1, "min_schedule_interval": 10, "max_schedule_interval"
 """Settings of the server's job scheduler. It runs one job at a time, because two jobs may write into the same folder. A
 job that waits for sites is tried every 10 to 30 seconds, for weeks.
 
-NVFlare computes ``2**n * min_schedule_interval`` for the nth attempt. With a float, this overflows after a thousand
-attempts, and the job is never tried again. So the interval is an integer. Seen in NVFlare 2.9.0,
+NVFlare computes ``2**n * min_schedule_interval`` for the nth attempt. With a float, this product overflows after a
+thousand attempts, and the job is never tried again. The interval is therefore an integer. Seen in NVFlare 2.9.0,
 ``app_common/job_schedulers/job_scheduler.py``.
 """
 

@@ -24,11 +24,11 @@ FILE = Path("local") / "policy.toml"
 
 
 class RuleError(FedstrataError):
-    """An error of a site that refuses a job or a request because of one of its limits.
+    """A site refuses a job or a request because of one of its limits.
 
     Args:
         rule: The name of the limit, such as a key of ``Policy``.
-        reason: What is refused, and what is accepted.
+        reason: A text that says what is refused, and what would be accepted.
     """
 
     def __init__(self, rule: str, reason: str) -> None:
@@ -52,23 +52,23 @@ class Policy(Setting):
             (``within-policy``).
         approved: Hashes of specs, as ``fedstrata asks`` prints them. ``fedstrata approve`` adds a hash.
         methods: Names of the methods that may run. Default: all methods that declare their questions.
-        min_samples: Fewest samples from which a value that leaves the site is computed: a gradient for a batch of
-            Stratify, an update, a prototype, a count. A spec may require more.
+        min_samples: The smallest number of samples from which a value that leaves the site is computed, such as an
+            update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more.
         below: The behaviour of a client that has fewer samples in a batch of Stratify: ``hold-back`` uses them in a
             later batch, ``refuse`` does not answer. Other questions about fewer samples are never answered.
-        rounds: Most rounds of a job.
-        exchanges: Most messages with questions or tasks that the site answers for a job.
-        megabytes: Most megabytes of all answers to a job.
-        starts: Most times that a job may begin or be resumed. With each start, a job can return to its last checkpoint
-            and repeat the questions since then.
-        surveys: Most different answers about statistics of the site's own data, over all jobs that are not approved.
-            The limit is needed because a spec with another seed holds out other samples for tests, so two answers can
-            differ by a single sample and reveal it. The same limit holds for descriptions (``[data]``) that are tried
-            on the data, and for questions that fail, because an error reveals something too.
+        rounds: The largest number of rounds of a job.
+        exchanges: The largest number of messages with questions or tasks that the site answers for a job.
+        megabytes: The largest total size of all answers to a job, in megabytes.
+        starts: The largest number of times that a job may begin or be resumed. With each start, a job can return to its
+            last checkpoint and repeat the questions since then.
+        surveys: The largest number of different answers about statistics of the site's own data, over all jobs that are
+            not approved. The limit is needed because a spec with another seed holds out other samples for tests, so two
+            answers can differ by a single sample and reveal it. The same limit holds for descriptions (``[data]``) that
+            are tried on the data, and for questions that fail, because an error reveals something too.
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether sample counts may leave the site only under local differential privacy.
-        relay: How a model that clients train in turn gets to the next client. ``direct``: from site to site, so that
-            the server sees only the final model. ``server``: the server may see the model after every client.
+        relay: The way of a model that clients train in turn. ``direct``: the model goes from site to site, so that the
+            server sees only the final model. ``server``: the server may see the model after every client.
     """
 
     jobs: Literal["approved", "within-policy"] = "approved"
@@ -137,17 +137,17 @@ class Policy(Setting):
             job: The hash of the job.
             answer: The answer, or a key that identifies it.
             before: The earlier answers to all jobs. The site may repeat these answers.
-            topic: A description of the answers, for the message.
+            topic: A description of the answers, for the error message.
 
         Raises:
             RuleError: The limit is reached, and the job is not approved.
         """
         if answer not in before and len(before) >= self.surveys and job not in self.approved:
-            problem = f"other jobs were told {topic}, and this site gives at most {self.surveys} such answer(s)"
+            problem = f"other jobs already learned {topic}, and this site gives at most {self.surveys} such answer(s)"
             raise RuleError("policy.surveys", f"{problem}. To approve this job too, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
-        """Refuse to send counts of categories, targets or values if one of them is not 0 and below ``least``.
+        """Refuse to send counts of categories, targets or values if a count that is not 0 is below ``least``.
 
         Args:
             job: The hash of the job.
@@ -167,7 +167,7 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return the spec's privacy settings, with this policy's minimum of samples if it is larger.
+        """Return the spec's privacy settings, with the larger of the two values of ``min_samples``.
 
         Args:
             privacy: The privacy settings of the spec.

@@ -1,4 +1,4 @@
-"""Start and end processes with their descendants. Signals reach all of these, and all end when our own process ends.
+"""Start and end processes with their descendants. Signals reach all of them, and they end with our own process.
 
 ``python -m fedstrata.sites.processes COMMAND`` runs a command, and kills it if standard input is closed before it ends.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command in a new session that ends with this process, even if this process is killed by SIGKILL.
+    """Start a command in a new session, which ends when this process ends, even if this process is killed by SIGKILL.
 
     A second process, the guard, starts the command. The guard reads a pipe from this process. When this process ends,
     the operating system closes the pipe, and the guard kills the session.
@@ -55,7 +55,7 @@ def send_signal(leader: int, number: signal.Signals) -> set[int]:
 
 
 def end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """End a session's leader and its descendants: send SIGTERM, and after ``grace`` seconds SIGKILL."""
+    """End a session's leader and its descendants: send SIGTERM and, after ``grace`` seconds, SIGKILL."""
     groups = send_signal(process.pid, signal.SIGTERM) if grace else groups_of(process.pid)
     with suppress(subprocess.TimeoutExpired):
         process.wait(grace)
@@ -82,7 +82,7 @@ def _guard(command: Sequence[str]) -> int:
 
 
 def _follow() -> None:
-    """Wait until standard input is closed, then kill the session, and this process last."""
+    """Wait until standard input is closed, then kill the session, with this process as the last one."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     group = os.getpgid(0)

@@ -20,13 +20,13 @@ from fedstrata.reporting.setting import setting_line
 LOG = logging.getLogger(__name__)
 
 STATUS = Path("fedstrata") / "status.json"
-"""The file, in the folder of the server or of a site, to which it writes the progress of a run as it sees it."""
+"""The file, in the folder of the server or of a site, to which this party writes the progress of a run."""
 
 FEDSTRATA = "fedstrata"
 """The key of our table in the answer of NVFlare's command ``show_stats``."""
 
 STEP = 2.0
-"""Seconds between two writes of the progress."""
+"""The number of seconds between two writes of the progress."""
 
 DISK_FULL = 1e6
 """A disk with fewer free bytes than this counts as full."""
@@ -35,7 +35,7 @@ CURVES = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss", "c
 """The fields of a round's record that are shown as curves, each with the name of its curve."""
 
 POINTS = 300
-"""A curve has at most about this many points, because all curves are sent every two seconds."""
+"""The approximate largest number of points of a curve. It is limited because all curves are sent every two seconds."""
 
 MEASURED = ("accuracy", "loss", "train_loss")
 COUNTED = ("returned", "dropped", "late", "failed")
@@ -43,9 +43,9 @@ COUNTED = ("returned", "dropped", "late", "failed")
 
 
 def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -> dict[str, list[list[float]]]:
-    """Return the curves. Each is a list of rounds and a list of values, with at most about ``POINTS`` points.
+    """Return the curves of a run, each as a list of rounds and a list of values.
 
-    The curve of the ``primary`` metric comes first.
+    A curve has at most about ``POINTS`` points. The curve of the ``primary`` metric comes first.
 
     If a run repeated a round after a crash, the new record replaces the old records of this round and of later ones.
 
@@ -71,7 +71,7 @@ def about_run(history: History, folder: Path, spec: str) -> dict[str, str]:
     """Return the keys of a run's progress that describe the run: its folder's name, its title, and its setting.
 
     Args:
-        history: The history; only its method and seed are used.
+        history: The history of the run, of which only the method and the seed are used.
         folder: The run folder.
         spec: The text of the spec.
     """
@@ -87,8 +87,8 @@ class Progress:
     Args:
         rounds: The number of rounds of the run.
         sites: The names of the sites that should take part.
-        status: Returns the state of a site, and the reason for it.
-        history: The history of a run that is resumed, or an empty one; it also describes the run.
+        status: A function that returns the state of a site, and the reason for this state.
+        history: The history of the run, which is empty for a new run; it also describes the run.
         path: The file to which the progress is written; optional.
         about: The description of the run by ``about_run``.
     """
@@ -116,7 +116,7 @@ class Progress:
 
     def table(self) -> dict[str, Any]:
         """Return the progress as a table that JSON can hold."""
-        history, records = self._history, list(self._history)  # a copy, because another thread may add records
+        history, records = self._history, list(self._history)  # Make a copy, because another thread may add records.
         here, last = records[self._before :], records[-1] if records else {"round": 0}
         seconds, left = time.time() - self._begun, None
         if here and not self._over:
@@ -150,8 +150,8 @@ class Progress:
         self._states = {site: list(self._status(site)) for site in self._sites}
 
     def end(self, outcome: str = "complete") -> None:
-        """Record and write the end of the run. Afterwards, the states of the sites do not change any more."""
-        with suppress(Exception):  # the transport may be closed already
+        """Record and write the end of the run. The recorded states of the sites do not change afterwards."""
+        with suppress(Exception):  # The transport may already be closed.
             self._update_states()
         self._over = outcome
         self.write()
@@ -159,7 +159,7 @@ class Progress:
     def write(self) -> None:
         """Write the progress to the file, if there is one."""
         if self._path is not None:
-            with self._writing:  # so that two threads cannot write an older table over a newer one
+            with self._writing:  # With the lock, two threads cannot write an older table over a newer table.
                 _write(self._path, self.table())
 
     @contextmanager
@@ -174,7 +174,7 @@ class Progress:
             while True:
                 try:
                     self.write()
-                except Exception as error:  # an error such as a full disk must not stop the run
+                except Exception as error:  # An error such as a full disk must not stop the run.
                     LOG.debug("the status is not written: %s", error)
                 if ended.wait(STEP):
                     return
@@ -228,7 +228,7 @@ def _write(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def headline(table: Mapping[str, Any]) -> str:
-    """Return a line about a run: round, metrics, clients of the last round, sites, bytes, and the remaining time.
+    """Return a line about a run: round, metrics, clients of the last round, sites, bytes, and remaining time.
 
     >>> headline({"round": 3, "rounds": 10, "accuracy": 0.8125, "loss": 0.5, "returned": 2, "failed": 1,
     ...           "bytes_up": 2_500_000, "bytes_down": 800, "seconds_left": 35.0,
@@ -246,7 +246,7 @@ def headline(table: Mapping[str, Any]) -> str:
 
 
 def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
-    """Return the progress as lines of text: of a run, with a line about each site; or of one site's work in it.
+    """Return the progress of a run, with a line about each site, or of one site's work in a run, as lines of text.
 
     Args:
         table: The progress, as the server or the site wrote it.
@@ -254,7 +254,7 @@ def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
     """
     now = time.time() if now is None else now
     age = now - table.get("at", now)
-    quiet = f"last heard of {_duration(age)} ago" if age >= 5 * STEP else ""
+    quiet = f"last message {_duration(age)} ago" if age >= 5 * STEP else ""
     if "sites" not in table:
         return _site_lines(table, quiet)
     names = table["sites"]
@@ -278,9 +278,7 @@ def _disk_lines(table: Mapping[str, Any]) -> list[str]:
     free = table.get("disk_free", math.inf)
     if free >= DISK_FULL:
         return []
-    return [
-        f"  the disk is full ({_amount(free)} left): nothing new is written, not even these numbers. Make room on it."
-    ]
+    return [f"  the disk is full ({_amount(free)} left): new progress cannot be written. Free space on this disk."]
 
 
 def _amount(count: float) -> str:

@@ -1,4 +1,4 @@
-"""Make the job of a federation, and a folder for the server, each site and the administrator.
+"""Make the job of a federation, and folders for the server, each site and the administrator.
 
 A folder contains a certificate, settings and start scripts. NVFlare calls it a start-up kit.
 """
@@ -37,8 +37,7 @@ from fedstrata.sites.simulator import require_nvflare
 from fedstrata.spec.experiment import Experiment
 
 SERVER, ADMIN, JOB = "server", "admin", "job"
-"""The folders of the server and of the administrator, next to those of the sites; the folder ``JOB`` is inside
-``ADMIN``."""
+"""The names of the folders of the server and the administrator, and of the folder ``JOB`` inside ``ADMIN``."""
 
 GATE = "fedstrata.sites.gate.Gate"
 
@@ -52,7 +51,7 @@ _RIGHTS = {
 
 
 def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | None = None) -> None:
-    """Write the folders ``out/server``, ``out/admin`` (with the job) and one folder for each site, all with a README.
+    """Write the folders ``out/server``, ``out/admin`` (with the job) and one folder per site, each with a README.
 
     Args:
         spec: The experiment.
@@ -145,7 +144,7 @@ def _certify(sites: Sites, out: Path) -> None:
     }
     with tempfile.TemporaryDirectory(prefix="fedstrata-provision-") as place:
         root = Path(place)
-        (root / "project.yml").write_text(json.dumps(project), encoding="utf-8")  # every JSON text is valid YAML
+        (root / "project.yml").write_text(json.dumps(project), encoding="utf-8")  # Every JSON text is valid YAML.
         command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.yml", "-w", "kits", "--force"]
         done = subprocess.run(command, cwd=root, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         kits = root / "kits" / sites.federation / "prod_00"
@@ -169,8 +168,8 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
     resources["class_allow_list"] = list(CLASSES)
     resources["allow_log_streaming"] = False
     for server in resources.get("servers", []):
-        server["heart_beat_timeout"] = 120  # in seconds, so that a site may pause for a minute
-    if "snapshot_persistor" in resources:  # only the server has it
+        server["heart_beat_timeout"] = 120  # This time in seconds lets a site pause for a minute.
+    if "snapshot_persistor" in resources:  # Only the server has this file.
         resources["components"].append({"id": "gate", "path": GATE, "args": {"records": f"/{RECORDS}/"}})
     for component in resources.get("components", []):
         if component["id"] == "job_scheduler":
@@ -182,8 +181,8 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
 def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
     data = ""
     if sites.own_data:
-        data = '3. Say in `local/fedstrata.toml` which file holds your data: `data = "/path/to/file.csv"`. '
-        data += f"It is {_described(spec)}. The file is read here and never leaves.\n"
+        data = '3. Write the path of your data file into `local/fedstrata.toml`: `data = "/path/to/file.csv"`. '
+        data += f"The file is {_described(spec)}. It is read on this machine and never sent.\n"
     values = {
         "federation": sites.federation,
         "host": sites.server.host,
@@ -201,7 +200,7 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
 
 
 def _described(spec: Experiment) -> str:
-    """Describe in words, for a site's README, the data file that the site must have."""
+    """Return a description of the data file that a site must have, for the site's README."""
     schema, data = spec.data.schema, spec.data
     if schema is None:
         shape, last = list(data.shape or ()), (data.classes or 1) - 1

@@ -1,6 +1,6 @@
-"""Run an experiment over sites in one process, to try it out before it runs on real machines.
+"""Run an experiment over sites in one process, to test it before it runs on real machines.
 
-The sites' files are read, and all messages are encoded, as on real machines. The result is the same.
+As on real machines, the sites' files are read, and all messages are encoded. The result is also the same.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def rehearse_file(
     fewer = "abort" if sites.fewer == "wait" else sites.fewer
     messenger = Messenger(transport, site_of_client, patience=sites.patience, least=sites.least, fewer=fewer)
     direct = sites.relay == "direct"
-    # The sites store states under the run's name. Any name will do, because no other run uses these folders.
+    # The sites store states under the run's name. Any name is possible, because no other run uses these folders.
     engine = NVFlareEngine(prepared.config, messenger, sums, spec=spec.to_toml(), run="run", direct=direct)
     if sites.own_data:
         prepared = surveyed(prepared, engine, out, resume=resume)

@@ -19,7 +19,7 @@ class ClientRaisedError(FedstrataError):
 
 
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
-    """Return a client's reply to a request, or a ``Failure`` if it failed or replied with another type."""
+    """Return a client's reply to a request, or a ``Failure`` if the client failed or replied with another type."""
     if isinstance(outcome, Failed):
         error = None if outcome.bystander or outcome.refused else ClientRaisedError(outcome.reason)
         return Failure(outcome.reason, error, outcome.bystander, outcome.refused)
@@ -32,7 +32,7 @@ def reply_of(outcome: object, request: Request) -> Reply | Failure:
 
 @dataclass
 class _Hop:
-    """One client's training of the travelling model (a hop), if the server accepted it.
+    """A hop that the server accepted: one client's training of the travelling model.
 
     Args:
         site: The site of the client.
@@ -64,7 +64,8 @@ class SiteRelay:
         self._site_of_client = messenger.directory.site_of_client
         self._hops: list[_Hop] = []
         self._trail: list[int] = []
-        """The index of each site's last hop, in ascending order. The site still keeps the model after this hop."""
+        """The index of each site's last hop, in ascending order. The site still has the model as it was after this
+        hop."""
         self._sites: set[str] = set()
         self._last: _Hop | None = None
 
@@ -105,7 +106,7 @@ class SiteRelay:
         return self._messenger.ask(site, body, Hopped, Unmoved)
 
     def keep(self, accepted: bool) -> None:
-        """Continue with the last client's model if its reply is accepted, otherwise with the model before it."""
+        """Continue with the last client's model if its reply is accepted, otherwise with the model before this hop."""
         if not accepted or self._last is None:
             return
         site, number = self._last.site, len(self._hops)
@@ -114,7 +115,7 @@ class SiteRelay:
         self._trail = [hop for hop in self._trail if self._hops[hop].site != site] + [number]
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the final model and the outcome of each accepted hop; tell sites which clients' hops do not count."""
+        """Return the final model and the outcome of each accepted hop, and tell the sites which hops do not count."""
         weights = self._weights
         while self._trail:
             base = self._trail[-1]
@@ -141,7 +142,7 @@ class SiteRelay:
     def _lose(self, base: int, reason: str) -> None:
         """Record that the model after hop ``base`` is lost.
 
-        The run goes on with the newest model that a site still has; hops after that model do not count any more.
+        The run continues with the newest model that a site still has. Hops after this model no longer count.
         """
         self._trail.remove(base)
         since = self._trail[-1] if self._trail else -1

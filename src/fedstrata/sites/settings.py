@@ -22,7 +22,7 @@ USER = "admin@fedstrata.local"
 """The user name of the administrator, who may only submit jobs, watch them and fetch their results."""
 
 PATIENCE = 600.0
-"""Seconds within which a site must answer, by default."""
+"""The default number of seconds within which a site must answer."""
 
 
 def run_of(spec: str) -> str:
@@ -64,12 +64,11 @@ class JobSpec:
         folder: The path of the run folder in a simulation. In a deployment, the server computes it with ``run_of``. A
             run that is already in the folder is resumed.
         clients: The number of clients.
-        sites: The name of each client's site in a deployment. If empty, clients are distributed over the connected
-            sites.
-        own_data: Whether sites have their own data. If not, the spec names the data, and its partition divides them.
-        patience: Seconds within which a site must answer.
-        direct: Whether a model that clients train in turn goes from site to site, not through the server.
-        least: Fewest sites that must answer.
+        sites: The name of each client's site in a deployment. If empty, clients are divided among the connected sites.
+        own_data: Whether sites have their own data. If not, the spec's partition divides the data set of the spec.
+        patience: The number of seconds within which a site must answer.
+        direct: Whether a model that clients train in turn goes from site to site instead of through the server.
+        least: The smallest number of sites that must answer.
         fewer: What to do when fewer than ``least`` sites answer.
     """
 
@@ -105,14 +104,14 @@ class SiteSettings(Setting):
     Args:
         data: The data file of the site or the server; None if the spec names the data.
         keys: The folder with the keys that all sites share to mask labels; never set at the server.
-        patience: Seconds that the site waits for the server or another site.
+        patience: The number of seconds that the site waits for the server or another site.
         secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them; this
             needs certificates.
         states: The folder of the clients' states. Default: a folder inside the site's own folder.
         allow: Top-level packages, installed on this machine, from which a spec may name ``module:Class``.
         catalog: Data sets and files of this machine that a spec may name, in addition to scikit-learn's data sets.
-        tells: Whether the server may see metrics on this site's own samples (``evaluation.client_test``). The server
-            always sees sums over all sites.
+        tells: Whether the server may see metrics on this site's own samples (``evaluation.client_test``), and not only
+            sums over all sites.
         simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, missing keys
             are created, specs may name any code, and the server sees the full text of errors.
     """

@@ -36,7 +36,7 @@ SITES = "sites.json"
 
 _LOOK = 0.1
 GRACE = 5.0
-"""Seconds that processes have to end after SIGTERM, before they are killed."""
+"""The number of seconds between SIGTERM and SIGKILL, in which processes can end."""
 
 
 def require_nvflare() -> None:
@@ -57,13 +57,13 @@ def simulate(
     """Run experiments one after another in one session of NVFlare's simulator.
 
     Args:
-        runs: Experiments and their run folders; None if the run folder need not be kept.
+        runs: Experiments and their run folders; None instead of a folder that need not be kept.
         sites: The number of sites, which are processes that hold the clients. Default: one site per client, but at most
             max(3, number of processors). A resumed run keeps its sites, because they have stored their clients' states.
         resume: Whether to resume the runs in the folders.
         callbacks: Functions that are called with the record of every round.
-        patience: Seconds within which a site must answer.
-        direct: Whether a model that clients train in turn goes from site to site, not through the server.
+        patience: The number of seconds within which a site must answer.
+        direct: Whether a model that clients train in turn goes from site to site instead of through the server.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
@@ -89,7 +89,7 @@ def simulate(
         ]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / WEIGHTS).unlink(missing_ok=True)  # _finished regards a run with this file as complete
+            (folder / WEIGHTS).unlink(missing_ok=True)  # A run with this file counts as complete; see _finished.
             write_json(folder / SITES, {"sites": count})
         states = folders[0] / "sites" if runs[0][1] is not None else root / "sites"
         (root / "keys").mkdir(mode=0o700)
@@ -112,11 +112,11 @@ def simulate(
 
 
 def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
-    """Return the number of sites of the runs that will be resumed; return ``sites`` if none of these runs has begun.
+    """Return the number of sites of the runs to resume, or ``sites`` if none of these runs has begun.
 
     Args:
         folders: The run folders.
-        sites: The number of sites that was asked for; None for any.
+        sites: The requested number of sites; None for any number.
 
     Raises:
         SpecError: A run had another number of sites, or was not made by NVFlare.
@@ -163,7 +163,7 @@ def _write_settings(workspace: Path, settings: SiteSettings) -> None:
 @contextmanager
 def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
     command = simulator_command(root / "job", root / "workspace", sites)
-    # One thread per process: each site already keeps one processor busy, and more threads would slow each other down.
+    # Each site already keeps one processor busy. With more threads per process, they would slow each other down.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (root / "log.txt").open("wb") as log:
         process = start(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

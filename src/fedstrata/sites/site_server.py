@@ -46,21 +46,23 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 LARGEST_ANSWER = 256 << 20
-"""Most bytes of answers in one message. A single answer that is larger is sent in a message of its own."""
+"""The largest total size in bytes of the answers in one message. A larger single answer is sent in a separate
+message."""
 
 SERVER = "server"
-"""The name of the server as a sender. It may ask all questions; other sites may only fetch a model that was trained."""
+"""The name of the server as a sender. The server may ask all questions, and other sites may only fetch a trained
+model."""
 
 HARMLESS = (
     *(FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError),
     *(UnusableDataError, RuleError),
 )
-"""Errors whose text the server and other sites may read. It is about their own messages or the spec, or it only names a
-column, and the requirement that its values violate."""
+"""Errors whose text the server and other sites may read. The text is about their own messages or the spec, or it names
+only a column and the requirement that its values violate."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__, wire.BeginOnBase.__name__)
-"""Questions before the first round. Their failures are written to the ledger too, because a failure reveals that the
-data do not fit the spec."""
+"""Questions before the first round. If such a question fails, this is written to the ledger too, because the failure
+reveals that the data do not fit the spec."""
 
 
 class SiteServer:
@@ -69,12 +71,12 @@ class SiteServer:
     Args:
         name: The name of the site.
         folder: The folder of the clients' states.
-        send: Sends bytes to another site, or a term of a sum to the server, and returns the answer.
+        send: A function that sends bytes to another site, or a term of a sum to the server, and returns the answer.
         settings: The site's settings. In a simulation, the site also answers methods that do not declare their
-            questions, and the server sees the text of all errors. In a deployment, it sees only the text of
-            ``HARMLESS`` errors, because others may reveal the site's data and files.
+            questions, and the server sees the text of all errors. In a deployment, the server sees only the text of
+            ``HARMLESS`` errors, because other errors may reveal the site's data and files.
         keys: The keys that all clients share to mask labels. Default: the keys that the environment variables name.
-        policy: The site's limits on jobs. None allows everything that a job declares.
+        policy: The site's limits on jobs. With None, the site allows everything that a job declares.
         ledger: The site's ledger of answers and refusals; optional.
     """
 
@@ -94,7 +96,7 @@ class SiteServer:
         self._entries: list[tuple[int, Entry]] = []
         """Entries that are not in the ledger yet, each after the id of the thread that added it."""
         self._noting = threading.Lock()
-        """A lock that is held while the entries change, because another site may fetch a model in another thread."""
+        """A lock for changes of the entries, because another site may fetch a model in another thread."""
         self.request_cache, self.problem = RequestCache(), ""
         self._run: SiteRun | None = None
         self._asking = ""
@@ -116,7 +118,7 @@ class SiteServer:
             what = type(envelope.body).__name__
             return self.request_cache.answer(envelope.number, lambda: self._answered(envelope))
         except Exception as error:
-            # An error must not end the site, and the server must be told of each error.
+            # An error must not end the site, and each error must be reported to the server.
             self._mark(failed=type(error).__name__)
             if isinstance(error, RuleError):
                 self.refused(error, what, caller)
@@ -125,7 +127,7 @@ class SiteServer:
                 if what in BEGINNINGS:
                     self.note(what, failed=type(error).__name__)
             try:
-                self._write_ledger()  # before sending the error, which also reveals something
+                self._write_ledger()  # before the error is sent, because an error also reveals something
             except Exception as unwritten:
                 error, self.problem = unwritten, f"the ledger cannot be written: {unwritten}"
             for_good = isinstance(error, RuleError) and error.for_good
@@ -165,10 +167,10 @@ class SiteServer:
                 self._entries.append((threading.get_ident(), Entry(**{"run": run, "kind": kind, **about})))
 
     def _mark(self, **outcome: Any) -> None:
-        """Mark this thread's new ledger entries as refused or failed, because their answers do not leave the site.
+        """Mark this thread's new ledger entries as refused or failed, because the answers will not leave the site.
 
-        If one of them is about the terms of a sum, nothing is marked: these have left the site already, and depend on
-        the data of all its clients.
+        If one of the entries is about the terms of a sum, no entry is marked: these terms have already left the site,
+        and depend on the data of all its clients.
         """
         me = threading.get_ident()
         with self._noting:
@@ -204,7 +206,7 @@ class SiteServer:
         self.note(what, client=client, round=round, refused=error.rule, to="" if caller == SERVER else caller)
 
     def admit(self, spec: str, clients: int, *, own_data: bool) -> Declaration:
-        """Return everything that a job may ask, after a check that this site accepts the job.
+        """Check that this site accepts a job, and return everything that the job may ask.
 
         Args:
             spec: The spec as TOML.
@@ -224,7 +226,7 @@ class SiteServer:
         return asked
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
-        """Return the text of an error that the server may see; see ``settings`` of this class.
+        """Return the text that the server may see of an error; see ``settings`` of this class.
 
         If a client raised the error, ``reason`` is the client's description of it.
         """
@@ -267,7 +269,8 @@ class SiteServer:
     def _surveyed(self, survey: wire.Survey) -> wire.Surveyed:
         """Return the statistics of the site's data.
 
-        If the site has a policy, they are computed only once per job; later questions of the job get the same answer.
+        If the site has a policy, the statistics are computed only once per job. Later questions of the job get the
+        same answer.
         """
         require_home(survey.clients, survey.total)
         asked = self.admit(survey.spec, survey.total, own_data=True)
@@ -335,7 +338,7 @@ class SiteServer:
         if self.policy is None:
             return nullcontext()
         if isinstance(question, wire.Begin):
-            # Leave out the fields that differ when a run is resumed, so that the policy counts the question of the
+            # Leave out the fields that differ when a run is resumed. The policy then counts the question of the
             # resumed run as a repetition of the first one.
             question = dataclasses.replace(question, run="", round=0)
         description = description_of(Experiment.from_table(parse_toml(question.spec)))
@@ -376,10 +379,11 @@ class SiteRun:
 
     @classmethod
     def begin(cls, site_server: SiteServer, begin: wire.Begin) -> tuple[SiteRun, int, list[ClientId]]:
-        """Begin a run with the clients' states after ``begin.round``, or after the last stored round before it.
+        """Begin a run with the clients' states after round ``begin.round``, or after the last stored round before.
 
         Returns:
-            The run; the round of the states; and the clients whose states are missing, as they were at other sites.
+            The run; the round of the states; and the clients whose states are missing, because they were at other
+            sites.
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} is not the name of a run")
@@ -392,7 +396,7 @@ class SiteRun:
         context = site_server.context(begin, asked.job)
         frozen = begin.frozen if isinstance(begin, wire.BeginOnBase) else {}
         require_same_frozen(frozen, fingerprints_of_frozen(context.config.model), "the server's model")
-        quota.start(site_server.policy)  # only now, so that a start that failed above is not counted
+        quota.start(site_server.policy)  # only now, so that a start that failed above does not count
         prepare_process(context.config.training.threads)
         spec = Experiment.from_table(parse_toml(begin.spec))
         asked = declaration_of(spec, agreed=context.config, own_data=own_data)
@@ -412,8 +416,8 @@ class SiteRun:
     def save(self, save: wire.Save) -> wire.Done:
         """Write a checkpoint with the clients' states.
 
-        The checkpoint also lists all clients at this site, so that a client without a state does not seem to be missing
-        later.
+        The checkpoint also lists all clients at this site. Otherwise, a client without a state would seem
+        to be missing.
         """
         self.guard.save(save.round)
         state = {"lived": sorted(self.clients), "asked": self.guard.times_in_run}
@@ -458,9 +462,9 @@ class SiteRun:
         return self._next_answers()
 
     def _send_part(self, part: bytes) -> object:
-        """Send the server the encoded tensors that this site adds to a sum over several sites, and return the total.
+        """Send this site's encoded terms of a sum over several sites to the server, and return the total.
 
-        The bytes of these tensors count like the bytes of an answer.
+        The bytes of these terms count as bytes of an answer.
         """
         try:
             self.guard.leave(len(part))
@@ -516,7 +520,7 @@ class SiteRun:
         return answer
 
     def more(self, more: wire.More) -> wire.Answers:
-        """Return answers of the last exchange that did not fit into earlier messages."""
+        """Return the next answers of the last exchange that did not fit into earlier messages."""
         if more.exchange != self._exchange:
             raise WireError(f"the answers of exchange {more.exchange} are no longer stored")
         return self._next_answers()
@@ -562,7 +566,7 @@ class SiteRun:
         return wire.Hopped(self._recorded(hop.client, task, reply, samples), None)
 
     def _weights(self, hop: wire.Hop) -> Weights:
-        """Return the model of a relay: from the message, from this site's last hop, or from the site that has it.
+        """Return a relay's model: from the message, from this site's last hop, or from the site that has the model.
 
         Raises:
             FedstrataError: The model is not available, or is damaged.
@@ -614,7 +618,7 @@ class HopResult:
         ticket: The secret with which the next site can fetch the model.
         weights: The model after the hop.
         client: The id of the client.
-        samples: The number of samples behind the result.
+        samples: The number of samples from which the result was computed.
         state: The new state of the client.
     """
 
@@ -639,7 +643,7 @@ class RelayLeg:
         self._kept: HopResult | None = None
 
     def work(self, hop: wire.Hop, task: Request, weights: Weights) -> tuple[Reply | Failure, int]:
-        """Let a client train the model, and return its reply (or a failure) and the number of samples behind it."""
+        """Let a client train the model. Return its reply (or a failure) and its number of training samples."""
         self._new = None
         state = self._states.get(hop.client)
         client = Client(hop.client, self._context, self._store.get(hop.client) if state is None else state)
@@ -653,14 +657,14 @@ class RelayLeg:
         return reply, client.n_contributing
 
     def keep(self, ack: wire.HopCommit) -> None:
-        """Record that the last client's result counts, if the server acknowledges this result."""
+        """Record that the last client's result counts. The server has acknowledged this result."""
         new = self._new
         if ack.relay_id == self.number and new is not None and new.hop == ack.hop:
             self._states[new.client] = new.state
             self._kept, self._new = new, None
 
     def end(self, ack: wire.RelayEnd) -> None:
-        """Store the new states of the clients whose results count, and forget the travelling model."""
+        """Store the new states of the clients whose results count, and delete the travelling model."""
         if ack.relay_id != self.number:
             return
         for client, state in self._states.items():
@@ -669,7 +673,7 @@ class RelayLeg:
         self._states, self._new, self._kept = {}, None, None
 
     def result_of(self, relay_id: int, hop: int) -> HopResult | None:
-        """Return the result of a hop; None if it is neither the last hop at this site nor the last one that counts."""
+        """Return the result of a hop; None if it is neither the last hop at this site nor its last hop that counts."""
         for result in (self._new, self._kept):
             if relay_id == self.number and result is not None and result.hop == hop:
                 return result

@@ -1,4 +1,6 @@
-"""Prepare the start of NVFlare at the server or a site; KIT is the folder with its certificate, settings and scripts.
+"""Prepare the start of NVFlare at the server or a site.
+
+KIT is the folder of the server or the site, with its certificate, settings and scripts.
 
 The script ``start.sh`` in this folder runs ``python -m fedstrata.sites.start KIT [--verbose]`` twice: first in the
 foreground with ``--check``, which only prints problems; then in the background with ``--checked``, which does not check
@@ -16,7 +18,7 @@ from fedstrata.sites.kits import close, configure_logging, set_paths
 
 
 def checked_kit(kit: Path) -> int:
-    """Print the problems in the folder of the server or a site, and return the exit code: 0 if the party may start."""
+    """Print the problems in the folder of the server or a site. Return the exit code, which is 0 if it may start."""
     findings = [each for each in check(kit, server=False, data=False) if each.state != "ok"]
     for each in findings:
         print_lines(f"fedstrata: {each}")
@@ -28,7 +30,7 @@ def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
 
     Args:
         kit: The folder.
-        verbose: Whether NVFlare logs everything, not only errors.
+        verbose: Whether NVFlare logs everything instead of only errors.
         checked: Whether the folder has just been checked, so that the check is skipped.
 
     Returns:

@@ -27,19 +27,19 @@ from fedstrata.sites.provision import JOB
 from fedstrata.sites.simulator import require_nvflare
 from fedstrata.sites.submit import COMPLETED, POLL, Report, Watch, refuse_expired
 
-NOTHING = "no run is at work"
+NOTHING = "no run is in progress"
 
 
 @dataclass
 class Source:
-    """A place from which the progress of a run is read.
+    """A source of the progress of a run.
 
     Args:
-        table: Returns the progress of the run, or of a site's work in it; None without a run. If the server does not
-            answer, the table has only the key ``away`` with the reason. If a job was submitted and its run has not
-            reported yet, the table has only the key ``waiting`` with the status of the job.
-        result: Returns the run folder once the run is over, otherwise None.
-        close: Closes the connections.
+        table: A function that returns the progress of the run, or of a site's work in the run; None if there is no run.
+            If the server does not answer, the table has only the key ``away`` with the reason. If a job was submitted
+            and its run has not reported yet, the table has only the key ``waiting`` with the status of the job.
+        result: A function that returns the run folder once the run is over, and otherwise None.
+        close: A function that closes the connections.
     """
 
     table: Callable[[], dict[str, Any] | None]
@@ -53,11 +53,11 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
     Args:
         folder: One of these: the administrator's folder (the server is asked for the progress); the folder of the
             server or of a site (their processes write the progress to it); or a run folder.
-        report: Is called with a line about each event.
+        report: A function that is called with a line about each event.
 
     Raises:
         SpecError: ``folder`` is none of these.
-        ExtraMissingError: It is the administrator's folder, and NVFlare is not installed.
+        ExtraMissingError: ``folder`` is the administrator's folder, and NVFlare is not installed.
     """
     if (folder / JOB / "meta.json").is_file():
         require_nvflare()
@@ -88,7 +88,7 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
         SpecError: ``folder`` is not such a folder.
         DataError: A file of the run is damaged.
         FedstrataError: The server refuses the request, or cannot be reached. With ``watch``, an unreachable server is
-            asked again instead.
+        asked again, and no error is raised.
     """
     from rich.console import Console
     from rich.live import Live
@@ -136,7 +136,7 @@ def picture(table: dict[str, Any] | None) -> Any:
 
 
 def _rounds(path: Path) -> int:
-    """Read a run's number of rounds from its spec, without loading the rest, which may name code to import."""
+    """Read a run's number of rounds from its spec. The other settings are not loaded, because they may name code."""
     try:
         rounds = tomllib.loads(path.read_text(encoding="utf-8"))["training"]["rounds"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -184,7 +184,7 @@ def _result_of_kit(kit: Path) -> Path | None:
 
 
 class _Administrator:
-    """The source for an administrator's folder: asks the server, and fetches the run folder when the run is over."""
+    """The source for an administrator's folder. It asks the server, and fetches the run folder after the run."""
 
     def __init__(self, kit: Path, report: Report) -> None:
         refuse_expired(kit, report)
@@ -200,7 +200,7 @@ class _Administrator:
     def table(self) -> dict[str, Any] | None:
         """Return the progress; see ``Source``."""
         table = self._watch.progress()
-        if table is None and self._watch.away:  # if the server was restarted, a second request opens a new session
+        if table is None and self._watch.away:  # If the server was restarted, a second request opens a new session.
             table = self._watch.progress()
         if table is not None:
             self._last, self._job = table, ""
@@ -218,9 +218,9 @@ class _Administrator:
         if self._watch.away:
             return {"away": self._watch.away}
         if status == "RUNNING" and self._last and self._last["round"] == self._last["rounds"]:
-            return self._last  # all rounds are done, but NVFlare may still wait for a missing site
+            return self._last  # all rounds are finished, but NVFlare may still wait for a missing site
         broke_off = status.startswith("FINISHED")
-        return {"waiting": f"its job {'broke off as' if broke_off else 'is'} {status}"} if status else None
+        return {"waiting": f"its job {'ended with the status' if broke_off else 'is'} {status}"} if status else None
 
     def _end(self, job: str, status: str) -> None:
         """Fetch the result of a job that has ended, and record the outcome; do nothing if the server is unreachable."""

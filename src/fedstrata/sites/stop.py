@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 PIDS = ("daemon_pid.fl", "pid.fl")
-"""Files with process ids: that of the script which restarts NVFlare, and that of NVFlare itself."""
+"""Two files with process ids: the id of the script that restarts NVFlare, and the id of NVFlare itself."""
 
 GRACE = 10.0
-"""Seconds that processes have to end after SIGTERM, before they are killed."""
+"""The number of seconds between SIGTERM and SIGKILL, in which processes can end."""
 
 ROUNDED = 60.0
-"""The start time that the operating system gives for a process may be wrong by at most these seconds."""
+"""The largest error in seconds of the start time that the operating system gives for a process."""
 
 
 def stop(kit: Path) -> int:
@@ -47,9 +47,9 @@ def stop(kit: Path) -> int:
         if process is None or process in roots or _began_after(process, path):
             path.unlink(missing_ok=True)
         else:
-            text = f"process {process.pid}, named in {path}, is not of this kit and is left alone"
+            text = f"process {process.pid}, named in {path}, does not belong to this kit, and is not stopped"
             print(f"fedstrata: {text}", flush=True)
-    text = f"stopped what was started from {kit}" if roots else f"nothing that was started from {kit} runs here"
+    text = f"stopped the processes of {kit}" if roots else f"no process of {kit} is running"
     print(f"fedstrata: {text}", flush=True)
     return int(not roots)
 
@@ -68,7 +68,7 @@ def _running(path: Path) -> Any:
 def _began_after(process: Any, path: Path) -> bool:
     """Return True if a process began after its id was written to the file.
 
-    If so, the process with this id that the file names has ended, and the system has given its id to a new process.
+    In this case, the process that wrote its id has ended, and the system has given the id to a new process.
     """
     return bool(process.create_time() > path.stat().st_mtime + ROUNDED)
 

@@ -28,20 +28,22 @@ from fedstrata.sites.settings import USER
 from fedstrata.sites.simulator import require_nvflare
 
 COMPLETED, ABORTED = "FINISHED:COMPLETED", "FINISHED:ABORTED"
-"""NVFlare's statuses of jobs that are not submitted again. A job with any other FINISHED status may be."""
+"""NVFlare's statuses of jobs that are not submitted again. Jobs with any other FINISHED status may be submitted
+again."""
 POLL = 2.0
 TELL = 10.0
-"""The shortest time between two reports about rounds, in seconds."""
+"""The smallest number of seconds between two reports about rounds."""
 QUIET = 10.0
-"""Seconds until a site that did not answer the administrator is asked again."""
+"""The number of seconds after which a site that did not answer the administrator is asked again."""
 REJOIN = 20.0
-"""Most seconds to wait for all sites before a job that broke off is submitted again."""
+"""The largest number of seconds to wait for all sites before a job that failed is submitted again."""
 ENDS = 180.0
-"""Seconds that the end of a job may take after its last round, because NVFlare waits for sites."""
+"""The number of seconds that a job may need to end after its last round, because NVFlare waits for sites."""
 MISSED = 5
-"""The job is submitted again if a connected site does not work on it in this number of polls."""
+"""The number of polls without work of a connected site after which the job is submitted again."""
 AGAIN = 3
-"""Most times in a row that the job is submitted again for the same site, or after failures without new rounds."""
+"""The largest number of times in a row that a job is submitted again because of one site, or of failures without new
+rounds."""
 
 Report = Callable[[str], None]
 
@@ -58,14 +60,14 @@ def submit(
         admin: The administrator's folder, as ``provision`` wrote it.
         out: The run folder to write.
         sites: The number of sites to wait for before the first submission; 0 for all sites.
-        wait: Most seconds to wait for the sites.
-        lost: An error is raised if the server is unreachable for longer than these seconds.
-        report: Is called with a line about each event.
+        wait: The largest number of seconds to wait for the sites.
+        lost: The number of seconds without the server after which an error is raised.
+        report: A function that is called with a line about each event.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
         SpecError: ``admin`` is not an administrator's folder, or ``out`` exists.
-        FedstrataError: The server cannot be reached, or refuses the job, or the run ended early.
+        FedstrataError: The server cannot be reached or refuses the job, or the run ended early.
     """
     require_nvflare()
     if not (admin / JOB / "meta.json").is_file():
@@ -101,7 +103,7 @@ def refuse_expired(admin: Path, report: Report) -> None:
 
 
 class Watch:
-    """The administrator's connection to the server, through which a job is submitted, watched and fetched.
+    """The administrator's connection to the server, which submits and watches a job, and fetches its result.
 
     While the server is unreachable, each request waits for ``POLL`` seconds and has no result.
 
@@ -119,13 +121,14 @@ class Watch:
         self._name = str(meta["name"])
         self._named = {site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")}
         self._resubmissions: Counter[str] = Counter()
-        """How often the job was submitted again because of each site, or of the server, since it last worked."""
+        """For each site, and for the server: how often the job was submitted again because of it since it last
+        worked."""
         self._idle_polls: Counter[str] = Counter()
         self._working_polls: Counter[str] = Counter()
         self._away_since: float | None = None
         self._over, self._last_progress = False, -math.inf
         self._last_reports: dict[str, str] = {}
-        """The last report about each matter, such as ``status``; the same report is not repeated."""
+        """The last report on each subject, such as ``status``; the same report is not repeated."""
         self._ask_again: dict[str, float] = {}
         self.away = ""
         """The error of the last request to the server; empty if it answered."""
@@ -134,7 +137,7 @@ class Watch:
         self._states: dict[str, str] = {}
 
     def wait_for_sites(self, count: int, wait: float) -> None:
-        """Wait, for at most ``wait`` seconds, until ``count`` sites are connected; 0 for all that the job names."""
+        """Wait, for at most ``wait`` seconds, until ``count`` sites are connected; 0 for all sites of the job."""
         end = time.monotonic() + wait
         while time.monotonic() < end:
             if (names := self._connected()) is not None:
@@ -173,7 +176,7 @@ class Watch:
             return True
         if status.startswith("FINISHED"):
             if status != ABORTED and self._over:
-                # All rounds were done, so the result may be complete although NVFlare reports a failure. Probably a
+                # All rounds are finished, so the result may be complete although NVFlare reports a failure. Probably a
                 # site did not answer at the end.
                 complete = self._has_result()
                 if complete or self.away:
@@ -189,7 +192,7 @@ class Watch:
         return False
 
     def progress(self) -> dict[str, Any] | None:
-        """Return the progress of the running job, as its server reports it; None if it has not reported any yet."""
+        """Return the progress of the running job, as the server reports it; None if there is no report yet."""
         jobs = [] if self._job is None else [self._job]
         if not jobs:
             listed = self._call(lambda session: session.list_jobs()) or []
@@ -214,14 +217,14 @@ class Watch:
         if status in (COMPLETED, ABORTED):
             return job, status
         if status.startswith("FINISHED"):
-            self._tell(job, f"the job broke off as {status}; 'fedstrata submit' brings it again")
+            self._tell(job, f"the job ended with the status {status}; to continue it, run 'fedstrata submit'")
         return "", status
 
     def _report_progress(self) -> dict[str, str] | None:
         """Report new rounds and changed states of sites, and return a mapping from each site to its state.
 
-        The mapping is empty if the states are not known. The result is None if the run is over. The job of the run may
-        then still wait for a missing site.
+        The mapping is empty if the states are not known. The result is None if the run is over, although its job may
+        still wait for a missing site.
         """
         table = self.progress()
         now = time.monotonic()
@@ -237,7 +240,7 @@ class Watch:
             self._states[site] = state
         if table["round"] > self._furthest:
             self._furthest = table["round"]
-            self._resubmissions.pop("server", None)  # the job made progress, so count failures from 0
+            self._resubmissions.pop("server", None)  # The job made progress, so failures are counted from 0.
         if table["round"] != self._round and (now - self._last_report > TELL or table["round"] == table["rounds"]):
             self._round, self._last_report = table["round"], now
             self.report(headline(table))
@@ -256,12 +259,12 @@ class Watch:
         return number, f"submitted as {number}"
 
     def _look_for_idle_sites(self, states: Mapping[str, str]) -> None:
-        """Give up the job, so that it is submitted again, if a connected site does not work on it for several polls.
+        """Submit the job again if a connected site does not work on it for several polls.
 
-        ``states`` maps each site to its state, as the job's server reports it, and is empty while that is not known.
+        ``states`` maps each site to its state, as the server reports it. It is empty while the states are not known.
         """
         working = {site for site, state in states.items() if state == "in"}
-        # Each site is asked separately, because a request to several sites is not answered if one of them is stopped.
+        # Each site is asked separately, because a request to several sites gets no answer if one site is stopped.
         # Only connected sites are asked, because the server logs a line for each request to another site.
         away = states.keys() - working
         connected = (away and self._connected()) or set()
@@ -280,7 +283,7 @@ class Watch:
             self._idle_polls[name] += 1
             if self._idle_polls[name] >= MISSED and self._resubmissions[name] < AGAIN:
                 self._call(lambda session: session.abort_job(self._job))
-                self._give_up_job(name, f"site {name} is there and takes no part")
+                self._give_up_job(name, f"site {name} is connected, but does not take part")
                 return
         for name in working:
             self._idle_polls.pop(name, None)
@@ -290,7 +293,7 @@ class Watch:
 
     def _give_up_job(self, cause: str, reason: str) -> None:
         """Report a reason, and let the next poll submit the job again."""
-        self.report(f"{reason}: the job comes again and goes on from the last checkpoint")
+        self.report(f"{reason}: the job is submitted again, and continues from the last checkpoint")
         self._resubmissions[cause] += 1
         self._given_up.add(self._job)
         self._idle_polls.clear()
@@ -363,7 +366,7 @@ class Watch:
 
 
 def _stats(session: Any, *, job: str) -> dict[str, Any]:
-    """Return what a job's server answers to NVFlare's ``show_stats``; empty while the job begins or ends."""
+    """Return the server's answer to NVFlare's ``show_stats`` about a job; empty while the job begins or ends."""
     from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
 
     stats: dict[str, Any] = {}
@@ -373,7 +376,7 @@ def _stats(session: Any, *, job: str) -> dict[str, Any]:
 
 
 def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
-    """Return the jobs on which these sites (all sites if None) work; empty if a site does not answer."""
+    """Return the jobs on which these sites work (None: all sites); empty if a site does not answer."""
     from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoConnection, NoReply
 
     try:
@@ -381,5 +384,5 @@ def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
     except (InvalidTarget, NoConnection, NoReply):
         if sites is None:
             raise
-        return []  # the server can be reached, and the site is stopped or unreachable
+        return []  # The server can be reached, but the site is stopped or unreachable.
     return entries

@@ -18,20 +18,20 @@ from fedstrata.sites.idempotency import RequestCache
 from fedstrata.sites.wire import Part, Refused, SiteRefusedError, Total, read
 
 SHARE = 0.4
-"""At each sum, the clients wait for each other for this fraction of the seconds that a site has for its answer."""
+"""The fraction of the time for an answer during which clients wait for each other at each sum."""
 
 
 class Sums:
-    """The server's side of the sums: waits until the terms of all sites of a group have arrived, and adds them up.
+    """The server's part of the sums: it waits for the terms of all sites of a group, and adds the terms up.
 
     Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
     clients were in one process (``LocalGroup``).
 
-    The server waits for a shorter time than a site has for its whole answer. So one site that hangs does not make the
-    answers of all other sites late.
+    The server waits for a shorter time than a site has for its whole answer. Thus one site that hangs does not delay
+    the answers of all other sites.
 
     Args:
-        patience: Seconds that a site has for its whole answer.
+        patience: The number of seconds that a site has for its whole answer.
     """
 
     def __init__(self, patience: float) -> None:
@@ -41,7 +41,7 @@ class Sums:
         self._caches: dict[tuple[str, str], RequestCache] = {}
 
     def open(self, group: str, places: dict[str, set[int]]) -> None:
-        """Begin to accept terms from a new group of clients that add up tensors together.
+        """Accept terms from now on from a new group of clients that add up tensors together.
 
         Args:
             group: The name of the group.
@@ -81,7 +81,7 @@ class Sums:
             if group is None:
                 raise GroupBrokenError("the group is over")
             if set(part.places) != places.get(site) or len(part.tensors) != len(part.places):
-                raise WireError(f"site {site} sent parts of places {part.places}, which belong to another site")
+                raise WireError(f"site {site} sent terms of clients {part.places}, which belong to another site")
             with self._lock:
                 cache = self._caches.setdefault((part.group, site), RequestCache())
             added = dict(zip(part.places, part.tensors, strict=True))
@@ -91,13 +91,14 @@ class Sums:
 
 
 class SiteGroup(LocalGroup):
-    """The site's side of the sums: its clients run in threads, and add up tensors with clients at other sites.
+    """The site's part of the sums: its clients run in threads, and add up tensors with clients at other sites.
 
     Args:
         group: The name of the group.
         places: The indices of the site's clients within the group.
-        send: Sends an encoded ``Part`` to the server, and returns the answer.
-        patience: Seconds within which the site must answer. A client waits for the others for ``SHARE`` of them.
+        send: A function that sends an encoded ``Part`` to the server, and returns the answer.
+        patience: The number of seconds within which the site must answer. A client waits for the other clients for the
+            fraction ``SHARE`` of this time.
     """
 
     def __init__(self, group: str, places: Sequence[int], send: Callable[[bytes], object], patience: float) -> None:
@@ -110,5 +111,5 @@ class SiteGroup(LocalGroup):
             part = Part(self._group, self._places, parts, next(self._steps))
             total: Total = read(self._send(records.encode(part)), Total)
         except Exception as error:
-            raise GroupBrokenError(f"the group is broken: {error}") from error
+            raise GroupBrokenError(f"a client of the group failed: {error}") from error
         return total.tensor

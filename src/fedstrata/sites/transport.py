@@ -1,4 +1,4 @@
-"""The server's calls to its sites. Heartbeats tell a busy site from a dead one, and stalled calls are repeated."""
+"""The server's calls to its sites. Heartbeats show whether a site is busy or dead, and stalled calls are repeated."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from fedstrata.sites.wire import SiteLostError
 LOG = logging.getLogger(__name__)
 
 SILENCE = 8.0
-"""Seconds without a heartbeat after which a site counts as dead, until its next heartbeat."""
+"""The number of seconds without a heartbeat after which a site counts as dead, until its next heartbeat."""
 
 STALL = 5.0
-"""Seconds after which a question or an answer counts as lost, if it has not arrived although the site is alive."""
+"""The number of seconds after which a question or an answer counts as lost, if the site is alive."""
 
 RATE = 1e6
-"""The assumed bytes per second of the slowest connection, so that large messages do not count as lost too early."""
+"""The assumed speed of the slowest connection in bytes per second. Large messages then do not count as lost too
+early."""
 
 LOOK = 0.25
-"""Seconds between two checks whether a call has ended, and between a failed call and the next call."""
+"""The number of seconds between two checks whether a call has ended, and between a failed call and the next call."""
 
 FAILURES = 3
-"""After this number of failed calls, the error of the last one is raised."""
+"""The number of failed calls after which the error of the last call is raised."""
 
-STRUCK = "it was struck off the server's list of who may connect"
+STRUCK = "it was removed from the server's list of sites that may connect"
 
 Call = Callable[[bytes, float], object]
 """A function that sends bytes to one site, and returns its answer; the second argument is the timeout in seconds."""
 
 
 def begun(call: Call, data: bytes, patience: float) -> Future[object]:
-    """Begin a call in a daemon thread, and return the future of its answer.
+    """Begin a call in a daemon thread, and return a future that will contain the answer.
 
     A call to a dead site lasts for its whole timeout. An executor is not used, because the process would wait for such
     calls before it ends.
@@ -61,9 +62,9 @@ def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> obje
     The question is repeated after growing pauses, because an answer may take a long time.
 
     Args:
-        call: Asks the question.
+        call: A function that asks the question.
         data: The encoded question.
-        patience: Seconds within which there must be an answer.
+        patience: The number of seconds within which there must be an answer.
         beside: Whether to repeat the question while an earlier call still waits. If not, it is repeated only after a
             call has failed.
 
@@ -108,7 +109,7 @@ class _Heart:
         self.last_beat, self.number, self.size = now, number, size
 
     def on_its_way(self, number: int, size: int) -> int:
-        """Return how many bytes may be in transit: those of the question, or, after the site's work, of the answer.
+        """Return how many bytes may be in transit: the size of the question or, after the site's work, of the answer.
 
         Args:
             number: The number of the question.
@@ -126,8 +127,9 @@ class CollabTransport:
         calls: A mapping from the name of each site to the function that calls it.
         over: The class of the exception that a call raises when the job is over.
         signal: An object like ``JobEnd``, whose ``triggered`` is True when the job is over.
-        clock: Returns the time in seconds.
-        struck: Returns whether a site was removed from the list of sites that may connect.
+        clock: A function that returns the time in seconds.
+        struck: A function that returns whether a site was removed
+            from the list of sites that may connect.
     """
 
     def __init__(
@@ -214,6 +216,6 @@ class CollabTransport:
             raise SiteLostError(STRUCK)
 
     def _refuse_silent(self, site: str, size: int) -> None:
-        # A heartbeat may be late, because it waits behind large messages on the same connection.
+        # A heartbeat may be late, because it has to wait for large messages on the same connection.
         if (silence := self._silence(site)) > SILENCE + size / RATE:
             raise SiteLostError(f"it has not answered for {silence:.0f} s")

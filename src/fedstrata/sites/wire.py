@@ -14,11 +14,11 @@ from fedstrata.federation.messages import Weights
 
 
 class SiteLostError(FedstrataError):
-    """An error about a site that cannot be reached, or did not answer in time."""
+    """A site cannot be reached, or did not answer in time."""
 
 
 class SiteRefusedError(FedstrataError):
-    """An error about a message that a site refused.
+    """A site refused a message.
 
     Args:
         reason: A text that says why.
@@ -65,7 +65,7 @@ class Begin(Message):
     """The first message of a new or resumed run.
 
     Args:
-        run: The name of the run, under which a site keeps its clients' states.
+        run: The name of the run, under which a site stores its clients' states.
         spec: The experiment as TOML.
         statistics: The statistics of all sites' own training samples; None if the spec names the data.
         clients: The ids of the clients at this site.
@@ -83,7 +83,7 @@ class Begin(Message):
 
 @record("BeginOnBase")
 class BeginOnBase(Begin):
-    """The first message of a run whose model has frozen tensors, which are not sent: each site has them itself.
+    """The first message of a run whose model has frozen tensors, which are not sent because each site has them.
 
     Args:
         frozen: A mapping from the name of each frozen tensor to its fingerprint.
@@ -98,7 +98,7 @@ class Begun(Message):
 
     Args:
         round: The round after which the clients' states were stored: the requested one, or an earlier one (0: none).
-        lost: The ids of clients that were not at this site in that round, so that it does not have their states.
+        lost: The ids of clients that were not at this site in that round. The site does not have their states.
         fingerprint: The fingerprint of the site's own data file; see ``Surveyed``.
     """
 
@@ -109,7 +109,7 @@ class Begun(Message):
 
 @record("Commit")
 class Commit(Message):
-    """An acknowledgement that says which answers of an exchange count. The other clients' new states are discarded.
+    """An acknowledgement that says which answers of an exchange count. Other clients' new states are discarded.
 
     Args:
         exchange: The number of the exchange.
@@ -155,7 +155,7 @@ class Ask(Message):
     Args:
         exchange: The number of the exchange; numbers ascend.
         clients: The ids of the clients.
-        requests: The different requests; often many clients share the same one.
+        requests: The different requests; often many clients get the same request.
         which: For each client, the index of its request in ``requests``.
         group: The name of the group of clients that add up tensors together; empty if each client answers separately.
         places: The indices of these clients within the group.
@@ -189,8 +189,8 @@ class Answers(Message):
     """The clients' answers, in the order of the clients in the question.
 
     Args:
-        outcomes: A reply or ``Failed`` for each client of the question, in its order. A message that lacks some of
-            them is continued by the next one.
+        outcomes: A reply or ``Failed`` for each client of the question, in its order. If some outcomes are missing,
+            they are in the next message.
         left: The number of answers that did not fit into this message; ``More`` asks for them.
         ledger: The head of the site's ledger after these answers; empty if the site does not have a ledger.
     """
@@ -296,7 +296,7 @@ class Save(Message):
 
 @record("Done")
 class Done(Message):
-    """The answer of a site that did what it was asked; it has no content."""
+    """The answer of a site that has done what it was asked. It has no content."""
 
 
 @record("Refused")
@@ -370,5 +370,6 @@ def read(data: object, *kinds: type[Message]) -> Any:
     if isinstance(message, Refused):
         raise SiteRefusedError(message.reason, message.for_good)
     if not isinstance(message, kinds):
-        raise WireError(f"a {type(message).__name__} arrived, expected {', '.join(kind.__name__ for kind in kinds)}")
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise WireError(f"a {type(message).__name__} arrived instead of a {expected}")
     return message

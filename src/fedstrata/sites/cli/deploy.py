@@ -29,7 +29,7 @@ def add_deploy(commands: common.Commands) -> None:
     )
     help = "folder to create, with a folder for each party in it"
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=help)
-    help = "try it on this machine: start all parties, run the job, store the result in DIR/result, stop"
+    help = "try the deployment on this machine: start all parties, run the job, store the result in DIR/result"
     parser.add_argument("--try", action="store_true", dest="trial", help=help)
     common.add_output(parser, progress=False)
 
@@ -46,7 +46,7 @@ def _deploy(options: argparse.Namespace) -> int:
         folder = common.located(options, lambda: try_out(spec, sites, out, base_dir=base_dir, report=_report(options)))
         return common.show_run(History.load(folder), options.json)
     common.located(options, lambda: provision(spec, sites, out))
-    text = f"{out}: give everybody the folder of their name; its README.md says what to do there"
+    text = f"{out}: send each party the folder with its name; the README.md in it says what to do"
     return _show(options, {"folder": str(out)}, text)
 
 
@@ -90,7 +90,7 @@ def _report(options: argparse.Namespace) -> Callable[[str], None]:
     """Return a function that prints events: to standard error if the result is JSON, otherwise to standard output."""
 
     def report(text: str) -> None:
-        with suppress(BrokenPipeError):  # continue even if nobody reads the output any more
+        with suppress(BrokenPipeError):  # Continue even if nobody reads the output any more.
             print_lines(text, file=sys.stderr if options.json else sys.stdout)
 
     return report
@@ -111,7 +111,7 @@ def add_status(commands: common.Commands) -> None:
     how = parser.add_mutually_exclusive_group()
     help = "repeat every two seconds, until the run ends (at a site: until Ctrl-C)"
     how.add_argument("--watch", action="store_true", help=help)
-    help = "show a web page with live curves at this port, on this machine only (default: a free port)"
+    help = "show a web page with live curves at this port, only to browsers on this machine (default: a free port)"
     how.add_argument("--serve", type=_port, nargs="?", const=0, metavar="PORT", help=help)
     parser.add_argument(
         "--json", action="store_true", help="print only the result, as JSON; with --watch, one line per update"
@@ -158,7 +158,7 @@ def _check(options: argparse.Namespace) -> int:
 def add_renew(commands: common.Commands) -> None:
     """Add the command ``fedstrata renew``."""
     examples = "fedstrata renew kits/authority kits/hospital-a/startup/client.crt --days 365"
-    help = "issue new certificates for the same keys, to replace certificates that expire"
+    help = "issue new certificates for the same keys, to replace certificates that expire soon"
     parser = common.add_command(commands, "renew", help, examples, work=_renew)
     parser.add_argument(
         "authority",
@@ -187,7 +187,7 @@ def _renew(options: argparse.Namespace) -> int:
     from fedstrata.sites.certificates import renew
 
     ends = {path: renew(options.authority, path, options.days) for path in options.certificates}
-    then = "put it into the party's folder startup, and start that again"
+    then = "copy the file to startup/ in the party's folder, and restart the party"
     lines = [f"{path}: valid until {end:%d %B %Y}; {then}" for path, end in ends.items()]
     return _show(options, {path: end.isoformat() for path, end in ends.items()}, *lines)
 
@@ -206,7 +206,7 @@ def _revoke(options: argparse.Namespace) -> int:
     from fedstrata.sites.members import revoke
 
     names = revoke(options.server, options.site, undo=options.undo)
-    return _show(options, {"members": names}, f"{options.server}: who may connect: {', '.join(names) or 'nobody'}")
+    return _show(options, {"members": names}, f"{options.server}: sites that may connect: {', '.join(names) or '-'}")
 
 
 def add_verify(commands: common.Commands) -> None:
@@ -293,7 +293,7 @@ def _approve(options: argparse.Namespace) -> int:
     with _by_kit(options.kit, options):
         job = hash_of(Experiment.from_toml(spec)) if spec.is_file() else require_hash(options.job)
     new, file = approve(options.kit, job), options.kit / FILE
-    text = f"{file}: job {job} is {'now' if new else 'already'} approved; it is read when a job begins"
+    text = f"{file}: job {job} is {'now' if new else 'already'} approved; the site reads this file when a job begins"
     return _show(options, {"job": job, "file": file, "new": new}, text)
 
 

@@ -22,12 +22,12 @@ def add_ledger(commands: common.Commands) -> None:
         fedstrata ledger kits/hospital-a --verify --told result
         fedstrata ledger kits/hospital-a --csv
     """
-    help = "show what a site sent, from its own log (ledger), and check that the log is complete"
+    help = "show what a site sent, from the log of its answers (ledger), and check that the log is complete"
     parser = common.add_command(commands, "ledger", help, examples, work=_ledger)
     parser.add_argument("kit", type=Path, metavar="KIT", help="folder of the site, from 'fedstrata deploy'")
-    help = "verify every checksum, and with --told that no entry is missing at the end; exit code 1 on failure"
+    help = "verify every checksum and, with --told, that no entry is missing at the end; the exit code is 1 on failure"
     parser.add_argument("--verify", action="store_true", help=help)
-    help = "with --verify: compare with what the server recorded: a run folder, or its ledgers.jsonl"
+    help = "with --verify: run folder of the server, or its file ledgers.jsonl, with which the ledger is compared"
     parser.add_argument("--told", type=Path, metavar="RUN", help=help)
     parser.add_argument(
         "--site", metavar="NAME", help="name by which the server knows the site (default: name of the folder)"
@@ -54,7 +54,7 @@ def _ledger(options: argparse.Namespace) -> int:
             parts = [f"{row['run']}  {row['question']}: {row['answers']} answers"]
             parts += [f"{row[key]} {key}" for key in ("refused", "failed") if row[key]]
             fewest, epsilon = row["fewest_samples"], row["epsilon"]
-            parts += [f"each of {fewest} samples or more"] if fewest is not None else []
+            parts += [f"each from at least {fewest} samples"] if fewest is not None else []
             parts += [f"{row['bytes']} bytes", *([f"ε = {epsilon:g} in all"] if epsilon else [])]
             print_lines(", ".join(parts))
     for note in checked.notes:
@@ -62,7 +62,9 @@ def _ledger(options: argparse.Namespace) -> int:
     for problem in checked.problems:
         say(f"fedstrata: {problem}")
     if options.verify and not checked.problems:
-        print(f"whole: {len(checked.entries)} entries" + (", as the server was told" if log_heads else ""))
+        print(
+            f"whole: {len(checked.entries)} entries" + (", which agree with the server's record" if log_heads else "")
+        )
     return int(bool(checked.problems))
 
 
