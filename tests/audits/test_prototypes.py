@@ -197,7 +197,7 @@ def test_the_command(run, few, tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.err == ""  # no bar where there is no terminal
     said = " ".join(captured.out.split())
-    assert "the attacker has 360 images from the test set; 2 steps an attack, seed 3." in said
+    assert "the attacker has 360 images from the test set; 2 steps per attack, seed 3." in said
     assert captured.out.count("  feature matching ") == 4
     *told, written = captured.out.splitlines()
     assert max(map(len, told)) <= 80

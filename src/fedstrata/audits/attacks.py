@@ -1,8 +1,7 @@
 """Attacks of an honest but curious server that reconstruct an image from a feature vector (ReBaFL §5.6).
 
 The attacker knows the client's model, the feature (such as a prototype, which is the mean feature of a class), and the
-class. The attacker also has similar images of its own, which no client holds ("held-out images"), but no image of a
-client.
+class. The attacker also has similar images that no client has ("held-out images"), but no image of a client.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from fedstrata.federation.messages import Params
 from fedstrata.models.model import Model
 
 TUNING = 16
-"""The number of held-out images on which feature matching tries ``PRIORS``. Decoders do not train on these images."""
+"""The number of held-out images with which feature matching chooses from ``PRIORS``. Decoders do not train on them."""
 PRIORS = (0.003, 0.01, 0.03)
-"""The weights of the total variation that feature matching tries in its loss."""
+"""The weights of the total variation in the loss that feature matching tries."""
 
 
 @dataclass(frozen=True)
 class View:
-    """The attacker's knowledge about one client, and its own images.
+    """The attacker's knowledge about one client, and the attacker's held-out images.
 
     Args:
         model: The model with the client's parameters, in evaluation mode.
@@ -51,7 +50,7 @@ class View:
 
     @classmethod
     def of(cls, model: Model, params: Params, pixels: Pixels, images: Tensor, labels: Tensor) -> View:
-        """Make the view; compute the features and the class means from the attacker's images."""
+        """Make a ``View``. The features and the class means are computed from the attacker's images."""
         features = features_of(model, params, pixels, images)
         means = [images[labels == c] for c in range(pixels.data.outputs)]
         class_means = torch.stack([(of if len(of) else images).mean(dim=0) for of in means])
@@ -80,7 +79,7 @@ Invert = Callable[[Tensor, Tensor], Tensor]
 
 
 def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, seed: int, client: int) -> Invert:
-    """Train a decoder to reconstruct the held-out images from their features; return a function that uses the decoder.
+    """Train a decoder to reconstruct held-out images from their features, and return a function that uses the decoder.
 
     Args:
         kind: The class of the decoder.
@@ -91,8 +90,8 @@ def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, se
     """
     features, images = view.for_training
     mean = features.mean(dim=0)
-    # Scale all components by the same factor. Scaled to unit variance, a component that is almost always 0 could become
-    # huge.
+    # Scale all components by the same factor. If each component were scaled to unit variance, a component that is
+    # almost always 0 could become huge.
     scale = 1 / (features - mean).square().mean().sqrt().clamp(min=1e-6)
     purpose = f"audit-{kind.__name__}"
     with torch_seeded(seed, purpose, client=client):
@@ -109,11 +108,11 @@ def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, se
 
 
 def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
-    """Return a function that optimises an image until its feature f(x) is near the given feature h.
+    """Return a function that optimises an image x until its feature f(x) is near a given feature h.
 
     With Adam over the logits of the pixels, it minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation
-    (Mahendran & Vedaldi 2015). It starts from the mean held-out image of the class. α is the value in ``PRIORS`` with
-    which held-out images are reconstructed best.
+    (Mahendran & Vedaldi 2015). It starts from the mean held-out image of the class. α is the value in ``PRIORS`` that
+    reconstructs the held-out images best.
 
     Args:
         view: The attacker's knowledge.
@@ -161,7 +160,8 @@ def match(view: View, features: Tensor, start: Tensor, *, steps: int, alpha: flo
 def total_variation(images: Tensor) -> Tensor:
     """Return the total variation of each image, shape (B,).
 
-    It is the mean absolute difference of vertical neighbours plus that of horizontal neighbours.
+    It is the mean absolute difference of vertical neighbours plus the mean absolute difference of horizontal
+    neighbours.
 
     >>> total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))
     tensor([1.])
@@ -176,4 +176,4 @@ ATTACKS: Sequence[tuple[str, Attack]] = (
     ("variational", partial(decode, Variational)),
     ("feature matching", feature_matching),
 )
-"""Pairs of a name and an attack: a function that takes view, steps, seed and client, and returns an ``Invert``."""
+"""Pairs of a name and an attack. An attack is a function of view, steps, seed and client that returns an ``Invert``."""

@@ -35,7 +35,7 @@ def add_audit(commands: common.Commands) -> None:
     """
     parser = _add_kind(kinds, "prototypes", "reconstruct clients' images from the prototypes that they sent", examples)
     parser.add_argument("--clients", type=int, default=3, help="attack at most this many clients (default: 3)")
-    help = "images that the attacker has: the test set (default), or training samples that no client holds (spare)"
+    help = "images that the attacker has: the test set (default), or training samples that no client has (spare)"
     parser.add_argument("--held-out", choices=("test", "spare"), default="test", help=help)
     parser.set_defaults(work=_audit_prototypes)
 
@@ -70,7 +70,7 @@ def _audit_prototypes(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, audit: Any, **settings: Any) -> Any:
-    """Run an audit, show its progress, and return its results."""
+    """Run an audit, show its progress, and return its result."""
     from fedstrata.reporting.progress import Progress
 
     with Progress(options.quiet) as progress:

@@ -60,8 +60,8 @@ class Variational(nn.Module):
         features: d, the length of a feature vector.
         shape: The shape of an image, (C, H, W).
         code: The length of the code.
-        deviation: The standard deviation of a pixel's value in [0, 1] given the code. The smaller it is, the more the
-            error of the images counts in the loss, compared with the divergence of codes from their prior.
+        deviation: The standard deviation of a pixel's value in [0, 1] given the code. With a smaller deviation, the
+            error of the images counts more in the loss, compared with the divergence of codes from their prior.
     """
 
     def __init__(self, features: int, shape: tuple[int, ...], code: int = 32, deviation: float = 0.1) -> None:
@@ -76,7 +76,7 @@ class Variational(nn.Module):
         return drawn
 
     def loss(self, features: Tensor, images: Tensor) -> Tensor:
-        """Return the negative evidence lower bound up to a constant; codes are drawn with PyTorch's generator."""
+        """Return the negative evidence lower bound up to a constant. Codes are drawn with PyTorch's generator."""
         mean, log_variance = self.mean(features), self.log_variance(features).clamp(-10, 10)
         drawn = self.decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp())
         error = (drawn - images).square().sum(dim=(1, 2, 3)) / (2 * self.deviation**2)
@@ -95,7 +95,7 @@ def fit(
     batch_size: int = 64,
     lr: float = 2e-3,
 ) -> None:
-    """Train a decoder with Adam, with a learning rate that falls to 0 as a cosine.
+    """Train a decoder with Adam. The learning rate falls to 0 as a cosine.
 
     Args:
         decoder: The network.

@@ -1,8 +1,8 @@
 """Attacks on the gradients that clients send in the method Stratify.
 
 In Stratify, a batch contains samples of several clients. A client's samples in a batch are called a *part* of the
-batch. The client sends the gradient of the loss, summed over its part. The attacker is an honest but curious server,
-which knows this gradient, the number of samples and the model. There are three attacks:
+batch. The client sends the gradient of the loss, summed over its part. The attacker is an honest but curious server. It
+knows this gradient, the number of samples in the part, and the model. There are three attacks:
 
 - **labels** are recovered from the gradient of the last layer's bias, Σ (p − y), where p are predicted probabilities
   and y one-hot labels: each sample adds −1 to the entry of its class (Zhao et al. 2020 use this for one sample);
@@ -11,7 +11,7 @@ which knows this gradient, the number of samples and the model. There are three 
 - **inversion** finds images whose gradient has the same direction as the part's gradient, with the recovered labels
   (Geiping et al. 2020: cosine distance and total variation, minimised with Adam).
 
-There are results for each size of a part, which is its number of samples.
+The results are grouped by the size of a part, which is its number of samples.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from fedstrata.stratify.messages import Gradient, GradientReply
 
 NAME = "gradients"
 SIZES = (1, 2, 4, 8)
-"""Only gradients that a client computed from so many samples of a batch are attacked."""
+"""The sizes of the parts of batches whose gradients are attacked by default, in samples."""
 PARTS = 12
-"""The largest number of gradients that are attacked for each of these numbers of samples."""
+"""The default largest number of gradients to attack for each size of a part."""
 EXACT = 1e-4
-"""A sample counts as recovered exactly if the mean squared error of its values in [0, 1] is smaller (40 dB PSNR)."""
+"""The mean squared error of values in [0, 1] below which a sample counts as recovered exactly (40 dB PSNR)."""
 STRANGERS = 99
 """The largest number of other test images of the sample's class with which a reconstruction is compared."""
 PRIOR = 1e-3
@@ -69,7 +69,7 @@ PRIOR = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class SentPart:
-    """A gradient that a client sent for its samples in a batch, and these samples, which the attacker does not know.
+    """A gradient that a client sent for its samples in a batch. The attacker does not know these samples.
 
     Args:
         client: The id of the client.
@@ -87,15 +87,15 @@ class SentPart:
 
 
 class Tap(LocalEngine):
-    """A local engine that counts the gradients that clients send for their parts of batches, and keeps some of them.
+    """A local engine that counts the gradients that clients send for their parts of batches, and stores some of them.
 
     A part is a client's samples in a batch.
 
     Args:
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
-        sizes: The numbers of samples in the parts whose gradients are kept.
-        parts: The largest number of gradients to keep for each number of samples; they are drawn uniformly.
+        sizes: The numbers of samples in the parts whose gradients are stored.
+        parts: The largest number of gradients to store for each number of samples; they are drawn uniformly.
         seed: The seed of the draws.
     """
 
@@ -103,7 +103,7 @@ class Tap(LocalEngine):
         super().__init__(context, store)
         self.parts = parts
         self.counts: Counter[int] = Counter()
-        """A mapping from each number of samples to the number of gradients that were sent for so many samples."""
+        """A mapping from each number of samples to the number of gradients that were sent for parts of this size."""
         self.kept: dict[int, list[SentPart]] = {size: [] for size in sizes}
         self._generator = rng(seed, "audit-parts")
 
@@ -140,7 +140,7 @@ class Tap(LocalEngine):
 
 @dataclass(frozen=True)
 class Finding:
-    """The mean results of the attacks on all gradients that clients sent for a certain number of samples in a batch.
+    """The mean results of the attacks on gradients that were each computed from the same number of samples.
 
     Args:
         size: The number of samples.
@@ -152,10 +152,9 @@ class Finding:
             not linear.
         error: The mean squared error of the inversion. Samples and reconstructions are paired such that their total
             error is smallest.
-        error_mean: The same error for a simple reconstruction that needs no gradient: the mean test image of the
-            sample's class.
+        error_mean: The same error for a reconstruction without the gradient: the mean test image of the sample's class.
         recognised: The fraction of samples whose reconstruction is nearer to the sample than to each of 99 test images
-            of the sample's class. It is 0.01 if reconstructions are random.
+            of the sample's class. With random reconstructions, this fraction is 0.01.
     """
 
     size: int
@@ -178,8 +177,8 @@ class GradientAudit:
         data: The name of the run's data set.
         rounds: The first and the last replayed round.
         min_samples: ``privacy.min_samples`` of the run's spec.
-        counts: A mapping from each number of samples that a client had in a batch to the number of gradients that were
-            sent for so many samples in these rounds.
+        counts: A mapping from each number of samples in a part to the number of gradients that were sent for parts of
+            this size in these rounds.
         steps: The number of optimisation steps of an inversion.
         seed: The seed of all draws.
         findings: The results for each number of samples.
@@ -249,7 +248,7 @@ def attack(
         prepared: The experiment.
         before: The checkpoint from which to start; None for the beginning of the run.
         until: The last round to run.
-        sizes: See ``audit_gradients``, also for the following arguments.
+        sizes: The numbers of samples in the parts whose gradients are attacked.
         parts: The largest number of gradients to attack for each number of samples.
         steps: The number of optimisation steps.
         seed: The seed of all draws.
@@ -284,7 +283,7 @@ def _require_parts(prepared: Prepared) -> None:
         )
         raise SpecError("task", problem, task.name)
     if spec.method.name != "stratify" or getattr(spec.method, "mode", "") != "batch":
-        problem = "does not send gradients of parts of batches. Use a run of stratify with method.mode = 'batch'."
+        problem = "does not send gradients for parts of batches. Use a run of stratify with method.mode = 'batch'."
         raise SpecError("method", problem, spec.method.name)
     if not spec.communication.plain:
         raise SpecError("communication", "the audit requires gradients without compression. Remove the codecs.")
@@ -443,9 +442,9 @@ def labels_from(bias: Tensor, samples: int) -> Tensor:
 def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
     """Recover candidates for inputs from the gradient of a linear first layer, shape (at most units, features).
 
-    The layer computes z = W x + b. With δ = ∂L/∂z of each sample, ∂L/∂W = Σ δ xᵀ and ∂L/∂b = Σ δ. So a row of ∂L/∂W
-    divided by the same entry of ∂L/∂b is a mean of the inputs x, weighted by δ. If δ ≠ 0 for only one input, the mean
-    is this input. Units whose entry of ∂L/∂b is almost 0 are left out.
+    The layer computes z = W x + b. With δ = ∂L/∂z of each sample, ∂L/∂W = Σ δ xᵀ and ∂L/∂b = Σ δ. A row of ∂L/∂W,
+    divided by the unit's entry of ∂L/∂b, is thus a mean of the inputs x, weighted by δ. If δ ≠ 0 for only one input,
+    the mean is this input. Units whose entry of ∂L/∂b is almost 0 are left out.
 
     Args:
         weight: ∂L/∂W, shape (units, features).
@@ -461,7 +460,7 @@ def invert(
     """Find images (n, C, H, W) whose gradient has the direction of a given gradient (Geiping et al. 2020).
 
     With Adam over the logits of the pixels, this minimises 1 − cos(∇L(x, y), g) + α TV(x), where TV is the total
-    variation and α is ``PRIOR``. It starts from images that are grey with some noise.
+    variation and α is ``PRIOR``. The optimisation starts from grey images with some noise.
 
     Args:
         model: The model, with ``params`` loaded.
@@ -490,23 +489,23 @@ def invert(
 
 
 def _errors(one: Tensor, other: Tensor) -> Tensor:
-    """Return the mean squared error of each image in ``one`` and each in ``other``, shape (len(one), len(other))."""
+    """Return the mean squared errors between images in ``one`` and in ``other``, shape (len(one), len(other))."""
     a, b = one.flatten(1).double(), other.flatten(1).double()
     return torch.cdist(a, b).square() / a.shape[1]
 
 
 def _right(guess: Tensor, labels: Tensor) -> float:
-    """Return the fraction of ``labels`` that ``guess`` contains, in any order."""
+    """Return the fraction of the labels that also occur in ``guess``, in any order."""
     common = Counter(guess.tolist()) & Counter(labels.tolist())
     return common.total() / len(labels)
 
 
-HEADINGS = ("samples in a part", "sent", "attacked", "labels right", "by chance", "exact by a row", "inversion: error",
-            "class mean: error", "recognised")  # fmt: skip
+HEADINGS = ("samples per gradient", "sent", "attacked", "labels right", "by chance", "exact by a row",
+            "inversion: error", "class mean: error", "recognised")  # fmt: skip
 
 
 def cells(finding: Finding) -> list[str]:
-    """Return the texts in the table's row about one number of samples."""
+    """Return the texts of the table's row about one number of samples per gradient."""
     cells = [str(finding.size), f"{finding.sent:,}", str(finding.attacked)]
     for key in ("labels", "labels_chance", "rows", "error", "error_mean", "recognised"):
         value = getattr(finding, key)
@@ -519,10 +518,10 @@ def caption(audit: GradientAudit) -> str:
     total, (first, last) = sum(audit.counts.values()), audit.rounds
     below = sum(count for size, count in audit.counts.items() if size < 5)
     rounds = f"round {first}" if first == last else f"rounds {first} to {last}"
-    share = f"{below / total:.0%} of them under 5 samples" if total else "none"
+    share = f"{below / total:.0%} of them for under 5 samples" if total else "none"
     return (
-        f"{audit.method} on {audit.data}, {rounds}, privacy.min_samples = {audit.min_samples}: {total:,} parts were "
-        f"sent, {share}; {audit.steps} steps an inversion, seed {audit.seed}."
+        f"{audit.method} on {audit.data}, {rounds}, privacy.min_samples = {audit.min_samples}: {total:,} gradients "
+        f"were sent, {share}; {audit.steps} steps per inversion, seed {audit.seed}."
     )
 
 

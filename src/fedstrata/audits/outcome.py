@@ -30,7 +30,7 @@ HEADINGS = ("feature of", "attack", "PSNR mean", "nearest", "stranger", "average
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one attack on all feature vectors of one kind (its targets).
+    """The results of one attack on all targets (feature vectors) of one kind.
 
     Args:
         feature: The kind of the targets, such as prototypes or single images.
@@ -64,8 +64,8 @@ def rows(audit: Audit) -> list[Row]:
 def _kind(finding: Finding) -> tuple[bool, int]:
     """Return the kind of the attacked feature, by which rows are sorted.
 
-    It is a pair: True for a prototype that a client sent; and, for other features (controls), the number of images
-    whose mean feature it is.
+    The kind is a pair: whether the feature is a prototype that a client sent; and, for other features (controls), the
+    number of their images.
     """
     return finding.target.sent, 0 if finding.target.sent else finding.target.size
 
@@ -95,15 +95,15 @@ def cells(row: Row) -> list[str]:
 def caption(audit: Audit) -> str:
     """Return a sentence about the run, the attacked clients, and the attacker's images."""
     clients = ", ".join(f"{one.client} (round {one.round})" for one in audit.sent)
-    source = "the test set" if audit.held_out == "test" else "training samples that no client holds"
+    source = "the test set" if audit.held_out == "test" else "training samples that no client has"
     return (
         f"{audit.method} on {audit.data}: prototypes of clients {clients}; the attacker has {audit.held_out_images:,} "
-        f"images from {source}; {audit.steps} steps an attack, seed {audit.seed}."
+        f"images from {source}; {audit.steps} steps per attack, seed {audit.seed}."
     )
 
 
 def print_table(audit: Audit) -> None:
-    """Print the caption and the main columns of the table, which fit a terminal of 80 characters."""
+    """Print the caption and the main columns of the table, which fit into a terminal of 80 characters."""
     import rich
 
     headings = ["reconstruction from", "PSNR", "nearest", "stranger", "SSIM", "nearest", "stranger"]
@@ -190,7 +190,8 @@ def draw_sheet(audit: Audit, path: Path) -> None:
 def _pairs(audit: Audit) -> list[tuple[dict[str, Finding], dict[str, Finding]]]:
     """Return two mappings from the names of attacks to findings, for each prototype.
 
-    The first contains the findings of the prototype, the second those of a single image of the same client and class.
+    The first mapping has the findings about the prototype. The second mapping has the findings about a single image of
+    the same client and class.
     """
     targets: dict[tuple[int, int, bool], dict[str, Finding]] = {}
     for finding in audit.findings:

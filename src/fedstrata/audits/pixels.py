@@ -32,7 +32,7 @@ class Pixels:
 
     @classmethod
     def of(cls, data: Dataset) -> Pixels:
-        """Make the map for a data set: bytes range from 0 to 255, and other types as the values in the training set.
+        """Make the map for a data set. Bytes range from 0 to 255, and other types over the values in the training set.
 
         Raises:
             SpecError: The samples are not images of at least 7x7 pixels.

@@ -1,9 +1,9 @@
 """The audit of prototypes: reconstruct clients' images from the prototypes that they sent (ReBaFL §5.6).
 
 A prototype is the mean feature of a client's images of one class. Every attack has the same targets: the prototypes
-that a client sent and, for comparison, controls. A control is the mean feature of a few of these images or the feature
-of one of them; clients do not send controls. If an attack can reconstruct an image from a control but not from the
-prototype, averaging hides the image. If it can do neither, the attack is too weak for a conclusion.
+that a client sent and, for comparison, controls. A control is the feature of one of these images, or the mean feature
+of a few of them. Clients do not send controls. If an attack can reconstruct an image from a control but not from the
+prototype, averaging hides the image. If the attack fails for both, it is too weak for a conclusion.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedstrata.runs.run_folder import prepare_again, spec_of
 
 HeldOut = Literal["test", "spare"]
 BASELINE = "class mean"
-"""The reconstruction that needs no feature: the mean held-out image of the class."""
+"""The name of the reconstruction without the feature: the mean held-out image of the class."""
 SIZES = (1, 5, 25)
 """The numbers of images in a control."""
 DRAWS = 4
@@ -43,11 +43,11 @@ CLASSES = 4
 COMPARED = 1000
 """The largest number of images of a client and class with which a reconstruction is compared."""
 MOST = 10_000
-"""The largest number of images that the attacker has of its own ("held-out images")."""
+"""The largest number of the attacker's own images ("held-out images")."""
 FEWEST = 4 * TUNING
 """The smallest number of held-out images with which an audit is possible."""
 DRIFT = 1e-3
-"""The relative difference of prototypes between the run and its replay above which the audit warns."""
+"""The relative difference between the prototypes of the run and of its replay above which the audit warns."""
 
 Ints = NDArray[np.int64]
 
@@ -62,8 +62,8 @@ class Target:
         size: The number of images whose mean feature this is.
         sent: Whether this is a prototype that the client sent; otherwise it is a control.
         feature: The feature h, (d,).
-        own: The images behind the feature, (n, C, H, W) in [0, 1].
-        unseen: Strangers, which are up to n images of the same class that the client does not hold.
+        own: The images from which the feature was computed, (n, C, H, W) in [0, 1].
+        unseen: Strangers: up to n images of the same class that the client does not have.
     """
 
     client: int
@@ -83,11 +83,11 @@ class Finding:
         attack: The name of the attack, or ``BASELINE``.
         target: The target.
         image: The reconstruction, (C, H, W) in [0, 1].
-        mean: The mean similarity of the reconstruction to the images behind the feature.
+        mean: The mean similarity of the reconstruction to the images from which the feature was computed.
         nearest: The similarity to the most similar of these images.
         stranger: The similarity to the most similar stranger (see ``Target``); None if there are no strangers. If an
-            attack learns nothing about this client, this is about as large as ``nearest``.
-        average: The similarity to the mean of the images behind the feature.
+            attack learns nothing about this client, ``stranger`` is about as large as ``nearest``.
+        average: The similarity to the mean of the images from which the feature was computed.
         feature_error: The relative error ‖f(x) − h‖ / ‖h‖ of the reconstruction's feature f(x); None if h = 0.
     """
 
@@ -146,7 +146,7 @@ def audit_prototypes(
             the run's second-to-last checkpoint.
         steps: The number of optimisation steps of each attack.
         seed: The seed of all draws. Two audits with the same seed have the same results.
-        held_out: The attacker's own images: the test set (``"test"``), or the training samples that no client holds
+        held_out: The attacker's own images: the test set (``"test"``), or the training samples that no client has
             (``"spare"``).
         prepared: The run's experiment; needed only if the run used your own data or model.
         watch: A function that is called with the progress.
@@ -169,7 +169,7 @@ def audit_prototypes(
     pixels = Pixels.of(prepared.data)
     images, labels, theirs = _held_out(prepared, pixels, held_out, seed)
     findings: list[Finding] = []
-    # Rounds that are run again give the same bits only with the same number of threads.
+    # A repeated round gives the same bits only with the same number of threads.
     with training_process(spec.training.threads):
         sent = replay(prepared, folder, clients, seed, watch)
         if (drift := max(one.difference for one in sent)) > DRIFT:
@@ -217,7 +217,7 @@ def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int
         prepared: The experiment.
         view: The attacker's knowledge.
         sent: The prototypes that the client sent.
-        theirs: The indices of training samples that the attacker has; they are not used as strangers.
+        theirs: The indices of training samples that the attacker has. These samples are not used as strangers.
         seed: The seed of the draws.
     """
     generator = rng(seed, "audit-targets", client=sent.client)
@@ -233,7 +233,7 @@ def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int
         for number, group in enumerate([own, *(generator.choice(own, size, replace=False) for size in sizes)]):
             images = view.pixels.images(torch.from_numpy(group))
             if is_sent := number == 0:
-                # The prototype is used as it was sent. It may be the mean of fewer images, if a sampler left some out.
+                # Use the prototype as it was sent. It may be the mean of fewer images, if a sampler left some out.
                 size, feature = int(sent.table["samples"][label]), sent.table["means"][label]
             else:
                 size = len(group)
@@ -263,7 +263,7 @@ def _attacked(
 
 
 def compare(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
-    """Return the similarity of a reconstruction to the images behind the feature, to their mean, and to strangers."""
+    """Return the similarity of a reconstruction to the feature's images, to their mean, and to strangers."""
     mean, nearest = likeness(image, target.own)
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
     stranger = likeness(image, target.unseen)[1] if len(target.unseen) else None

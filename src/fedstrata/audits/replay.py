@@ -1,8 +1,8 @@
 """Recover the prototypes that clients sent in a run, and the models with which they were computed.
 
 A prototype is the mean feature of a client's samples of one class. A server sees the prototypes and the models. A
-checkpoint contains the last prototypes of each client, but not its model. So the rounds between the last two
-checkpoints are run again (a "replay"), and the new prototypes are compared with those in the last checkpoint.
+checkpoint contains the last prototypes of each client, but not its model. The rounds between the last two checkpoints
+are therefore run again (a "replay"), and the new prototypes are compared with the prototypes in the last checkpoint.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Sent:
     Args:
         client: The id of the client.
         round: The round in which it sent them.
-        weights: The client's model; the prototypes are class means of its features. The client sent the model too,
-            except BatchNorm's statistics if clients keep these (``training.batch_norm = "local"``). In this case, the
-            audit's attacker, who has the statistics, knows more than the server.
+        weights: The client's model; the prototypes are class means of its features. The client also sent this model,
+            except BatchNorm's statistics with ``training.batch_norm = "local"``. In this case, the audit's attacker
+            knows more than the server, because it has these statistics.
         table: The prototypes of all C classes ``means`` (C, d), and the number of ``samples`` of each class (C,).
-        difference: The largest difference between an entry of these prototypes and of those in the checkpoint,
-            divided by the largest entry of the latter; 0 if the replay gave the same prototypes.
+        difference: The largest difference between an entry of these prototypes and the same entry in the checkpoint,
+            divided by the largest entry in the checkpoint; 0 if the replay gave the same prototypes.
     """
 
     client: int
@@ -52,16 +52,18 @@ class Sent:
 
 
 Watch = Callable[[int, int, str], None]
-"""A function that shows progress: it takes the number of finished steps, of all steps, and a text about the next."""
+"""A function that shows progress. It takes the number of finished steps, the number of all steps, and a text about the
+next step."""
 
 
 def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Watch) -> list[Sent]:
-    """Return the prototypes that some clients sent last.
+    """Return the last prototypes that some clients sent in a run.
 
     Args:
         prepared: The run's experiment.
         folder: The run folder.
-        clients: The largest number of clients to draw from those that sent prototypes since the checkpoint before last.
+        clients: The largest number of clients. They are drawn from the clients that sent prototypes since the
+            second-to-last checkpoint.
         seed: The seed of the draw.
         watch: A function that is called before every round.
 
@@ -82,9 +84,7 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     sent = _send_again(prepared, before, last.round, stored, watch)
     if not sent:
         first = before.round + 1 if before else 1
-        problem = (
-            "not the same clients sent prototypes as in the run. Use the data and the version of fedstrata of the run."
-        )
+        problem = "other clients sent prototypes than in the run. Use the data and the version of fedstrata of the run."
         raise CheckpointError(f"rounds {first} to {last.round} of {folder} cannot be repeated: {problem}")
     return sent
 
@@ -93,8 +93,8 @@ def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
     """Return the second-to-last checkpoint of a run (None if there is only one), and the last checkpoint.
 
     Raises:
-        CheckpointError: The run does not have a checkpoint; or its checkpoints do not contain the clients' states,
-            because the clients were at real sites, which keep these.
+        CheckpointError: The run does not have a checkpoint, or its checkpoints do not contain the clients' states,
+        because real sites keep these states.
     """
     last = checkpoint.load(folder / "checkpoint")
     if last is None:
@@ -125,7 +125,7 @@ def _require_prototypes(prepared: Prepared) -> None:
 
 
 def _stored_tables(last: Checkpoint, before: Checkpoint | None, clients: int, seed: int) -> dict[int, Table]:
-    """Return prototypes from the last checkpoint, for clients whose state changed since the checkpoint before it.
+    """Return prototypes from the last checkpoint, for clients whose state changed since the second-to-last checkpoint.
 
     Args:
         last: The last checkpoint.
@@ -151,7 +151,7 @@ def _stored_tables(last: Checkpoint, before: Checkpoint | None, clients: int, se
 def _send_again(
     prepared: Prepared, before: Checkpoint | None, until: int, stored: Mapping[int, Table], watch: Watch
 ) -> list[Sent]:
-    """Run the rounds after a checkpoint again, and return the last prototypes of the clients in ``stored``."""
+    """Repeat the rounds after a checkpoint, and return the last prototypes of the clients in ``stored``."""
     last: dict[int, tuple[int, Weights, Table]] = {}
 
     def listen(round: int, replies: Mapping[int, Any]) -> None:

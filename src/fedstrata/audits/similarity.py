@@ -67,11 +67,11 @@ def ssim(one: Tensor, other: Tensor) -> float:
 
 
 def likeness(image: Tensor, others: Tensor) -> tuple[Likeness, Likeness]:
-    """Compare an image (C, H, W) with others (n, C, H, W).
+    """Compare an image (C, H, W) with n other images (n, C, H, W).
 
     Returns:
-        The mean PSNR and the mean SSIM over the other images; and the largest PSNR and the largest SSIM, which two
-        different images may have.
+        The mean PSNR and the mean SSIM over the other images; and the largest PSNR and the largest SSIM, which may
+        belong to two different images.
     """
     ratios = [psnr(image, other) for other in others]
     similarities = [ssim(image, other) for other in others]
@@ -80,5 +80,5 @@ def likeness(image: Tensor, others: Tensor) -> tuple[Likeness, Likeness]:
 
 
 def _array(image: Tensor) -> np.ndarray[Any, Any]:
-    # In double precision, the result has the same bits whatever precision PyTorch is set to.
+    # In double precision, the result does not depend on PyTorch's default precision.
     return image.detach().double().numpy()
