@@ -93,7 +93,7 @@ class Messenger:
             self._acks[site].append(ack)
 
     def ask(self, site: str, body: Message, *kinds: type[Message]) -> Any:
-        """Return a site's answer, of one of the ``kinds``. If there is no such answer, return a ``FedstrataError``."""
+        """Return a site's answer, of one of the ``kinds``. Without such an answer, return a ``FedstrataError``."""
         self.directory.gather()
         return self._send(site, body, kinds, next(self._numbers))
 

@@ -192,7 +192,7 @@ class Watch:
         return False
 
     def progress(self) -> dict[str, Any] | None:
-        """Return the progress of the running job, as the server reports it; None if there is no report yet."""
+        """Return the progress of the running job, as the server reports it; None before the first report."""
         jobs = [] if self._job is None else [self._job]
         if not jobs:
             listed = self._call(lambda session: session.list_jobs()) or []
