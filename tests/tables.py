@@ -36,6 +36,49 @@ METHODS = {
 }
 """A mapping from each test that uses only one method to this method."""
 
+CASES = {
+    "a state counts once its answer did": "a client's new state is stored if its answer counts",
+    "an answer that does not count leaves no trace": "an invalid answer changes neither result nor state",
+    "a sum is of those that count": "a sum leaves out invalid answers",
+    "a group adds up": "clients of a group get the sum of their tensors",
+    "a group stands or falls together": "if one client fails, its group's answers are discarded",
+    "a relay counts every visit": "a relay can visit a client several times",
+    "a hop that does not count leaves no trace": "a failed hop changes neither model nor state",
+    "a model that is spoilt on its way is not passed on": "a relay does not pass on a damaged model",
+    "a slow client counts": "the answer of a slow client counts",
+    "answers of any size": "answers can have any number of values",
+    "answers that do not fit into one message come in several": "large answers are sent in several messages",
+    "a model is measured alike and nothing changes": "an evaluation gives the same metrics, and changes no state",
+    "nobody to ask": "a request to no client gives an empty result",
+    "beyond one message": "two answers exceed the largest message together",
+    "garbled asked": "a site's answer is damaged on its way",
+    "garbled in a group": "the answer of a site in a group is damaged on its way",
+    "garbled on a way": "the message of a hop of a relay is damaged on its way",
+    "hung asked": "a client hangs after a request",
+    "hung in a group": "a client of a group hangs",
+    "hung in a sum": "a client hangs while a sum is computed",
+    "hung on a way": "a client hangs in a relay",
+    "dies asked": "a site dies after a request",
+    "dies in a group": "a site dies while its group adds up tensors",
+    "dies on a way": "a site dies in a relay",
+}
+"""A mapping from each name of a case to its description."""
+FAULTS = {
+    "raise": "error",
+    "nan": "NaN",
+    "kind": "wrong class",
+    "type": "wrong type",
+    "check": "wrong value",
+    "raise-False": "error before the sum",
+    "raise-True": "error after the sum",
+    "nan-True": "NaN after the sum",
+    "check-True": "wrong value after the sum",
+    "0": "none",
+    "1": "one",
+    "2097152": "2,097,152",
+}
+"""A mapping from the parameters of cases to their descriptions."""
+
 CONFORMANCE = """\
 # Conformance of engines
 
@@ -54,7 +97,7 @@ where clients run. `python tests/tables.py` runs the two test suites and writes 
 | …, through the server | sites of NVFlare, whose messages to each other pass through the server |
 
 If a row does not name an engine, the case cannot happen on this engine. Only real sites can hang or die without ending
-the test, and only messages to real sites can be damaged on their way.
+the test, and only messages to real sites can be damaged on their way. The fault of a client is in brackets.
 
 :::{dropdown} All cases
 """
@@ -116,13 +159,19 @@ def conformance(seen: Seen) -> str:
     engines = list(dict.fromkeys(engine for row in cells.values() for engine in row))
     rows = [
         [
-            case.removeprefix("test_").replace("_", " ").replace("[", ": ").rstrip("]"),
+            described(case),
             "all" if all(row.get(engine) for engine in engines) else "; ".join(e for e in engines if row.get(e)),
             "; ".join(engine for engine in engines if row.get(engine) is False),
         ]
         for case, row in cells.items()
     ]
     return table(["case", "passed on", "failed on"], rows)
+
+
+def described(case: str) -> str:
+    """Return the description of a case, which may contain parameters in brackets."""
+    name, _, parameters = case.removeprefix("test_").replace("_", " ").rstrip("]").partition("[")
+    return CASES.get(name, name) + (f" ({FAULTS.get(parameters, parameters)})" if parameters else "")
 
 
 def zoo(seen: Seen) -> str:
