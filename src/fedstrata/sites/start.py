@@ -18,7 +18,7 @@ from fedstrata.sites.kits import close, configure_logging, set_paths
 
 
 def checked_kit(kit: Path) -> int:
-    """Print the problems in the folder of the server or a site. Return the exit code, which is 0 if it may start."""
+    """Print the problems in a party's folder. Return the exit code: 0 if the server or site may start."""
     findings = [each for each in check(kit, server=False, data=False) if each.state != "ok"]
     for each in findings:
         print_lines(f"fedstrata: {each}")

@@ -223,7 +223,7 @@ def _verify(options: argparse.Namespace) -> int:
     from fedstrata.sites.manifest import verify
 
     table = verify(options.run, options.kit)
-    signed = f"{options.run}: signed by the administrator; {', '.join(table['result']) or 'no file'} as signed"
+    signed = f"{options.run}: signed by the administrator; unchanged: {', '.join(table['result']) or 'no file'}"
     sites = [f"data of {site} {fingerprint}" for site, fingerprint in table["sites"].items()]
     return _show(options, table, signed, f"spec {table['spec']}", *sites)
 

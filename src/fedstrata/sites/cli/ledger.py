@@ -27,7 +27,7 @@ def add_ledger(commands: common.Commands) -> None:
     parser.add_argument("kit", type=Path, metavar="KIT", help="folder of the site, from 'fedstrata deploy'")
     help = "verify every checksum and, with --told, that no entry is missing at the end; the exit code is 1 on failure"
     parser.add_argument("--verify", action="store_true", help=help)
-    help = "with --verify: run folder of the server, or its file ledgers.jsonl, with which the ledger is compared"
+    help = "run folder of the server, or its file ledgers.jsonl, to compare the ledger with; needs --verify"
     parser.add_argument("--told", type=Path, metavar="RUN", help=help)
     parser.add_argument(
         "--site", metavar="NAME", help="name by which the server knows the site (default: name of the folder)"
