@@ -26,7 +26,10 @@ def add_audit(commands: common.Commands) -> None:
         "--sizes", type=int, nargs="+", metavar="N", help="numbers of samples per gradient to try (default: 1 2 4 8)"
     )
     parser.add_argument(
-        "--parts", type=int, default=12, help="attack at most this many gradients of each size (default: 12)"
+        "--parts",
+        type=int,
+        default=12,
+        help="largest number of gradients to attack, per number of samples (default: 12)",
     )
     parser.set_defaults(work=_audit_gradients)
     examples = """
@@ -34,7 +37,7 @@ def add_audit(commands: common.Commands) -> None:
         fedstrata audit prototypes runs/rebafl --clients 5 --out audit
     """
     parser = _add_kind(kinds, "prototypes", "reconstruct clients' images from the prototypes that they sent", examples)
-    parser.add_argument("--clients", type=int, default=3, help="attack at most this many clients (default: 3)")
+    parser.add_argument("--clients", type=int, default=3, help="largest number of clients to attack (default: 3)")
     help = "images that the attacker has: the test set (default), or training samples that no client has (spare)"
     parser.add_argument("--held-out", choices=("test", "spare"), default="test", help=help)
     parser.set_defaults(work=_audit_prototypes)

@@ -353,7 +353,7 @@ def _privacy() -> Made:
     other = (1 - alpha) / (bound - 1)
     ratio = (alpha + other) / other
     spent = 99 * 10 / 100 * epsilon
-    text = f"{ratio:.3f} = e^ε for one report; 99 rounds with 10 of 100 clients cost {spent:.1f} on average"
+    text = f"{ratio:.3f} = e^ε for one report; 99 rounds with 10 of 100 clients cost ε = {spent:.1f} on average"
     return text, {"ratio": ratio, "spent": spent}, [ratio <= math.exp(epsilon) * (1 + 1e-9)]
 
 
@@ -369,13 +369,13 @@ def _private_samples() -> Made:
         "all": float((keep == 1).mean()),
     }
     text = (
-        f"samples are kept with probability {values['keep']:.2f} instead of 0.10; all in {100 * values['all']:.1f} % "
-        "of the rounds"
+        f"samples are kept with probability {values['keep']:.2f} instead of 0.10; all samples are kept in "
+        f"{100 * values['all']:.1f} % of the rounds"
     )
     return text, values, [abs(values["keep"] / 0.1 - 1) <= DRAWN]
 
 
-@_reading("ldp-limit", "Root mean square of p̃ − p at ε = 3, M = 100, for p = 0.1")
+@_reading("ldp-limit", "Root mean square error of p̃, the probability of keeping a sample (ε = 3, M = 100, p = 0.1)")
 def _limit() -> Made:
     bound, epsilon, wanted = 100, 3.0, 0.1
     counts, sizes = (10, 100, 1000, 10_000), (60, 600)
@@ -411,7 +411,7 @@ def _weight_variance() -> Made:
     return text, {"drawn": measured, "formula": formula}, [abs(measured / formula - 1) <= EXACT]
 
 
-@_reading("fedssar-less-variance", "Variance of a client's weight; N = 100, m = 10")
+@_reading("fedssar-less-variance", "Variance of a client's weight, with 10 draws from 100 clients")
 def _less_variance() -> Made:
     variances = weight_variances()
     text = (
