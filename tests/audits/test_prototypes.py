@@ -136,7 +136,7 @@ def test_a_run_without_an_earlier_checkpoint_is_played_from_the_start(make_run, 
 
 def test_other_prototypes_than_the_stored_ones_are_told(run, few, monkeypatch):
     monkeypatch.setattr("fedstrata.audits.replay._difference", lambda *tables: 0.25)
-    with pytest.warns(UserWarning, match=r"differ by 25\.0% from the stored ones"):
+    with pytest.warns(UserWarning, match=r"differ by 25\.0% from the stored prototypes"):
         audit_prototypes(run, clients=1, steps=1)
 
 

@@ -174,8 +174,9 @@ def audit_prototypes(
         sent = replay(prepared, folder, clients, seed, watch)
         if (drift := max(one.difference for one in sent)) > DRIFT:
             warnings.warn(
-                f"the replayed rounds give prototypes that differ by {drift:.1%} from the stored ones, because the run "
-                "was made by another version of fedstrata or on another machine. The audit attacks the replayed ones.",
+                f"the replayed rounds give prototypes that differ by {drift:.1%} from the stored prototypes. The "
+                "run was made by another version of fedstrata or on another machine. The audit attacks the replayed "
+                "prototypes.",
                 stacklevel=2,
             )
         for place, one in enumerate(sent):

@@ -30,7 +30,7 @@ def add_reproduce(commands: common.Commands) -> None:
         action="store_true",
         help="run small versions of the tables in minutes, to test the software and not the papers' claims",
     )
-    parser.add_argument("--seeds", help="comma-separated seeds to run (default: those of each table)")
+    parser.add_argument("--seeds", help="comma-separated seeds to run (default: the seeds of each table)")
     parser.add_argument(
         "--out", type=Path, help="folder to store pages and results in (default: reproduced, or quick with --quick)"
     )

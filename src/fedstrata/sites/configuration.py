@@ -59,7 +59,7 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     named = sorted({site for plan in plans for site in plan.sites})
     places = ["server", *named] if named else ["@ALL"]
     # NVFlare begins a job when ``least`` sites are connected. Unless ``fewer`` is "wait", one site is enough, because
-    # the run itself decides whether it goes on with few sites.
+    # the run itself decides whether it continues with few sites.
     least = min(plan.least if plan.fewer == "wait" else 1 for plan in plans)
     meta = {"name": _name_of(plans, specs), "resource_spec": {}, "min_clients": least, "deploy_map": {"app": places}}
     write_json(folder / "meta.json", meta)

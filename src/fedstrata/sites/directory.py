@@ -25,7 +25,8 @@ class SiteDirectory:
 
     Args:
         site_of_client: The name of each client's site; the index is the client's id.
-        is_reachable: Returns whether a site is likely to answer now. Raises an error if the job is over.
+        is_reachable: A function that returns whether a site is likely to answer now. It raises an error if the job is
+            over.
         least: The smallest number of sites that must answer, before the first round and in every round.
         fewer: What to do when fewer than ``least`` sites answer.
     """

@@ -48,8 +48,8 @@ class NVFlareEngine(Engine):
 
     Args:
         config: The settings that server and clients share.
-        messenger: Sends messages to the sites.
-        sums: Adds up tensors over the sites, for methods whose clients add up tensors during their work.
+        messenger: The messenger that sends messages to the sites.
+        sums: The server's part of sums of tensors over the sites, for methods whose clients add up tensors.
         spec: The experiment as TOML.
         run: The name of the run, under which the sites store their clients' states.
         direct: Whether the model of a relay goes from site to site. If not, the model returns to the server after each

@@ -147,7 +147,7 @@ class Quota:
         """The total number of clients, then the ids of the clients at this site; empty until the job names them."""
         self._in_file, self._saved = dict.fromkeys(COUNTS, 0), 0.0
         self.lock = threading.Lock()
-        """A lock that is held while counts change, because several threads send answers."""
+        """A lock for changes of the counts, because several threads send answers."""
         self._read()
 
     def start(self, policy: Policy | None) -> None:

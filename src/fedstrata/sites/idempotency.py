@@ -12,7 +12,7 @@ from fedstrata.base.errors import WireError
 LOG = logging.getLogger(__name__)
 
 HEARTBEAT = 1.0
-"""Seconds between two heartbeats of a site."""
+"""The number of seconds between two heartbeats of a site."""
 
 AT_WORK = -1
 """The value that a heartbeat contains instead of the size of an answer while the site still computes the answer."""

@@ -1,4 +1,4 @@
-"""A site's ledger: a file with an entry for each answer or refusal, which says what was asked and how much was sent.
+"""A site's ledger: a file with an entry for each answer or refusal. An entry says what was asked and how much was sent.
 
 The ledger is a ``jsonl.Log`` (each line has a checksum that includes the line before), so that a changed, removed or
 moved line is detected. The head of a ledger is its number of entries and its last checksum. The head is stored in a

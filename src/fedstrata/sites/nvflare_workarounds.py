@@ -28,7 +28,7 @@ from typing import Any
 # Memory and threads of long-lived processes
 
 SWEEP = 30
-"""Seconds between two runs of the garbage collector."""
+"""The number of seconds between two runs of the garbage collector."""
 
 AT_ONCE = 24
 """The number of threads with which each pool starts. Three sites keep at most half of these threads busy; NVFlare's
@@ -188,7 +188,7 @@ def survive_kill(run: Path) -> None:
 
 
 def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Callable[[str], bool]) -> None:
-    """Refuse clients by name at registration and at heartbeats, and log out those that are connected.
+    """Refuse clients by name at registration and at heartbeats, and log out refused clients that are connected.
 
     NVFlare asks whether a name is disabled immediately before it checks the certificate of that name. Its own list of
     disabled names can only be changed by an administrator. Without the log-out, NVFlare sends jobs to a refused client

@@ -51,7 +51,7 @@ class SiteRelay:
     """A relay in which the model goes from site to site; see ``fedstrata.federation.engine.RelaySession``.
 
     The server sends the tasks, each with the name of the site that has the model. A site keeps its last model until the
-    relay is over. So if a site is lost, only the hops since the model was last at another site are lost too.
+    relay is over. If a site is lost, only the hops since the model was last at another site are therefore lost.
 
     Args:
         messenger: Sends messages to the sites.
