@@ -2,6 +2,6 @@
 
 A run uses NVFlare's simulator (``simulator``), real machines (``provision``, ``submit``), a trial of these on one
 machine (``local_deployment``), or a single process (``rehearsal``). ``engine``, ``directory``, ``messenger`` and
-``relay`` are the server's side, and ``site_server`` is a site's side. ``job`` connects both to NVFlare's Collab API;
-only NVFlare's processes import it. A job does not contain code: it names classes of the installed package.
+``relay`` run at the server, and ``site_server`` runs at a site. ``job`` connects both to NVFlare's Collab API; only
+NVFlare's processes import it. A job does not contain code: it names classes of the installed package.
 """

@@ -71,7 +71,7 @@ class Sites(Setting):
         least: The smallest number of sites that must answer, before the first round and in every round.
         fewer: What to do when fewer than ``least`` sites answer: ``wait`` until enough sites answer again, ``abort``
             the run, or ``go-on`` with fewer sites.
-        relay: The way of a model that clients train in turn. ``direct``: the model goes from site to site, encrypted
+        relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, encrypted
             from end to end. ``server``: it returns to the server after every client.
         days: The number of days for which the certificates are valid.
         server: The server.

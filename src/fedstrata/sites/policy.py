@@ -67,8 +67,8 @@ class Policy(Setting):
             are tried on the data, and for questions that fail, because an error reveals something too.
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether sample counts may leave the site only under local differential privacy.
-        relay: The way of a model that clients train in turn. ``direct``: the model goes from site to site, so that the
-            server sees only the final model. ``server``: the server may see the model after every client.
+        relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, so that
+            the server sees only the final model. ``server``: the server may see the model after every client.
     """
 
     jobs: Literal["approved", "within-policy"] = "approved"

@@ -38,7 +38,7 @@ S = TypeVar("S", bound=Setting)
 
 
 def read_setting(kind: type[S], path: Path, key: str) -> S:
-    """Read an object of a settings class from a TOML file.
+    """Read a TOML file, and return its settings as an object of a settings class.
 
     Args:
         kind: The class.
