@@ -25,8 +25,8 @@ restart of the server."""
 class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """Lets NVFlare check names against the server's list: at registration, at each heartbeat and when a job arrives.
 
-    A connecting site states its name. Only in one place does NVFlare compare this name with the site's certificate,
-    just after a test whether the name is disabled. In this test, NVFlare asks our list. In other places, a site could
+    A connecting site states its name. NVFlare compares this name with the site's certificate in one place only, just
+    after it asks whether the name is disabled. NVFlare therefore asks our list there. In other places, a site could
     state a false name.
 
     Args:
