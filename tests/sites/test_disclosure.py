@@ -287,8 +287,7 @@ def test_asks_says_in_english_what_a_hospital_answers(capsys: pytest.CaptureFixt
     assert f"Job {hash_of(spec)}: method {spec.method.name}, {spec.training.rounds} rounds at most." in text
     assert "answers only these requests" in text
     assert "It sends the model after its local training, with how many samples it used" in text
-    assert "Once, before all other requests:
-  - It sends the number of its training samples" in text
+    assert "Once, before all other requests:\n  - It sends the number of its training samples" in text
     assert "It sends how often the model confuses each pair of classes" in text
 
 
