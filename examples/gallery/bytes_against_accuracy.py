@@ -1,9 +1,10 @@
 """
-Bytes against accuracy
-======================
+Accuracy for the bytes sent
+===========================
 
-How many bytes buy how much accuracy? MNIST, 100 clients, Dirichlet(0.01), everybody there. The runs take hours, so that this
-page draws the committed results: ``benchmarks/results/communication.json``, made by ``benchmarks/communication.py``.
+How much accuracy does each method reach for the bytes that its clients send? MNIST is divided among 100 clients by
+Dirichlet(0.01), and all clients are online. The runs take hours. This page therefore plots stored results:
+``benchmarks/results/communication.json``, written by ``benchmarks/communication.py``.
 """
 
 import json
@@ -21,13 +22,13 @@ study = {}
 for key, run in results.items():
     data, method, codec, seed = key.split(" | ")
     if data == "mnist" and seed == "0":
-        megabytes = 1000 * np.array(run["up"])  # the file has GB, from the first round to this one
+        megabytes = 1000 * np.array(run["up"])  # the file has GB, summed from the first round
         study[method, codec] = (megabytes, np.array(run["accuracy"], dtype=float))
 print(len(study), "runs on MNIST with seed 0")
 
 # %%
-# **The front.** What does each run reach at its end, and what has it cost? A run is on the front if no other run is both
-# cheaper and better.
+# **Pareto front.** For each run, the script prints the traffic and the accuracy at the end of the run. A run is on the
+# Pareto front if every more accurate run sent more bytes.
 
 ends = {key: (up[-1], 100 * accuracy[~np.isnan(accuracy)][-1]) for key, (up, accuracy) in study.items()}
 front = []
@@ -38,8 +39,8 @@ for key, (cost, reached) in sorted(ends.items(), key=lambda item: item[1]):
     print(f"{cost:9,.0f} MB  {reached:5.2f} %  {', '.join(key)}{mark}")
 
 # %%
-# **The curves.** Accuracy against the bytes that clients have sent, on a logarithmic axis, as the mean of five rounds.
-# The runs on the front have colours and numbers.
+# **Learning curves.** The figure shows accuracy, averaged over five rounds, against the bytes that clients have sent.
+# The horizontal axis is logarithmic. Runs on the front have colours and numbers.
 
 LINES = style.lines(["fedavg", "stratify", "scaffold", "fedstas", "rebafl"])
 figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
@@ -60,5 +61,5 @@ axes.legend([handles[i] for i in order], [labels[i] for i in order], frameon=Fal
 figure.show()
 
 # %%
-# Encoded both ways, Stratify sends less than FedAvg does and stays as good as it is. :doc:`/guides/compression` says which codec
-# fits when, and what each one loses.
+# With codecs in both directions, Stratify's clients send fewer bytes than FedAvg's clients, and Stratify's accuracy
+# does not fall. :doc:`/guides/compression` helps to choose a codec.

@@ -1,9 +1,10 @@
 """
-Compose your own
-================
+Compose your own method
+=======================
 
-A method is four choices. Take FedAvg, and replace one at a time: a client sampler and an objective of your own, a dropout
-model of your own, and a server optimiser that is there already.
+Most methods consist of a client sampler, a data sampler, an objective and an aggregator. This script starts with
+FedAvg, and replaces one part at a time: first by its own client sampler, then by its own objective, then by a built-in
+server optimiser. It also has its own model of dropouts.
 """
 
 import matplotlib.pyplot as plt
@@ -14,18 +15,18 @@ import fedstrata as fs
 from fedstrata.base import style
 
 # %%
-# **Who takes part**: those who have not been invited for the longest time.
+# **Client sampler**: it invites the clients that have not been invited for the longest time.
 
 
 class LongestAway(fs.ClientSampler):
-    """The state is the round of each client's last invitation."""
+    """Invites the clients whose last invitation is the oldest. The state is the round of each client's last invitation."""
 
     def init(self, federation):
-        """Nobody has been invited."""
+        """Return the first state: zero for clients that have not been invited yet."""
         return np.zeros(federation.config.clients, dtype=np.int64)
 
     def select(self, federation, state, weights):
-        """The clients of this round, and the new state."""
+        """Return the clients of this round, and the new state."""
         there = federation.candidates()
         m = federation.config.training.invited(federation.config.clients)
         away = federation.round - state[there] + federation.rng("ties").random(len(there))
@@ -36,35 +37,37 @@ class LongestAway(fs.ClientSampler):
 
 
 # %%
-# **What they minimise**: cross-entropy with smoothed labels.
+# **Objective**: clients minimise the cross-entropy with smoothed labels.
 
 
 class Smoothed(fs.Objective):
-    """Its fields are its settings."""
+    """Cross-entropy with smoothed labels. The fields of the class are its settings."""
 
     smoothing: float = 0.1
 
     def loss(self, model, params, batch, context):
-        """The mean over a batch."""
+        """Return the mean loss over a batch."""
         return F.cross_entropy(model(params, batch.x), batch.y, label_smoothing=self.smoothing)
 
 
 # %%
-# **Who is there**: clients in time zones, of whom those who are awake mostly decline.
+# **Availability**: clients are in different time zones. At night, they are online. By day, they are mostly in use and
+# offline.
 
 
 class Nights(fs.Availability):
-    """There at night; by day with probability 0.1."""
+    """Clients are online at night, and by day with probability 0.1."""
 
     def online(self, clients, round, seed):
-        """Whether each of the clients is there."""
+        """Return whether each client is online."""
         zone = fs.uniforms(seed, "zone", 0, clients)
         by_day = fs.uniforms(seed, "luck", round, clients) < 0.1
         return ((round / 12 + zone) % 1 < 0.5) | by_day
 
 
 # %%
-# **Each of them, and all together.** Everything else stays the same, and so do the random numbers of everything else.
+# **Compare.** The script runs FedAvg with each new part, and with all new parts together. The other settings and their
+# random numbers stay the same.
 
 spec = fs.Experiment(
     partition=fs.Dirichlet(alpha=0.1, clients=40),
@@ -79,7 +82,7 @@ methods = {
     "+ server Adam": fs.FedAvg(aggregator=adam),
     "all three": fs.FedAvg(client_sampler=LongestAway(), objective=Smoothed(smoothing=0.05), aggregator=adam),
 }
-lines = dict(zip(methods, style.SERIES, strict=False))  # grey is FedAvg in all pictures
+lines = dict(zip(methods, style.SERIES, strict=False))  # FedAvg is grey in all figures
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
 for name, method in methods.items():
     history = fs.run(spec.replace(method=method))
@@ -92,7 +95,7 @@ axes.legend(frameon=False)
 figure.show()
 
 # %%
-# One seed shows that the parts fit together, not which is better: ``fedstrata compare … --seeds 0,1,2,3,4`` does.
+# One seed does not show which part is better. For this question, use ``fedstrata compare … --seeds 0,1,2,3,4``.
 #
-# On the command line each part is a file: ``fedstrata new sampler`` writes one that runs. :doc:`/guides/extend` has all kinds of
-# parts.
+# To use a part on the command line, save its class in a file. ``fedstrata new sampler`` writes such a file, which you
+# can run. :doc:`/guides/extend` describes all kinds of parts.

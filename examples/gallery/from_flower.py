@@ -2,11 +2,11 @@
 From Flower
 ===========
 
-The same experiment in Flower and in fedstrata: FedAvg on the digits, ten clients by label skew, half of them invited to a
-round, five epochs each. If you know one, you can read the other.
+This page shows the same experiment in Flower and in fedstrata. FedAvg trains on scikit-learn's digits, which are
+divided among ten clients with label skew. In each round, half of the clients train for five epochs.
 
-**In Flower** you write what a client does and hand a strategy to a server. (Shown as text; it runs where ``flwr[simulation]``
-is installed.)
+**In Flower**, you write the code of a client, and pass a strategy to the server. This page does not run the following
+code, which needs ``flwr[simulation]``:
 
 .. code-block:: python
 
@@ -20,7 +20,7 @@ is installed.)
 
    @client_app.train()
    def train(message, context):
-       x, y = my_samples(context.node_config["partition-id"])      # your partition
+       x, y = my_samples(context.node_config["partition-id"])      # your own partition
        model = net()
        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -39,7 +39,7 @@ is installed.)
 
    run_simulation(server_app, client_app, num_supernodes=10)
 
-**In fedstrata** local training, the partition and the evaluation are named, and a line each:
+**In fedstrata**, you describe local training, the partition and the evaluation by settings:
 """
 
 import fedstrata as fs
@@ -54,22 +54,22 @@ history = fs.run(spec)
 print(history)
 
 # %%
-# Where is what?
+# Each term of Flower corresponds to a term of fedstrata:
 #
 # ============================================= ========================================================================
 # Flower                                        fedstrata
 # ============================================= ========================================================================
-# ``ClientApp``, ``@app.train()``               ``[training]``, and an ``Objective`` where the loss is yours
+# ``ClientApp``, ``@app.train()``               ``[training]``; for your own loss, an ``Objective``
 # ``Strategy.configure_train``                  ``ClientSampler.select``
-# ``Strategy.aggregate_train``                  ``Aggregator.coefficients``; or a ``Method`` for a round of your own
-# ``flwr-datasets`` partitioners                ``[partition]``; ``hub:owner/name`` as ``data.name`` for the same data
-# ``evaluate_fn``                               ``[evaluation]``, on the test set, by client, on held-out clients
-# ``run_simulation``                            ``fs.run(spec)``; ``engine="ray"`` for Flower's own way
-# SuperLink and SuperNodes                      ``fedstrata deploy``: :doc:`/deploy/index`
-# clients that fail at random                   ``[availability]``: :doc:`/guides/dropouts`
+# ``Strategy.aggregate_train``                  ``Aggregator.coefficients``; to define the whole round, a ``Method``
+# ``flwr-datasets`` partitioners                ``[partition]``; for the same data, ``data.name = "hub:owner/name"``
+# ``evaluate_fn``                               ``[evaluation]``: on the test set, per client, on held-out clients
+# ``run_simulation``                            ``fs.run(spec)``; with Ray, ``engine="ray"``
+# SuperLink and SuperNodes                      ``fedstrata deploy`` (:doc:`/deploy/index`)
+# clients that fail at random                   ``[availability]`` (:doc:`/guides/dropouts`)
 # ============================================= ========================================================================
 #
-# Your own module and arrays go in as they are:
+# You can also pass your own PyTorch module and your own arrays:
 
 from sklearn.datasets import load_digits
 from torch import nn
@@ -81,4 +81,5 @@ print(mine)
 print("trained parameters:", {name: tuple(w.shape) for name, w in mine.params.items()})
 
 # %%
-# How fast both are on the same work: :doc:`/results/speed`, whose runner for Flower is ``benchmarks/peers/flower_run.py``.
+# :doc:`/results/speed` compares the speed of the frameworks. ``benchmarks/peers/flower_run.py`` runs the experiment in
+# Flower.

@@ -2,10 +2,11 @@
 From fluke
 ==========
 
-The same experiment in fluke and in fedstrata: SCAFFOLD on MNIST-like digits, Dirichlet label skew, half of the clients in
-each round.
+This page shows the same experiment in fluke and in fedstrata. SCAFFOLD trains on images of digits, which a Dirichlet
+distribution divides among ten clients with label skew. Half of the clients take part in each round.
 
-**In fluke** an experiment is two YAML files and a command. (Shown as text; it runs where ``fluke-fl`` is installed.)
+**In fluke**, an experiment consists of two YAML files and a command. This page does not run the following command,
+which needs ``fluke-fl``:
 
 .. code-block:: yaml
 
@@ -27,7 +28,7 @@ each round.
 
    fluke --config=exp.yaml federation scaffold.yaml
 
-**In fedstrata** it is one TOML file, and ``fedstrata run spec.toml``:
+**In fedstrata**, the experiment is one TOML file, which you run with ``fedstrata run spec.toml`` or in Python:
 """
 
 from pathlib import Path
@@ -36,7 +37,7 @@ from tempfile import TemporaryDirectory
 import fedstrata as fs
 
 SPEC = """
-data = "digits"                 # or "mnist", where mnist.npz lies in ~/.cache/fedstrata
+data = "digits"                 # or "mnist", with the file mnist.npz in ~/.cache/fedstrata
 method = "scaffold"
 
 [partition]
@@ -62,19 +63,20 @@ with TemporaryDirectory() as folder:
 print(history)
 
 # %%
-# Where is what?
+# Each term of fluke corresponds to a term of fedstrata:
 #
 # ============================================= ========================================================================
 # fluke                                         fedstrata
 # ============================================= ========================================================================
-# ``Client.fit``                                ``[training]``, and an ``Objective`` where the loss is yours
+# ``Client.fit``                                ``[training]``; for your own loss, an ``Objective``
 # ``Server.get_eligible_clients``               ``ClientSampler.select``
-# ``Server.aggregate``                          ``Aggregator.coefficients``; or a ``Method`` for a round of your own
-# ``CentralizedFL`` subclass                    ``Recipe``: the choices in which it differs from FedAvg
+# ``Server.aggregate``                          ``Aggregator.coefficients``; to define the whole round, a ``Method``
+# ``CentralizedFL`` subclass                    a ``Recipe`` with the parts that differ from FedAvg
 # ``DataSplitter``, ``distribution``            ``[partition]``: iid, dirichlet, classes, shards, domain, power-law …
-# several configurations                        ``fedstrata sweep``, a grid or a search
-# ``logger: {name: WandBLog}``                  ``[tracking]``, or a callback: :doc:`/guides/tracking`
+# several configurations                        ``fedstrata sweep``, for a grid or a search
+# ``logger: {name: WandBLog}``                  ``[tracking]``, or a callback (:doc:`/guides/tracking`)
 # ``fluke clients-only``, ``centralized``       ``fedstrata compare --references local,centralised``
 # ============================================= ========================================================================
 #
-# How fast both are on the same work: :doc:`/results/speed`, whose runner for fluke is ``benchmarks/peers/fluke_run.py``.
+# :doc:`/results/speed` compares the speed of the frameworks. ``benchmarks/peers/fluke_run.py`` runs the experiment in
+# fluke.

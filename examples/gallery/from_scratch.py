@@ -1,14 +1,14 @@
 """
-One file from scratch
-=====================
+Stratify from scratch in one file
+=================================
 
-Stratify in one file of PyTorch, without the library: data, clients, the schedule, both modes, and FedAvg beside it. Read it
-from top to bottom.
+This file implements Stratify in PyTorch, without fedstrata. It contains the data, the clients, the schedule and two
+modes of Stratify. For comparison, it also implements FedAvg. Read the file from top to bottom.
 
 .. literalinclude:: ../../examples/stratify_from_scratch.py
    :language: python
 
-What it prints:
+The script prints:
 """
 
 import runpy
@@ -17,5 +17,5 @@ from pathlib import Path
 runpy.run_path(str(Path.cwd().resolve().parent / "stratify_from_scratch.py"), run_name="__main__")
 
 # %%
-# *single* and *batch* are the two modes. *hops* is how often the model travelled from one client to another. The last line is
-# the library on the same data: :doc:`/concepts/stratify`.
+# *single* and *batch* are the two modes. *hops* is the number of times that the model was passed from one client to
+# another. The last line is the result of fedstrata on the same data. :doc:`/concepts/stratify` explains the method.

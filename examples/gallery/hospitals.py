@@ -2,10 +2,10 @@
 Four hospitals
 ==============
 
-920 patients of four hospitals: does a vessel of the heart have a narrowing? No patient leaves the hospital. What does
-each hospital gain from a model that all of them train?
+Four hospitals train a model that predicts coronary heart disease (a narrowed vessel) for their 920 patients. The data
+of the patients stay at their hospital. Is the shared model better for a hospital than a model that it trains alone?
 
-The data are UCI's *Heart Disease* of 1988 and lie in the repository.
+The data are *Heart Disease* from the UCI Machine Learning Repository (1988). The repository contains them.
 """
 
 import json
@@ -20,8 +20,8 @@ from fedstrata.base import style
 ROOT = Path.cwd().resolve().parents[1]
 
 # %%
-# **The spec** says what each column is, what stands in for missing values, and that each hospital is a client. Paths in it
-# are those from the repository's root.
+# **Spec.** The spec describes each column, says how missing values are replaced, and makes each hospital a client. Its
+# paths are relative to the root of the repository.
 
 spec = fs.Experiment.from_toml(
     ROOT / "examples/hospitals/hospitals.toml",
@@ -34,16 +34,17 @@ for name, (no, yes) in zip(data.client_names or range(4), sick, strict=True):
     print(f"{name}: {no + yes} patients to train on, {yes / (no + yes):.0%} with the disease")
 
 # %%
-# How common the disease is differs from hospital to hospital: that is label skew as it happens.
+# The share of patients with the disease differs between the hospitals. This is natural label skew.
 #
-# **A run** of thirty rounds takes a second or two.
+# **Run.** A run of thirty rounds takes one or two seconds.
 
 history = fs.run(spec)
 print(f"AUROC of the shared model on all hospitals' test patients: {history[-1]['test']['auroc']:.3f}")
 
 # %%
-# **The study.** One split of so few patients says little. The committed study predicts every patient by models that have
-# not seen them: five folds, ten seeds, 95 % intervals over patients. Its program is ``examples/hospitals/study.py``.
+# **Study.** A single split into training and test patients is not reliable for so few patients. The study in this
+# repository uses cross-validation with five folds and ten seeds: it predicts each patient with models that were not
+# trained on this patient. The 95 % intervals are over patients. ``examples/hospitals/study.py`` runs the study.
 
 study = json.loads((ROOT / "benchmarks/results/hospitals.json").read_text())["hospitals"]
 methods = ["local", "fedavg", "scaffold", "fedstas", "rebafl", "stratify", "centralised"]
@@ -62,6 +63,6 @@ panels[0].set_yticks(np.arange(len(methods)), list(reversed(methods)))
 figure.show()
 
 # %%
-# ``local`` is each hospital alone. Long Beach gains from every method. Cleveland and Hungary gain nothing after ten rounds.
-# Switzerland has eight patients without the disease: of that hospital nothing can be said. The tables are in
-# :doc:`/results/hospitals`.
+# With ``local``, each hospital trains alone. For Long Beach, every method is better than ``local``. For Cleveland and
+# Hungary, the methods are not better than ``local`` after ten rounds. For Switzerland, the study does not show an
+# order, because only eight of its patients do not have the disease. :doc:`/results/hospitals` has the tables.

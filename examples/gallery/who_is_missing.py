@@ -1,9 +1,9 @@
 """
-Who is missing hurts
-====================
+Dropouts make the model forget classes
+======================================
 
-Twenty clients hold two digits each, and four in five are absent from every round. Some digits are then nowhere to be
-found. Which ones does the model forget?
+Each of twenty clients has images of two digits, and on average four in five clients are absent from a round. All
+clients with a digit can then be absent. Which digits does the model forget?
 """
 
 import matplotlib.pyplot as plt
@@ -24,8 +24,9 @@ spec = fs.Experiment(
 )
 
 # %%
-# ``Persistent`` draws who is there anew only every four rounds, as devices that are away are away for a while. Every method
-# gets the same absences: they are a function of the seed, the round and the client.
+# ``Persistent`` draws the present clients again only every four rounds, because real devices are often absent for
+# several rounds. All methods have the same dropouts, because dropouts depend only on the seed, the round and the
+# client.
 
 found = {}
 for name, method in METHODS.items():
@@ -36,8 +37,8 @@ for name, method in METHODS.items():
     )
 
 # %%
-# One row a digit, one column a round; dark is learnt, light is forgotten. Hatching marks the rounds in which nobody who
-# holds the digit was there.
+# Each row is a digit, and each column is a round. Dark means a high recall, and light means that the model has
+# forgotten the digit. Hatching marks rounds in which all clients with the digit are absent.
 
 prepared = fs.prepare(spec)
 held = prepared.assignment.counts(prepared.data.y_train.numpy(), 10) > 0
@@ -57,9 +58,9 @@ for axes, (name, classes) in zip(panels, found.items(), strict=True):
         )
     axes.set(title=name, ylabel="digit", yticks=range(10))
 panels[-1].set_xlabel("round")
-figure.legend([absent], ["nobody who holds the digit is there"], loc="outside upper right", frameon=False)
+figure.legend([absent], ["all clients with the digit are absent"], loc="outside upper right", frameon=False)
 figure.colorbar(image, ax=panels, label="recall, %", shrink=0.6)
 figure.show()
 
 # %%
-# :doc:`/concepts/rebafl` says why, with a picture of one digit.
+# :doc:`/concepts/rebafl` explains the reason, with a figure for one digit.
