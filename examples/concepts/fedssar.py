@@ -2,13 +2,14 @@
 FedSSAR: clusters of models
 ===========================
 
-FedSSAR asks everybody to train once, and clusters the models that come back. OPTICS finds the clusters: groups in
-which each model has near neighbours. Nobody says beforehand how many there are.
+In the first round of FedSSAR, all clients train once, and the server clusters their models. The clustering algorithm
+OPTICS finds groups in which each model has near neighbours. It also finds the number of groups.
 
-Each round draws from every cluster in proportion to its size, so that no kind of client is left out. Clients minimise
-their loss with a proximal term, which pulls them back to the global model.
+In each round, the server draws clients from every cluster in proportion to the number of clients in the cluster. All
+kinds of clients therefore take part. Clients minimise their loss plus a proximal term, which keeps their models close
+to the global model.
 
-Forty clients, one label each:
+This example has forty clients with one label each:
 """
 
 import matplotlib.pyplot as plt
@@ -25,10 +26,10 @@ spec = fs.Experiment(
 )
 view = fs.strata_after(fs.prepare(spec))
 print(len(view.sizes()), "clusters of", view.sizes(), "clients")
-print(f"{view.purity():.0%} of the samples bear the most frequent label of their cluster")
+print(f"{view.purity():.0%} of the samples have the most frequent label of their cluster")
 
 # %%
-# The models, by the first two principal components. The server sees the left picture alone.
+# Both plots show the first two principal components of the clients' models. The server knows only the left plot.
 
 components = PCA(2)
 where = components.fit_transform(view.points)
@@ -40,15 +41,15 @@ left.set_title(f"the {len(view.sizes())} clusters of OPTICS, with numbers of cli
 left.margins(0.08)
 for label, colour in enumerate(style.categories(10)):
     right.scatter(*where[view.labels.argmax(axis=1) == label].T, color=colour.light, s=50, label=label)
-right.set_title("the label that each client holds", fontsize=10)
+right.set_title("the label of each client", fontsize=10)
 figure.legend(loc="outside right center", frameon=False, title="label")
 for axes in (left, right):
     axes.set_xlabel(f"first of two principal components ({share:.0%} of the variance)")
 figure.show()
 
 # %%
-# **What to watch.** Only those who take part send a new model. Later the others' models are old, and old models lie
-# near each other because of their age. ``features = "updates"`` compares what a client changed instead.
+# **Limits.** Only participants send a new model. In later rounds, the models of all other clients are old, and old
+# models are similar because they are old. With ``features = "updates"``, the server compares updates instead of models.
 
 for features in ("parameters", "updates"):
     later = spec.model_copy(
@@ -61,4 +62,5 @@ for features in ("parameters", "updates"):
     print(f"after 8 rounds, by {features}: {len(found.sizes())} clusters, purity {found.purity():.0%}")
 
 # %%
-# **Use it**: ``fedstrata run spec.toml --set method=fedssar``; ``fedstrata strata RUN`` looks at the clusters of a run.
+# **Use FedSSAR**: ``fedstrata run spec.toml --set method=fedssar``. ``fedstrata strata RUN`` plots the clusters of a
+# run.

@@ -2,19 +2,21 @@
 FedSTS and FedSTaS: strata of clients
 =====================================
 
-Clients whose gradients look alike teach the model alike. FedSTS puts them into a **stratum** and asks a few of each.
+Clients with similar gradients change the model in similar ways. FedSTS groups such clients into a **stratum**, and only
+a few clients of each stratum train.
 
-A round goes like this:
+A round has four steps:
 
-1. Each client compresses its gradient to a few levels, and sends that.
-2. The server clusters the compressed gradients with k-means: the strata.
-3. **Neyman's allocation** says how many clients each stratum gives: m\\ :sub:`h` ∝ N\\ :sub:`h` S\\ :sub:`h`, its
-   number of clients times how different they are. A stratum of clients that are all alike needs few.
+1. Each client compresses its gradient to a short vector with a few different values, and sends this vector.
+2. The server clusters the vectors with k-means. The clusters are the strata.
+3. **Neyman's allocation** decides the number of clients m\\ :sub:`h` that are drawn from stratum h:
+   m\\ :sub:`h` ∝ N\\ :sub:`h` S\\ :sub:`h`. N\\ :sub:`h` is the number of clients in the stratum, and S\\ :sub:`h` is
+   the spread of their gradients. If clients are similar, a few clients are enough.
 4. Within a stratum, clients with longer gradients are drawn more often.
 
-FedSTaS also samples the data: it asks for a number of samples instead of a number of clients.
+FedSTaS also draws samples: each participant trains on only a random part of its samples.
 
-Sixty clients, after three rounds:
+The example shows sixty clients after three rounds:
 """
 
 import matplotlib.pyplot as plt
@@ -38,9 +40,10 @@ with fs.Simulation(prepared, listener=lambda _, replies: invited.append(sorted(r
     view = fs.strata_of(prepared, simulation.state, 3)
 
 # %%
-# Each dot is a client, placed by the first two principal components of its compressed gradient. The server sees the
-# left picture. The right one, the label that each client holds most of, it never sees. The strata found it from the
-# gradients alone. Rings: whom the last round drew.
+# Each dot is a client, at the first two principal components of its compressed gradient. The server knows only the left
+# plot. Rings mark the clients that were drawn in the last round. The right plot shows the most frequent label of each
+# client, which the server does not know. Clients with the same label are mostly in the same stratum, although the
+# strata were computed only from gradients.
 
 components = PCA(2)
 where = components.fit_transform(view.points)
@@ -50,19 +53,20 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.4), sharex=True, share
 left.scatter(*where.T, color=style.SOFT.light, s=30)
 outline_strata(left, where, view.strata)
 left.scatter(*where[drawn].T, s=130, facecolors="none", edgecolors=style.ACCENT.light, lw=1.2)
-left.set_title("strata, with numbers of clients; rings: drawn last", fontsize=10)
+left.set_title("strata, with numbers of clients; rings: drawn in round 3", fontsize=10)
 left.margins(0.08)
 for label, colour in enumerate(style.categories(10)):
     right.scatter(*where[view.labels.argmax(axis=1) == label].T, color=colour.light, s=45, label=label)
 figure.legend(loc="outside right center", frameon=False, title="label")
-right.set_title("by the label that each client holds most of", fontsize=10)
+right.set_title("the most frequent label of each client", fontsize=10)
 for axes in (left, right):
     axes.set_xlabel(f"first of two principal components ({share:.0%} of the variance)")
 figure.show()
 
 # %%
-# **Whom Neyman picks.** The same fifteen draws in proportion to the strata's sizes, and by Neyman: in proportion to size
-# times the spread S of the compressed gradients within the stratum.
+# **Neyman's allocation.** The bars compare two ways to divide fifteen draws among the strata: in proportion to size,
+# and by Neyman's allocation. Size is the number of clients in a stratum. Neyman's allocation multiplies it by the
+# spread S of the compressed gradients in the stratum.
 
 sizes = np.bincount(view.strata)
 deviations = [np.sqrt(view.points[view.strata == h].var(axis=0).mean()) for h in range(len(sizes))]
@@ -77,8 +81,8 @@ axes.legend(frameon=False)
 figure.show()
 
 # %%
-# A share is rounded to whole draws, and some strata may get no draw at all. That is how it was published; ``allocation`` has other rules. What is unbiased and
-# what is not is in :doc:`/methods/samplers`.
+# The published method rounds these numbers to whole draws, so that some strata may get zero draws. The setting
+# ``allocation`` offers other rules. :doc:`/methods/samplers` says which rules are unbiased.
 #
-# **Use it**: ``fedstrata run spec.toml --set method=fedsts``; ``fedstrata strata spec.toml --set method=fedsts`` draws
-# this picture of your own clients.
+# **Use FedSTS**: ``fedstrata run spec.toml --set method=fedsts``. ``fedstrata strata spec.toml --set method=fedsts``
+# makes the first figure for your own clients.

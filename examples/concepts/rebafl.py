@@ -2,17 +2,17 @@
 ReBaFL: when a class is missing
 ===============================
 
-A client that lacks a class learns that this class never comes: its gradients push the class's logit down. When those
-who hold the class drop out of a round, nobody pushes it up again, and the averaged model forgets it.
+If a client does not have samples of a class, its training reduces the logit of this class. If all clients with this
+class drop out of a round, the logit is not increased again, and the averaged model forgets the class.
 
-ReBaFL (relaxed balanced softmax, and prototypes) changes what a client minimises:
+ReBaFL (relaxed balanced softmax and prototypes) changes the loss of the clients in two ways:
 
-- **Relaxed balanced softmax** adds the logarithm of each class's share at the client to its logits. A class that the
-  client lacks is hardly pushed down.
-- **Prototypes**: the server keeps the mean feature of each class, and clients train their head on features of classes
-  that they lack.
+- **Relaxed balanced softmax** adds the logarithm of each class's share at the client to the logit of this class. The
+  logit of a class without samples then falls only a little.
+- **Prototypes** are the mean features of each class, which the server stores. From prototypes, clients compute features
+  of classes without samples, and train the head with these features.
 
-Twenty clients hold two digits each. From round 10 to round 20 whoever holds a nine is absent, and nobody brings a nine.
+Each of twenty clients has images of two digits. In the rounds 10 to 20, all clients with nines are absent.
 """
 
 import matplotlib.pyplot as plt
@@ -26,21 +26,21 @@ NINE, ROUNDS, GONE = 9, 30, range(10, 21)
 
 
 class NoNines(fs.Availability):
-    """Everybody is there, but for those who hold a nine in some rounds."""
+    """All clients are online, except clients with nines in some rounds."""
 
     _holds: object = PrivateAttr(default=None)
 
     def check(self, population):
-        """Remembers who holds a nine."""
+        """Store which clients have nines."""
         self._holds = population.labels[:, NINE] > 0
 
     def online(self, clients, round, seed):
-        """Whether each of the clients is there."""
+        """Return whether each client is online."""
         return ~self._holds[clients] if round in GONE else np.ones(len(clients), dtype=bool)
 
 
 def recalls(method):
-    """The recall of the nine, and the mean recall of the other digits, round by round."""
+    """Return the recall of nines, and the mean recall of the other digits, in each round."""
     spec = fs.Experiment(
         partition=fs.Classes(clients=20, per_client=2),
         availability=NoNines(),
@@ -54,12 +54,12 @@ def recalls(method):
 
 
 # %%
-# The same clients, the same absences, the same model; what they minimise differs.
+# Clients, dropouts and model are the same for both methods. Only the loss of the clients differs.
 
 figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
 for axes, method in zip(panels, (fs.FedAvg(), fs.ReBaFL()), strict=True):
     nine, others = recalls(method)
-    axes.axvspan(GONE[0] - 0.5, GONE[-1] + 0.5, color=style.GRID.light, label="nobody brings a nine")
+    axes.axvspan(GONE[0] - 0.5, GONE[-1] + 0.5, color=style.GRID.light, label="clients with nines are absent")
     axes.plot(
         np.arange(1, ROUNDS + 1),
         100 * others,
@@ -76,10 +76,11 @@ figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center"
 figure.show()
 
 # %%
-# FedAvg forgets the nine within a round or two, and learns it anew when it comes back. What that costs over many kinds of
-# absence is in :doc:`/results/index`.
+# FedAvg forgets nines within one or two rounds, and learns them again when the clients return. :doc:`/results/rebafl`
+# compares the methods under random dropouts.
 #
-# **What it costs**: clients send the mean features of their classes and how many samples each is the mean of. What that
-# tells the server is in :doc:`/results/privacy-audits`; ``fedstrata audit prototypes`` attacks it.
+# **Privacy**: each client sends the mean features of its classes, and the number of samples of each class.
+# :doc:`/results/privacy-audits` shows what these values reveal. ``fedstrata audit prototypes`` measures it for your
+# spec.
 #
-# **Use it**: ``fedstrata run spec.toml --set method=rebafl``.
+# **Use ReBaFL**: ``fedstrata run spec.toml --set method=rebafl``.

@@ -2,13 +2,13 @@
 Stratify: a schedule of labels
 ==============================
 
-Most methods choose clients, and take the labels that come with them. Stratify chooses *labels*.
+Most methods choose clients, and the clients decide the labels on which the model is trained. Stratify chooses *labels*.
 
-It shuffles a schedule in which every label stands about as often as every other. At each position trains a client
-that holds the label of that position. So the model sees the labels in the order in which centralised training would
-show them, wherever they lie.
+Stratify shuffles a schedule in which each label occurs about the same number of times. For each position of the
+schedule, a client that has samples with this label trains on one of them. The model is therefore trained on labels in
+the same mixture as in centralised training, although each client has only a few labels.
 
-Twelve clients, label skew by a Dirichlet draw with α = 0.1:
+The example has twelve clients with label skew (Dirichlet, α = 0.1):
 """
 
 import matplotlib.pyplot as plt
@@ -22,8 +22,8 @@ data = fs.Data("digits").load()
 held = fs.Dirichlet(alpha=0.1, clients=CLIENTS).split(data, seed=3).counts(data.y_train.numpy(), 10)
 
 # %%
-# **The schedule.** Label *l* stands in it as often as there are samples of it, but no more often than the median label:
-# a label that is everywhere does not crowd out the others.
+# **Schedule.** Each label occurs in the schedule as often as it has samples, but at most as often as the median label.
+# Frequent labels therefore do not dominate.
 
 generator = np.random.default_rng(0)
 available = held.sum(axis=0)
@@ -32,16 +32,16 @@ labels = generator.permutation(np.repeat(np.arange(10), times))[:SHOWN]
 print("the first labels of the schedule:", *labels[:20])
 
 # %%
-# **The walk.** In the single-sample mode the model travels. At each position the server looks for the client that can
-# train the longest run of positions from there on, up to the end of the chunk. Fewer changes of the client are fewer
-# messages.
+# **Mode single.** In this mode, one client after another trains the model. At each position, the server chooses the
+# client that can train the most successive positions, up to the end of a chunk. The model is then passed on less often,
+# which reduces the traffic.
 
 owner = np.empty(SHOWN, dtype=int)
 position = 0
 while position < SHOWN:
     end = (position // CHUNK + 1) * CHUNK
     holds = held[:, labels[position:end]] > 0  # (clients, positions)
-    runs = np.cumprod(holds, axis=1).sum(axis=1)  # the positions that each client can train before it lacks a label
+    runs = np.cumprod(holds, axis=1).sum(axis=1)  # successive positions that each client can train
     longest = runs.max()
     owner[position : position + longest] = generator.choice(np.flatnonzero(runs == longest))
     position += longest
@@ -51,27 +51,27 @@ colours = [style.categories(10)[label].light for label in labels]
 top.bar(np.arange(SHOWN), 1, width=1, color=colours, edgecolor="white")
 for place, label in enumerate(labels):
     top.text(place, 1.3, str(label), ha="center", va="center", fontsize=8)
-top.set(yticks=[], ylim=(0, 1.6), title="the schedule: which label trains next; each label has a colour")
+top.set(yticks=[], ylim=(0, 1.6), title="the schedule of labels; each label has a colour")
 axes.plot(np.arange(SHOWN), owner, color="0.75", lw=1, zorder=1)
 axes.scatter(np.arange(SHOWN), owner, c=colours, s=42, zorder=2)
 for place in range(0, SHOWN + 1, CHUNK):
     axes.axvline(place - 0.5, color="0.85", lw=0.8, zorder=0)
-axes.set(xlabel="position in the schedule", ylabel="the client that trains it", yticks=range(CLIENTS))
+axes.set(xlabel="position in the schedule", ylabel="client that trains", yticks=range(CLIENTS))
 figure.show()
 
 # %%
-# Lines between the positions cut the schedule into chunks, within which runs are looked for.
+# The vertical lines divide the schedule into chunks. The server plans the clients within each chunk.
 
 hops = int((np.diff(owner) != 0).sum())
-print(f"{SHOWN} positions, {hops} times from one client to another")
+print(f"{SHOWN} positions; the model is passed from one client to another {hops} times")
 
 # %%
-# **In batches.** The batch mode takes a batch of positions at once. For each position a client that holds its label
-# draws a sample, and computes its gradient. The sum is the gradient of a centralised batch. Many samples are computed at
-# the same time, and each batch costs a round of messages.
+# **Mode batch.** In this mode, a step uses a batch of positions. For each position, a client with the label of this
+# position draws a sample and computes its gradient. The sum of these gradients is the gradient of a centralised batch.
+# Clients compute at the same time, but each batch needs an exchange of messages.
 #
-# The server needs to know who holds which label. With masked labels it only learns who holds the same one:
-# :doc:`/privacy/masked-labels`.
+# The server needs to know which clients have which labels. With masked labels, it learns only which clients have a
+# label in common (:doc:`/privacy/masked-labels`).
 #
-# **Use it**: ``fedstrata run spec.toml --set method=stratify``; the modes are ``batch``, ``single`` and ``hybrid``.
-# To read the whole method in one file: :doc:`/gallery/from_scratch`.
+# **Use Stratify**: ``fedstrata run spec.toml --set method=stratify``. The modes are ``batch``, ``single`` and
+# ``hybrid``. :doc:`/gallery/from_scratch` shows the whole method in one file.

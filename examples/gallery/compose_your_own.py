@@ -19,7 +19,7 @@ from fedstrata.base import style
 
 
 class LongestAway(fs.ClientSampler):
-    """Invites the clients whose last invitation is the oldest. The state is the round of each client's last invitation."""
+    """Invites the clients with the oldest last invitation. The state is the round of each client's last invitation."""
 
     def init(self, federation):
         """Return the first state: zero for clients that have not been invited yet."""
@@ -51,8 +51,8 @@ class Smoothed(fs.Objective):
 
 
 # %%
-# **Availability**: clients are in different time zones. At night, they are online. By day, they are mostly in use and
-# offline.
+# **Availability**: clients are in different time zones. At night, they are online. By day, their users need them, and
+# they are mostly offline.
 
 
 class Nights(fs.Availability):
