@@ -1,4 +1,4 @@
-"""An aggregator: by size, but nobody counts for more than a cap. method.aggregator = "capped:Capped"."""
+"""An aggregator that weights clients by size, up to a cap. In a spec: method.aggregator = "capped:Capped"."""
 
 from typing import ClassVar
 
@@ -9,16 +9,16 @@ import fedstrata as fs
 
 
 class Capped(fs.Aggregator):
-    """Clients count by their samples, the largest for no more than ``cap`` of them.
+    """Weights each client by its number of samples, but at most by ``cap``.
 
     Args:
-        cap: The most samples that a client counts for.
+        cap: Largest number of samples that counts for the weight of a client.
     """
 
-    needs_counts: ClassVar[bool] = True  # so it is refused where clients keep their sizes private
+    needs_counts: ClassVar[bool] = True  # refused if clients keep their numbers of samples private
     cap: PositiveInt = 100
 
     def coefficients(self, selection, returned, samples):
-        """Of those who returned, adding up to one."""
+        """Return the weights of the clients that replied. They add up to 1."""
         counted = np.minimum(samples, self.cap) * selection.draws[returned]
         return counted / max(counted.sum(), 1)

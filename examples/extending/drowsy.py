@@ -1,4 +1,4 @@
-"""An availability that goes with the labels. availability = {name = "drowsy:Drowsy", label = 3}."""
+"""An availability model that depends on labels. In a spec: availability = {name = "drowsy:Drowsy", label = 3}."""
 
 import numpy as np
 from pydantic import Field, NonNegativeInt, PrivateAttr
@@ -7,11 +7,11 @@ import fedstrata as fs
 
 
 class Drowsy(fs.Availability):
-    """The more of one label a client holds, the less often it is there.
+    """Clients are online less often if more of their samples have a certain label.
 
     Args:
         label: The label.
-        p: Probability of being there of a client that holds nothing else; without the label it is 1.
+        p: Probability that a client is online if all of its samples have the label. Without the label, it is 1.
     """
 
     label: NonNegativeInt = 0
@@ -19,11 +19,11 @@ class Drowsy(fs.Availability):
     _there: object = PrivateAttr(default=None)
 
     def check(self, population):
-        """Keeps every client's probability; labels are known to a simulation alone."""
+        """Store the probability of each client. Only simulations know the labels."""
         if population.labels is None or self.label >= population.classes:
             raise fs.SpecError("label", f"needs a simulation, and labels 0 to {population.classes - 1}", self.label)
         self._there = 1 - (1 - self.p) * population.labels[:, self.label] / np.maximum(population.sizes, 1)
 
     def online(self, clients, round, seed):
-        """A draw of its own for every client and round."""
+        """Draw for each client and round whether the client is online."""
         return fs.uniforms(seed, "online", round, clients) < self._there[clients]

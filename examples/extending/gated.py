@@ -1,4 +1,4 @@
-"""A model: any module, or a function that makes one. model = {name = "gated:Gated", width = 32}."""
+"""A model: a PyTorch module, or a function that returns one. In a spec: model = {name = "gated:Gated", width = 32}."""
 
 import torch
 from torch import nn
@@ -13,5 +13,5 @@ class Gated(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits, (B, classes)."""
+        """Return the logits, shape (B, classes)."""
         return self.head(nn.functional.glu(self.enter(x.flatten(1))))

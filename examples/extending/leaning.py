@@ -1,4 +1,4 @@
-"""A partition: every client leans towards one class. partition = {name = "leaning:Leaning", share = 0.9}."""
+"""A partition where each client prefers one class. In a spec: partition = {name = "leaning:Leaning", share = 0.9}."""
 
 import numpy as np
 from pydantic import Field
@@ -7,16 +7,16 @@ import fedstrata as fs
 
 
 class Leaning(fs.Partition):
-    """A share of the samples goes to the clients that lean towards their class, the rest to anybody.
+    """Assigns a share of the samples to clients that prefer their class, and the other samples to random clients.
 
     Args:
-        share: That share; 0 is nearly IID.
+        share: Share of the samples that go to clients that prefer their class. With 0, clients are nearly IID.
     """
 
     share: float = Field(default=0.8, ge=0, le=1)
 
     def assign(self, labels, domains, rng):
-        """The owner of every sample; client k leans towards class k mod C."""
+        """Return the client of each sample. Client k prefers the class k mod C, where C is the number of classes."""
         classes = min(int(labels.max()) + 1, self.clients)
         ring = rng.integers(self.clients // classes, size=len(labels))
         leaning = labels % classes + classes * ring

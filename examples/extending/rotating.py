@@ -1,4 +1,4 @@
-"""A client sampler: everybody in turn. method.client_sampler = "rotating:Rotating"."""
+"""A client sampler that invites clients in turn. In a spec: method.client_sampler = "rotating:Rotating"."""
 
 import numpy as np
 
@@ -6,16 +6,16 @@ import fedstrata as fs
 
 
 class Rotating(fs.ClientSampler):
-    """The next clients of the ring in every round, among those who may be invited.
+    """Invites the next clients in the order of their numbers. After the last client, it continues with the first.
 
     Args:
-        step: How far the ring turns in a round; by as many as are invited unless given.
+        step: Difference between the first clients of successive rounds. Default: the number of invited clients.
     """
 
     step: int | None = None
 
     def select(self, federation, state, weights):
-        """The m clients from the ring's place on; the state is that place."""
+        """Return the next m available clients, and the new state: the client with which the next round begins."""
         total, place, there = federation.config.clients, state or 0, federation.candidates()
         m = federation.config.training.invited(total)
         turn = there[np.argsort((there - place) % total)][:m]
