@@ -1,14 +1,15 @@
-"""Stratify from scratch: one file to read from top to bottom. PyTorch, scikit-learn's digits, ten clients, one core.
+"""Stratify from scratch in one file, with PyTorch, scikit-learn's digits, ten clients and one core.
 
     python examples/stratify_from_scratch.py
 
-Every client holds one digit. FedAvg averages ten models that know one digit each, and learns little.
-Stratify lets the *labels* decide what trains next: a shuffled schedule of labels, and for each position a client that
-holds one, so that the global model sees what centralised SGD would see. It does so in two ways: the model travels from
-client to client and takes a step per sample, or the clients send gradients that add up to that of a batch.
+Each client has images of one digit. FedAvg averages ten models that were each trained on one digit, so that the
+global model learns little. In Stratify, a shuffled schedule of *labels* decides the order of the samples. For each
+position of the schedule, a client with this label trains on a sample. The global model is therefore trained as in
+centralised SGD. There are two modes. In the mode single, the model is passed from client to client, and takes one
+step per sample. In the mode batch, clients send gradients, whose sum is the gradient of a batch.
 
-Paper: Stratify: label-aware sampling for federated learning on non-IID data. ``fedstrata.stratify.method`` is the
-same method for real use (faults, masked labels, BatchNorm, engines), and the last lines show both.
+Paper: Stratify: label-aware sampling for federated learning on non-IID data. ``fedstrata.stratify.method`` implements
+the same method for real use, with failures, masked labels, BatchNorm and engines. The output compares both.
 """
 
 import copy
@@ -44,7 +45,7 @@ def accuracy(model):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# FedAvg, to compare with: every client trains an epoch on its own, the server averages the models.
+# FedAvg, for comparison: each client trains for one epoch on its own samples, and the server averages the models.
 
 
 def fedavg_round(model, lr=0.1):
@@ -63,39 +64,39 @@ def fedavg_round(model, lr=0.1):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Stratify: the schedule, and what a client does (section III-A and III-B).
+# Stratify: the schedule and the clients (sections III-A and III-B of the paper).
 
 
 class Client:
-    """Holds data. The server only ever learns which labels it has, and when it has run out of one."""
+    """A client with its data. The server learns only which labels the client has, and when a label is used up."""
 
     def __init__(self, mine):
         self.mine = mine
         self.labels = set(y[mine].tolist())
 
     def new_epoch(self):
-        """One shuffled pool a label: samples are drawn without replacement."""
+        """Shuffle the samples of each label, so that they are drawn without replacement."""
         self.pool = {label: list(rng.permutation(self.mine[y[self.mine].numpy() == label])) for label in self.labels}
 
     def draw(self, label):
-        """A sample of the label, or None; and whether there is none left."""
+        """Return a sample of the label, or None, and whether all samples of the label have been drawn."""
         sample = self.pool[label].pop() if self.pool[label] else None
         return sample, not self.pool[label]
 
 
 def new_schedule():
-    """SLS = shuffle of every label l, f_l times; here f_l = min(N(l), the median of all N)."""
+    """Return a shuffled list in which label l occurs f_l times. Here, f_l = min(N(l), the median of all N)."""
     counts = np.bincount(y)
     frequencies = np.minimum(counts, int(np.median(counts)))
     return rng.permutation(np.repeat(np.arange(10), frequencies)).tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Single-sample learning: Algorithm 1 chooses who, Algorithm 3 moves the model.
+# Mode single: Algorithm 1 chooses clients, and Algorithm 3 passes the model from client to client.
 
 
 def longest_runs(chunk, available):
-    """Algorithm 1: at each position the client that can train the longest run of positions from there on."""
+    """Choose the client that can train the most successive positions, again and again (Algorithm 1)."""
     tasks, i = [], 0
     while i < len(chunk):
         best, length = [], 0
@@ -118,15 +119,15 @@ def single_epoch(model, clients, lr=0.02):
     available = {label: [k for k, client in enumerate(clients) if label in client.labels] for label in range(10)}
     schedule, hops = new_schedule(), 0
     while schedule:
-        schedule = [label for label in schedule if available[label]]  # nobody has any left
+        schedule = [label for label in schedule if available[label]]  # drop labels without unused samples
         chunk, schedule = schedule[:CHUNK], schedule[CHUNK:]
         for k, labels in longest_runs(chunk, available):
-            hops += 1  # the model travels to client k
+            hops += 1  # the model is passed to client k
             for label in labels:
                 sample, exhausted = clients[k].draw(label)
                 if exhausted and k in available[label]:
                     available[label].remove(k)
-                if sample is None:  # not trained: back into the schedule, at a random position
+                if sample is None:  # put the label back into the schedule, at a random position
                     schedule.insert(rng.integers(len(schedule) + 1), label)
                     continue
                 loss = F.cross_entropy(model(x[None, sample]), y[None, sample])
@@ -138,7 +139,7 @@ def single_epoch(model, clients, lr=0.02):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Batch learning: Algorithm 2 chooses who, Algorithm 4 adds up gradients of *summed* losses and divides once.
+# Mode batch: Algorithm 2 chooses clients. Algorithm 4 adds their gradients of *summed* losses, and divides once.
 
 
 def batch_epoch(model, clients, optimizer):
@@ -158,7 +159,7 @@ def batch_epoch(model, clients, optimizer):
             if sample is not None:
                 reserved.setdefault(k, []).append(sample)
         sums = [torch.zeros_like(w) for w in model.parameters()]
-        for samples in reserved.values():  # each client by itself
+        for samples in reserved.values():  # computed separately at each client
             loss = F.cross_entropy(model(x[samples]), y[samples], reduction="sum")
             for total, g in zip(sums, torch.autograd.grad(loss, list(model.parameters())), strict=True):
                 total += g
@@ -169,7 +170,7 @@ def batch_epoch(model, clients, optimizer):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The library's own batch mode, on the same data, model and settings.
+# The same mode in fedstrata, with the same data, model and settings.
 
 
 def library():
