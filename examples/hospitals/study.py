@@ -1,12 +1,12 @@
-"""What does each hospital gain over training alone, and which method serves the smallest best?
+"""Measure what each hospital gains over training alone, with each method.
 
-    python examples/hospitals/study.py --out runs/hospitals            # 50 divisions into folds, some 20 minutes
-    python examples/hospitals/study.py --out runs/trial --seeds 1      # a look
+    python examples/hospitals/study.py --out runs/hospitals            # 10 seeds with 5 folds each, about 20 minutes
+    python examples/hospitals/study.py --out runs/trial --seeds 1      # one seed, for a trial
 
-Every patient is predicted by models that have not seen them: five folds, by label within each hospital, for each seed.
-A cell is a method, a seed and a fold; what is there is not repeated, so that a study that was broken off goes on.
-``--results`` writes the figures. ``--page`` puts the table between the marks of docs/results/hospitals.md. It needs
-pandas: ``pip install 'fedstrata[tables]'``.
+Each patient is predicted by models that were not trained on this patient. For this, each seed divides the patients into
+five folds, stratified by hospital and label. A cell is a method, a seed and a fold. Finished cells are not repeated, so
+that an interrupted study can be continued. ``--results`` writes the figures as JSON. ``--page`` puts the table between
+the marks in docs/results/hospitals.md. The study needs pandas: ``pip install 'fedstrata[tables]'``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ METHODS = ("fedavg", "scaffold", "fedstas", "rebafl", "stratify")
 REFERENCES = ("local", "centralised")
 FOLDS, RESAMPLES = 5, 4000
 LOOKS = (10, 20, 30)
-"""Rounds after which everybody is predicted."""
+"""Rounds after which all patients are predicted."""
 MARKS = "<!-- table -->", "<!-- end -->"
 
 Reals = NDArray[np.float64]
@@ -38,7 +38,7 @@ Ints = NDArray[np.int64]
 
 
 def folds(groups: Ints, seed: int) -> Ints:
-    """The fold of every patient, (N,): each group dealt out evenly, in an order and from a fold of the seed's."""
+    """Return the fold of each patient, (N,). Each group is divided among the folds evenly, in random order."""
     draw, fold = np.random.default_rng(seed), np.empty(len(groups), dtype=np.int64)
     for group in np.unique(groups):
         rows = draw.permutation(np.flatnonzero(groups == group))
@@ -47,7 +47,7 @@ def folds(groups: Ints, seed: int) -> Ints:
 
 
 def predicted(spec: fs.Experiment, data: fs.Dataset) -> Reals:
-    """Probability of the disease for the patients held out, after each of ``LOOKS``, (looks, patients)."""
+    """Train, and return each test patient's probability of the disease after each of ``LOOKS``, (looks, patients)."""
     found = []
     with fs.Simulation(fs.prepare(spec, data=data)) as simulation:
         model, data = simulation.prepared.config.model, simulation.prepared.data
@@ -60,7 +60,7 @@ def predicted(spec: fs.Experiment, data: fs.Dataset) -> Reals:
 
 
 def cell(label: str, spec: fs.Experiment, data: fs.Dataset) -> Reals:
-    """What a method, or a reference, predicts for the patients held out; alone, each hospital for its own."""
+    """Return the predictions of a method or reference; with ``local``, each hospital predicts its own patients."""
     if label not in REFERENCES:
         return predicted(spec, data)
     assert data.client_test is not None
@@ -72,12 +72,12 @@ def cell(label: str, spec: fs.Experiment, data: fs.Dataset) -> Reals:
 
 
 def study(out: Path, seeds: int) -> dict[str, Reals]:
-    """Every method's out-of-fold predictions, (seeds, looks, patients)."""
+    """Return the out-of-fold predictions of each method, (seeds, looks, patients)."""
     overrides = [
         f"training.rounds={LOOKS[-1]}",
         "evaluation.every=0",
         "training.workers=1",
-    ]  # no result depends on those
+    ]  # results do not depend on these settings
     specs = fs.variants(tomllib.loads(SPEC.read_text(encoding="utf-8")), METHODS, overrides)
     specs |= dict.fromkeys(REFERENCES, specs["fedavg"])
     frame, hospital, sick = patients()
@@ -103,24 +103,25 @@ def study(out: Path, seeds: int) -> dict[str, Reals]:
 
 
 def patients() -> tuple[pd.DataFrame, Ints, Ints]:
-    """The rows as texts, and the hospital and the diagnosis (1 for diseased) of everybody, (N,)."""
+    """Return the rows as texts, and for each patient the hospital and the diagnosis (1 with the disease), (N,)."""
     frame = pd.read_csv(HERE / "heart.csv", dtype=str, keep_default_na=False)
     hospital = np.unique(frame["hospital"], return_inverse=True)[1]
     return frame, hospital, (frame["disease"] == "yes").to_numpy(dtype=np.int64)
 
 
 def ranked(p: Reals, sick: Ints) -> Reals:
-    """Whether each diseased patient is above each healthy one, a half where level; the mean over seeds, (sick, well).
+    """Return whether the sick patient of each pair of a sick and a well patient is ranked higher, (sick, well).
 
-    The mean of it over pairs is the AUROC (Mann and Whitney 1947), and of a resample of patients a weighted mean: what
-    is resampled is the same for all seeds.
+    The values are 1, or 1/2 for equal ranks, or 0, and are averaged over the seeds. The mean over all pairs is the
+    AUROC (Mann and Whitney 1947). The AUROC of a resample of the patients is a weighted mean. All seeds use the same
+    resamples.
     """
     high, low = p[:, sick == 1, None], p[:, None, sick == 0]
     return ((high > low) + 0.5 * (high == low)).mean(axis=0)
 
 
 def resampled(pairs: Reals, seed: int) -> tuple[Reals, int]:
-    """Return the AUROCs of bootstrap resamples of the patients, and the number of resamples with only one class."""
+    """Return AUROCs of bootstrap resamples of the patients, and the number of resamples with only one class."""
     sick, well = pairs.shape
     counts = np.random.default_rng(seed).multinomial(sick + well, np.full(sick + well, 1 / (sick + well)), RESAMPLES)
     total = counts[:, :sick].sum(1) * counts[:, sick:].sum(1)
@@ -129,7 +130,7 @@ def resampled(pairs: Reals, seed: int) -> tuple[Reals, int]:
 
 
 def figures(predictions: dict[str, Reals]) -> dict[str, Any]:
-    """AUROC by hospital, rounds and method with 95 % bootstrap intervals, and the gain over training alone."""
+    """Return AUROCs per hospital, rounds and method with 95 % bootstrap intervals, and gains over training alone."""
     frame, hospital, sick = patients()
     names = np.unique(frame["hospital"]).tolist()
     seeds = len(predictions["local"])
@@ -161,7 +162,7 @@ def figures(predictions: dict[str, Reals]) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """Return the figures as Markdown: after the fewest rounds and, folded, after all of them."""
+    """Return the figures as Markdown: after the fewest rounds and, in a folded part, after more rounds."""
     lines = []
     for rounds in dict.fromkeys((LOOKS[0], LOOKS[-1])):
         if lines:
@@ -179,16 +180,16 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             *lines,
-            f"Each cell shows the AUROC and, below it, the gain over `local`, as means over {result['seeds']} seeds of",
-            f"{result['folds']} folds each. The 95 % intervals are from {result['resamples']:,} bootstrap resamples of",
-            f"the patients. Resamples with patients of only one class have no AUROC and are left out: {left_out}.",
+            f"AUROC, and below it the gain over `local`; 95 % intervals from {result['resamples']:,} resamples of the",
+            f"patients. Mean over {result['seeds']} seeds of {result['folds']} folds each. Resamples without a patient",
+            f"of one class have no AUROC and are left out: {left_out}.",
             "",
         ]
     )
 
 
 def shown(hospital: dict[str, Any], rounds: str, label: str) -> str:
-    """A cell of the table."""
+    """Return the text of a cell of the table."""
     if "undefined" in hospital:
         return f"undefined: {hospital['undefined']}"
     found = hospital["after rounds"][rounds][label]
@@ -202,10 +203,10 @@ def shown(hospital: dict[str, Any], rounds: str, label: str) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="where predictions are kept, cell by cell")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the finished cells")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--results", type=Path, help="a JSON file for the figures")
-    parser.add_argument("--page", type=Path, help="a Markdown file that gets the table")
+    parser.add_argument("--page", type=Path, help="a Markdown file into which the table is written")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = figures(study(options.out, options.seeds))

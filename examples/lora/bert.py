@@ -1,11 +1,11 @@
-"""A BERT-style encoder whose attention has LoRA adapters."""
+"""A BERT encoder with LoRA adapters in its attention layers."""
 
 from peft import LoraConfig, TaskType, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification
 
 
 def adapted(shape, classes, words=20_000, hidden=512, layers=1, rank=16):
-    """Return a frozen encoder of (input_ids, attention_mask) with adapters and a classifier, which are trained."""
+    """Return a frozen encoder with trainable adapters and a trainable classifier. Inputs: input_ids, attention_mask."""
     config = BertConfig(
         vocab_size=words,
         hidden_size=hidden,

@@ -1,7 +1,7 @@
 """Hide "my" and "me" in Shakespeare's plays: python prepare.py shakespeare.npz pronouns.npz.
 
-The source holds the roles' text one after another (``text``, uint8), where each role ends (``ends``), and its name
-(``roles``, "play: ROLE"). A sample is a gap and the two words before and after it. A client is a play.
+The source contains the lines of all roles (``text``, uint8), the position at which each role ends (``ends``), and the
+names of the roles (``roles``, "play: ROLE"). A sample is a gap and two words on each side. Each play is a client.
 """
 
 import re

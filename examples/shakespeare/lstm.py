@@ -4,7 +4,7 @@ from torch import nn
 
 
 class LSTM(nn.Module):
-    """One layer of long short-term memory over characters: from ids (B, T) to logits (B, T, classes)."""
+    """An LSTM layer over characters, which computes logits (B, T, classes) from character ids (B, T)."""
 
     def __init__(self, shape, classes, embedded=32, hidden=128):
         super().__init__()

@@ -1,7 +1,8 @@
 """Cut the lines of each speaking role into sequences of characters: python prepare.py shakespeare.npz roles.npz.
 
-The source holds the roles' text one after another (``text``, uint8), where each role ends (``ends``), and its name
-(``roles``). A client is a role with at least 5,000 characters. The last 20 % of its sequences are its test part.
+The source contains three arrays: the lines of all roles, one role after another (``text``, uint8), the position at
+which each role ends (``ends``), and the names of the roles (``roles``). Each role with at least 5,000 characters is
+a client. The last 20 % of its sequences are test samples.
 """
 
 import sys
@@ -12,7 +13,7 @@ SMALLEST, LENGTH, TEST = 5000, 80, 0.2
 
 
 def sequences(text):
-    """Return inputs and targets, (N, 80): 80 characters, and for each of them the next one; −100 after the end."""
+    """Return inputs of 80 characters and their targets, the next characters, both (N, 80); −100 after the end."""
     ids = np.where(text == ord("\n"), 0, text.astype(np.int64) - ord(" ") + 1)  # 96 characters: \n, and " " to "~"
     rows = -(-(len(ids) - 1) // LENGTH)
     x, y = np.zeros(rows * LENGTH, dtype=np.int64), np.full(rows * LENGTH, -100)
@@ -21,7 +22,7 @@ def sequences(text):
 
 
 def arrays(source, smallest=SMALLEST):
-    """Return the arrays of a data set with natural clients, by the names that a .npz file gives them."""
+    """Return the arrays of a data set with natural clients, under their names in a .npz file."""
     parts = {name: [] for name in ("x_train", "y_train", "client_train", "x_test", "y_test", "client_test")}
     for text, role in zip(np.split(source["text"], source["ends"][:-1]), source["roles"], strict=True):
         if len(text) >= smallest:
