@@ -1,4 +1,4 @@
-"""fedstrata: federated learning that holds up when clients' data are non-IID and clients drop out.
+"""fedstrata: federated learning that is robust to non-IID data and client dropouts.
 
 >>> import fedstrata as fs
 >>> spec = fs.Experiment(method=fs.SCAFFOLD(), partition=fs.Dirichlet(alpha=0.1, clients=20),
@@ -13,5 +13,5 @@ import lazy_loader
 
 __version__ = "0.1.0"
 
-# Names are imported when they are first used, because importing PyTorch takes seconds.
+# Each name is imported at its first use, because importing PyTorch takes seconds.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -38,7 +38,7 @@ REFUSED: dict[tuple[str, str], tuple[str, str]] = {
     ("feddecorr", "next-token, domains"): ("needs one vector of features per sample", "Use another objective"),
     ("feddecorr", "segmentation"): ("needs one vector of features per sample", "Use another objective"),
     **{
-        ("fedavg-ft", case): ("needs classes for the server's samples", "Use another method, such as fedavg")
+        ("fedavg-ft", case): ("the server needs samples of each class", "Use another method, such as fedavg")
         for case in NOT_CLASSES
     },
     ("stratify", "regression"): ("needs classes, and the task 'regression' has none", "Set task.bins"),

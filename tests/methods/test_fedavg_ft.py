@@ -41,9 +41,9 @@ def test_the_reference_is_better_than_fedavg_where_labels_are_skewed():
 
 
 def test_without_samples_left_over_it_is_refused():
-    with pytest.raises(SpecError, match="the partition leaves the server only 0 samples of some class"):
+    with pytest.raises(SpecError, match="the partition leaves the server only 0 samples of its rarest class"):
         fs.run({**LEFT_OVER, "partition": {"name": "classes", "clients": 10}})
-    with pytest.raises(SpecError, match=r"^method\.per_class = 100: .* samples of some class"):
+    with pytest.raises(SpecError, match=r"^method\.per_class = 100: .* samples of its rarest class"):
         fs.run({**LEFT_OVER, "method": {"name": "fedavg-ft", "per_class": 100}})
 
 
@@ -72,6 +72,6 @@ def test_without_samples_known_to_the_server_the_partition_is_not_to_blame():
     data = spec.data.load(0)
     with pytest.raises(
         SpecError,
-        match=r"method\.per_class = 5: the server would train the head on samples that no client holds, but real",
+        match=r"method\.per_class = 5: the server trains the head on samples that no client has, but with real",
     ):
         assemble(spec, data, spec.partition.split(data, 0), sizes_known=False)

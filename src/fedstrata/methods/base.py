@@ -1,4 +1,4 @@
-"""``Method``, the base class of all methods, and ``Recipe``, for combinations of samplers, objective and aggregator."""
+"""``Method``, the base class of all methods, and ``Recipe``, the base class of methods that combine four choices."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ASKING = {
     "data_sampler": ("keep", "init", "handlers"),
     "objective": ("client_final", "handlers"),
 }
-"""The Python methods and attributes of each kind of class that decide which requests clients get, or what they reply.
+"""The Python methods and attributes that decide which requests clients get or what clients reply, by kind of class.
 
-A subclass that overrides one of them must also override its declaration of requests: ``allowed``, or ``sends`` in an
-objective.
+A subclass that overrides one of these attributes must also override its declaration of requests. The declaration is
+``sends`` in an objective, and ``allowed`` in all other classes.
 """
 
 
@@ -40,24 +40,25 @@ class Method(Setting):
     """A federated method: Python code that runs on the server and sends typed requests to clients.
 
     The fields are the method's settings. The state, which changes from round to round, is a record with at least the
-    field ``weights``, the global model. ``init`` returns the first state; ``run_round`` takes a state and returns the
-    next one.
+    field ``weights``, the global model. ``init`` returns the first state. ``run_round`` takes a state and returns the
+    next state.
     """
 
     paper: ClassVar[str] = ""
     """The paper that defines the method."""
 
     needs_sgd: ClassVar[str] = ""
-    """The reason why the method takes its own steps of SGD, each on one batch, as a sentence without a full stop.
+    """The reason why the method supports only plain SGD on single batches, as a sentence without a full stop.
 
-    It is empty if clients train as ``training`` says. See also ``Objective.needs_sgd``.
+    It is empty if the method supports all optimisers of the spec's section ``training``. See also
+    ``Objective.needs_sgd``.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the method's own requests at a client; see ``fedstrata.clients.handling``."""
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the functions that answer all requests of the method, including those of a recipe's choices."""
+        """Return the client functions that answer the requests of the method and, in a recipe, of its four choices."""
         return self.handlers
 
     needs_strata: ClassVar[bool] = False
@@ -68,23 +69,23 @@ class Method(Setting):
         return CrossEntropy()
 
     def personal_objective(self) -> Objective:
-        """Return the objective of a client that personalises the global model (``evaluation.fine_tune``)."""
+        """Return the objective for fine-tuning the global model on a client's own data (``evaluation.fine_tune``)."""
         return CrossEntropy()
 
     def asks_for_changes(self) -> bool:
-        """Return True if clients answer with changes of the model that they received, which codecs may compress."""
+        """Return True if clients reply with model updates (trained minus received weights), which codecs compress."""
         return False
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests that the method may send, with their bounds; real sites refuse all others.
+        """Return the requests that the method may send, and their bounds. Real sites refuse all other requests.
 
-        None means that the requests are not declared: the method then runs only in simulations. A subclass that
+        None means that the method does not declare its requests. It then runs only in simulations. A subclass that
         overrides one of the methods in ``ASKING`` must override ``allowed`` as well.
         """
         return None
 
     def declared(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return ``allowed``; None if a subclass overrides a method in ``ASKING`` but not ``allowed``."""
+        """Return the declared requests; None if a subclass overrides a method in ``ASKING`` but not ``allowed``."""
         return self.allowed(agreed) if declares(type(self), "allowed", *ASKING["method"]) else None
 
     @property
@@ -97,7 +98,7 @@ class Method(Setting):
 
     @abstractmethod
     def init(self, federation: Federation, weights: Weights) -> Any:
-        """Return the state before the first round. Requests that a method sends here belong to round 0."""
+        """Return the state before the first round. Requests that ``init`` sends belong to round 0."""
 
     @abstractmethod
     def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
@@ -117,7 +118,7 @@ class RecipeState:
         weights: The global model.
         clients: The client sampler's state.
         data: The data sampler's state.
-        objective: The objective's state at the server.
+        objective: The objective's state on the server.
         aggregator: The aggregator's state.
     """
 
@@ -129,7 +130,7 @@ class RecipeState:
 
 
 class Parts(TypedDict, total=False):
-    """The choices in which a recipe differs from FedAvg. Choices that equal those of FedAvg are missing."""
+    """The choices of a recipe that differ from FedAvg. A missing key means the choice that FedAvg makes."""
 
     client_sampler: ClientSampler
     data_sampler: DataSampler
@@ -143,10 +144,12 @@ CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 
 class Recipe(Method):
-    """A method that consists of four choices. A spec may replace each choice by a name or by a table of settings.
+    """A method that combines a client sampler, a data sampler, an objective and an aggregator.
 
-    A subclass overrides ``parts``, which builds the choices that differ from FedAvg's from the subclass's settings. If
-    a spec replaces all choices that a setting affects, it must not contain the setting.
+    A spec may replace each of these four choices by a name or by a table of settings.
+
+    A subclass overrides ``parts``, which returns the choices that differ from FedAvg, built from the subclass's
+    settings. If a spec replaces all choices that a setting affects, the spec must not contain this setting.
 
     Args:
         client_sampler: How the clients of a round are chosen.
@@ -165,7 +168,7 @@ class Recipe(Method):
     """
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """A mapping from a setting's name in the method to its name in a choice, for settings whose two names differ."""
+    """For settings with another name in a choice: a mapping from the name in the method to the name in the choice."""
 
     client_sampler: AnyClientSampler = Uniform()
     data_sampler: AnyDataSampler = AllData()
@@ -177,10 +180,10 @@ class Recipe(Method):
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
-        """Find the method's settings that ``parts`` passes on to a choice.
+        """Return the method's settings that ``parts`` passes on to a choice.
 
         Returns:
-            A mapping from the setting's name in the method to the choice and the setting's name in it.
+            A mapping from a setting's name in the method to a pair: the choice, and the setting's name in this choice.
         """
         names = {key: self.renamed.get(key, key) for key in type(self).model_fields if key not in CHOICES}
         return {
@@ -191,11 +194,11 @@ class Recipe(Method):
         }
 
     def _checked_parts(self) -> dict[Choice, Setting]:
-        """Return ``parts``; raise ``TypeError`` if it contains an unknown choice, or an object of another class."""
+        """Return the result of ``parts``; raise ``TypeError`` for an unknown choice or an object of the wrong class."""
         parts: Any = self.parts()
         for choice, part in parts.items():
             if choice not in CHOICES:
-                raise TypeError(f"{type(self).__name__}.parts: {choice!r} is not a choice of {', '.join(CHOICES)}")
+                raise TypeError(f"{type(self).__name__}.parts: {choice!r} is not one of {', '.join(CHOICES)}")
             expected: Any = Recipe.model_fields[choice].annotation
             if not isinstance(part, expected):
                 problem = f"{choice} = {part!r} is not an instance of {expected.__name__}"
@@ -216,18 +219,21 @@ class Recipe(Method):
         parts, given, defaults = self._checked_parts(), self.model_fields_set, self._defaults()
         replaced = given.intersection(CHOICES)
         for key in sorted(given & defaults.keys()) if replaced else ():
-            # A setting affects the choices that would be different if the setting had its default value.
+            # A setting affects those choices that would differ if the setting had its default value.
             usual = self.model_copy(update={key: defaults[key]})._checked_parts()
             affected = {choice for choice in parts.keys() | usual.keys() if parts.get(choice) != usual.get(choice)}
             if affected and affected <= replaced:
-                problem = f"has no effect, because method.{min(affected)} is replaced. Set the key there."
+                problem = (
+                    f"has no effect, because the spec replaces method.{min(affected)}. Remove the key, or set it in "
+                    f"method.{min(affected)}."
+                )
                 raise SpecError(key, problem, getattr(self, key))
         for choice in parts.keys() - replaced:
             object.__setattr__(self, choice, parts[choice])
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings that have an effect, and the replaced choices; parsing them gives an equal method."""
+        """Return the effective settings and the replaced choices; parsing the result gives an equal method."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -246,7 +252,7 @@ class Recipe(Method):
         return self.objective
 
     def asks_for_changes(self) -> bool:
-        """Return True: clients answer with changes of the model that they received."""
+        """Return True: clients reply with model updates."""
         return True
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
@@ -272,7 +278,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """``sizes`` (how many samples each client has), if the data sampler keeps them private."""
+        """The fact ``sizes`` (each client's number of samples) if the data sampler keeps it private; otherwise none."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
@@ -315,7 +321,7 @@ class Recipe(Method):
             raise SpecError("training.local_steps", f"{problem}private. Set it to a number of steps for all clients.")
 
     def init(self, federation: Federation, weights: Weights) -> RecipeState:
-        """Return the initial state of every choice."""
+        """Return the initial global model and the initial state of each choice."""
         sampler, data, objective, aggregator = self.choices()
         return RecipeState(
             weights=weights,
@@ -367,7 +373,7 @@ class Recipe(Method):
         }
 
     def train_clients(self, federation: Federation, clients: Sequence[int], request: Fit) -> dict[int, FitReply]:
-        """Ask the invited clients to train, and return their replies."""
+        """Ask the invited clients to train; return the reply of each client that answered."""
         objective, training = self.objective, federation.config.training
         expected = objective.expected(request.weights, federation.config)
         staged = partial(objective.sample_gradients, training)
@@ -383,7 +389,7 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
     """Return how many clients trained, the number of sample-gradients that they computed, and their mean loss.
 
     A client's loss is the mean over its steps; the mean over clients is weighted by their sample-gradients. If clients
-    keep these counts private, they are 0, and the loss is the plain mean over the clients that took a step.
+    keep their counts private, the counts are 0, and the loss is the plain mean over the clients that took a step.
     """
     seen = sum([reply.seen for reply in answers])
     weights = [reply.seen if seen else int(reply.trained) for reply in answers]
@@ -394,7 +400,9 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
 
 
 def weight_diversity(models: Sequence[Params]) -> dict[str, Any]:
-    """Return Λ = mean_k ‖w_k − w̄‖² with the mean w̄ of the clients' models w_k (ReBaFL, Eq. 24); None without models.
+    """Return the mean squared distance of the clients' models from their mean (ReBaFL, Eq. 24).
+
+    With the clients' models w_k and their mean w̄, the result is Λ = mean_k ‖w_k − w̄‖². Without models, it is None.
 
     >>> weight_diversity([{"w": torch.tensor([0.0, 1.0])}, {"w": torch.tensor([2.0, 1.0])}])
     {'weight_diversity': 1.0}

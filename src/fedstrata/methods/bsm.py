@@ -9,7 +9,7 @@ from fedstrata.objectives.calibrated import Balanced
 
 
 class BSMFedAvg(Recipe):
-    """FedAvg with balanced softmax, whose prior is each class's share of the client's samples."""
+    """FedAvg with balanced softmax: the prior of a class is the class's share of the client's samples."""
 
     paper = "Chen and Chao 2022, On Bridging Generic and Personalized FL (ICLR)"
 

@@ -1,4 +1,4 @@
-"""FedAvg-FT: after each round, the server trains the head on a small set of balanced samples (ReBaFL §3.3)."""
+"""FedAvg-FT: after each round, the server trains the head on a small class-balanced set (ReBaFL §3.3)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fedstrata.methods.head_tuning import HeadTuning
 
 
 class FedAvgFT(Recipe, HeadTuning):
-    """FedAvg whose server trains the head on samples that no client holds: an upper bound for comparisons.
+    """FedAvg whose server also trains the head, on samples that no client has: an upper bound for comparisons.
 
-    A partition that gives all samples to clients is refused.
+    The partition must leave enough samples of every class to the server.
     """
 
     paper = "Xu et al. (ReBaFL §3.3): FedAvg with server-side fine-tuning, an upper-bound reference"
@@ -26,11 +26,11 @@ class FedAvgFT(Recipe, HeadTuning):
         self.require_samples(config, "method")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the recipe's requests; training the head at the server needs no further request."""
+        """Return the requests of the recipe; the server trains the head without sending a request."""
         return super().allowed(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """Run a round of FedAvg; if a client trained, also train the head at the server."""
+        """Run a round of FedAvg; if a client trained, also train the head on the server."""
         state, metrics = super().run_round(federation, state)
         if not metrics["clients_trained"]:
             return state, metrics

@@ -13,15 +13,15 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 
 
 class FedBABU(Recipe):
-    """FedAvg of only the body, the layers before the head; the head keeps its initial values.
+    """FedAvg that trains only the body (the layers before the head); the head keeps its initial values.
 
-    With ``fine_tune``, the server trains a copy of the head before each evaluation, and for the run's final model.
-    Clients never receive this copy. In the paper, each client fine-tunes the model on its own data instead. For this,
-    set ``evaluation.fine_tune``.
+    With ``fine_tune``, the server trains a copy of the head before each evaluation and for the final model. Clients
+    never receive this copy. In the paper, each client fine-tunes the model on its own data instead. To do this, set
+    ``evaluation.fine_tune``.
 
     Args:
-        fine_tune: Settings with which the server trains the head, such as ``{ per_class = 10 }``. The keys and defaults
-            are those of ``fedavg-ft``. Default: the head is not trained.
+        fine_tune: Settings for training the head on the server, such as ``{ per_class = 10 }``. The method
+            ``fedavg-ft`` has the same keys and defaults. Default: the head is not trained.
     """
 
     paper = "Oh, Kim and Yun 2022, FedBABU: Toward Enhanced Representation (ICLR)"
@@ -43,5 +43,5 @@ class FedBABU(Recipe):
             self.fine_tune.require_samples(config, "method.fine_tune")
 
     def evaluated(self, config: FederationConfig, state: RecipeState) -> Weights:
-        """Return the global model; if ``fine_tune`` is set, with a head that was trained at the server."""
+        """Return the global model; if ``fine_tune`` is set, the server trains its head first."""
         return self.fine_tune.tuned(config, state.weights)[0] if self.fine_tune else state.weights

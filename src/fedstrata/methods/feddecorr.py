@@ -10,7 +10,7 @@ from fedstrata.objectives.feddecorr import Decorrelated
 
 
 class FedDecorr(Recipe):
-    """FedAvg whose loss decorrelates features, which label skew would otherwise make alike."""
+    """FedAvg with a loss that decorrelates the features, because label skew makes features correlated."""
 
     paper = "Shi et al. 2023, Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous FL (ICLR)"
 

@@ -10,7 +10,11 @@ from fedstrata.objectives.calibrated import LogitMargins, Missing
 
 
 class FedLC(Recipe):
-    """FedAvg with calibrated logits z_c − τ n_k(c)^(−1/4) for n_k(c) samples of class c at the client."""
+    """FedAvg with calibrated logits: a class that is rarer at a client gets a larger margin.
+
+    The logit z_c of class c becomes z_c − τ n_k(c)^(−1/4), where n_k(c) is the number of samples of class c at client
+    k.
+    """
 
     paper = "Zhang et al. 2022, Federated Learning with Label Distribution Skew via Logits Calibration"
 

@@ -10,7 +10,7 @@ from fedstrata.objectives.fedntd import NotTrue
 
 
 class FedNTD(Recipe):
-    """FedAvg whose loss keeps the global model's probabilities of classes other than the true one."""
+    """FedAvg with a loss that preserves the global model's predictions for all classes except the true class."""
 
     paper = (
         "Lee et al. 2022, Preservation of the Global Knowledge by Not-True Distillation in Federated Learning (NeurIPS)"

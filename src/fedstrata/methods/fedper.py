@@ -9,9 +9,9 @@ from fedstrata.objectives.personal import PersonalLayers
 
 
 class FedPer(Recipe):
-    """FedAvg of only the body; each client trains a head of its own and keeps it.
+    """FedAvg that averages only the body (the layers before the head); each client trains and keeps its own head.
 
-    Set ``evaluation.fine_tune = 0`` to measure each client's own model. The global model has the initial head.
+    Set ``evaluation.fine_tune = 0`` to measure each client's own model. The global model keeps the initial head.
     """
 
     paper = "Arivazhagan et al. 2019, Federated Learning with Personalization Layers (arXiv:1912.00818)"

@@ -10,7 +10,10 @@ from fedstrata.objectives.fedprox import Proximal
 
 
 class FedProx(Recipe):
-    """FedAvg with the loss F_k(w) + (μ/2) ‖w − w_t‖², which keeps client k's model w near the global model w_t."""
+    """FedAvg with a proximal term in the loss, which keeps each client's model near the global model.
+
+    Client k minimises F_k(w) + (μ/2) ‖w − w_t‖², where F_k is its loss, w its model and w_t the global model.
+    """
 
     paper = "Li et al. 2020, Federated Optimization in Heterogeneous Networks (MLSys)"
 

@@ -13,10 +13,11 @@ from fedstrata.objectives.personal import HeadThenBody
 
 
 class FedRep(Recipe):
-    """FedAvg of only the body; each client first trains a head of its own, and then the body under this head.
+    """FedAvg that averages only the body; each client trains first its own head, and then the body.
 
-    Set ``evaluation.fine_tune`` to measure each client's own model: to 0, or to the epochs in which the client trains
-    its head on the new body, as in the paper. The global model has the initial head.
+    With ``evaluation.fine_tune = 0``, each client's model is evaluated with the head that the client last trained. A
+    positive value is the number of epochs in which the client first trains this head on the new body, as in the paper.
+    The global model keeps the initial head.
     """
 
     paper = "Collins et al. 2021, Exploiting Shared Representations for Personalized Federated Learning (ICML)"
@@ -25,7 +26,7 @@ class FedRep(Recipe):
 
     @override
     def parts(self) -> Parts:
-        # The plain mean is the server's update of Algorithm 1.
+        # In Algorithm 1, the server takes the plain mean.
         return {"objective": HeadThenBody(head_epochs=self.head_epochs), "aggregator": Mean()}
 
     def personal_objective(self) -> Objective:

@@ -17,7 +17,7 @@ class FedSSAR(Recipe):
     """FedProx with stratified client sampling: the clustering algorithm OPTICS groups clients with similar parameters.
 
     The larger a cluster, the more of its clients take part. Client k minimises F_k(w) + (α/2) ‖w − w_t‖², where F_k is
-    its loss and w_t the global model. The models are averaged, weighted by sample counts.
+    its loss and w_t the global model. The server averages the models with weights proportional to sample counts.
 
     Args:
         alpha: Strength of the proximal term, α.

@@ -1,4 +1,4 @@
-"""FedSTS (Gao et al. 2024) and FedSTaS, in which clients also train on only a random part of their samples."""
+"""FedSTS (Gao et al. 2024), and FedSTaS, a variant in which clients train on random subsets of their samples."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class FedSTS(Recipe):
     gradients are drawn more often (importance sampling).
 
     Args:
-        aggregation: ``paper``: the mean of the strata's mean models, which is biased. ``horvitz-thompson``: unbiased
-            weights; clients are then drawn with replacement.
+        aggregation: How models are averaged. ``paper``: first within each stratum, then over strata, which is biased.
+            ``horvitz-thompson``: with unbiased weights, for which clients are drawn with replacement.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework (IEEE TNNLS)"
@@ -56,7 +56,11 @@ class FedSTS(Recipe):
 
 
 class FedSTaS(FedSTS):
-    """FedSTS in which clients train on a random part of their samples; all together use about as many in each round."""
+    """FedSTS in which each client trains on a random subset of its samples.
+
+    All clients of a round use the same fraction of their samples. The server chooses the fraction so that the total
+    number of used samples stays about the same from round to round.
+    """
 
     paper = "Slessor et al. 2024, FedSTaS: Client Stratification and Client Level Sampling for Efficient FL"
 

@@ -22,19 +22,20 @@ class FedTAN(Recipe):
     """FedAvg whose clients share BatchNorm statistics, which they compute together in the first local step.
 
     In this step, every BatchNorm layer normalises with the mean and the variance averaged over the round's clients. In
-    the backward pass, the gradients of both are averaged, too. Each layer therefore needs one exchange in each pass.
-    Later local steps use these statistics unchanged, and so does the global model. The clients of a round train at the
-    same time. If one of them fails in the first step, the round does not change the model.
+    the backward pass, the gradients of the mean and of the variance are averaged, too. Each BatchNorm layer therefore
+    needs one exchange with the server in each pass. Later local steps use these statistics unchanged, and so does the
+    global model. The clients of a round train at the same time. If a client fails in the first step, the round does not
+    change the model.
 
     Only the data sampler ``all``, the objective ``cross-entropy`` and the optimiser ``sgd`` are accepted.
     """
 
-    needs_sgd = "FedTAN's clients take the first step of SGD together, each on one batch"
+    needs_sgd = "FedTAN's clients take the first SGD step together, and each of them uses one batch"
 
     paper = "Wang et al. 2023, Why Batch Normalization Damage FL on Non-IID Data? (IEEE TNNLS)"
 
     def check(self, config: FederationConfig) -> None:
-        """Require a model with BatchNorm layers, averaged statistics, all data and cross-entropy."""
+        """Require a model with BatchNorm layers, averaged BatchNorm statistics, all data and cross-entropy."""
         super().check(config)
         if not has_batchnorm(config.model.module):
             problem = (
@@ -44,14 +45,14 @@ class FedTAN(Recipe):
             raise SpecError("method.name", problem, "fedtan")
         if config.training.batch_norm == "local":
             raise SpecError(
-                "training.batch_norm", "FedTAN computes statistics over all clients. Use 'average'.", "local"
+                "training.batch_norm", "FedTAN computes BatchNorm statistics over clients. Use 'average'.", "local"
             )
         for key, accepted in (("data_sampler", AllData()), ("objective", CrossEntropy())):
             if getattr(self, key) != accepted:
-                raise SpecError(f"method.{key}", "FedTAN always trains on all data with cross-entropy. Remove it.")
+                raise SpecError(f"method.{key}", "FedTAN always trains on all data with cross-entropy. Remove the key.")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the sampler, and the request for local training of all clients at the same time."""
+        """Return the requests of the client sampler, and the request by which all clients train at the same time."""
         size = agreed.training.batch_size
         reason = f"uses a batch, which has at most training.batch_size = {size} samples"
         return self.with_samplers(agreed, Allowed(FitTogether, limit=SampleLimit(size, reason)))

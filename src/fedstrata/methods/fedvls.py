@@ -10,7 +10,7 @@ from fedstrata.objectives.fedvls import Vacant
 
 
 class FedVLS(Recipe):
-    """FedAvg with balanced softmax, distillation of classes that a client lacks, and suppression of other logits."""
+    """FedAvg with balanced softmax, distillation for classes that a client lacks, and suppression of wrong logits."""
 
     paper = "Guo et al. 2025, Exploring Vacant Classes in Label-Skewed Federated Learning (AAAI)"
 

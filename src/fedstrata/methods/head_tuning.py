@@ -1,4 +1,4 @@
-"""Training of a model's head at the server, on a small set with equally many samples of each class (ReBaFL §3.3)."""
+"""Training of a model's head on the server, on a small set with equally many samples of each class (ReBaFL §3.3)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fedstrata.models.batchnorm import has_batchnorm
 
 
 class HeadTuning(Setting):
-    """Training of only the head by full-batch gradient descent, on samples **that no client holds**.
+    """Training of only the head by full-batch gradient descent, on samples **that no client has**.
 
-    The server uses the same samples every time. The features, which are the input of the head, are computed once each
-    time that the head is trained, in evaluation mode. ``training.optimizer``, the clients' optimiser, is not used.
+    The server uses the same samples every time. Before the first step, it computes the features (the input of the head)
+    once, in evaluation mode. The clients' optimiser, ``training.optimizer``, is not used.
 
     Args:
         per_class: Number of samples of each class on which the server trains the head.
-        steps: Number of gradient steps each time the server trains the head.
+        steps: Number of gradient steps per training of the head.
         lr: Learning rate with which the server trains the head.
-        momentum: Momentum with which the server trains the head. It starts at 0 each time.
+        momentum: Momentum with which the server trains the head. Each training starts with velocity 0.
         weight_decay: Factor of the L2 penalty on the head.
     """
 
@@ -35,11 +35,11 @@ class HeadTuning(Setting):
     weight_decay: NonNegativeFloat = 0.0
 
     def require_samples(self, config: FederationConfig, section: str) -> None:
-        """Require a head, enough samples at the server, and BatchNorm statistics that the server and clients share.
+        """Require a head, enough samples on the server, and BatchNorm statistics that the server and clients share.
 
         Args:
             config: The federation's settings.
-            section: The section of the spec that holds these settings, for messages.
+            section: The section of the spec that contains these settings, for error messages.
 
         Raises:
             SpecError: The model has no head, the server has too few samples, or clients keep their own BatchNorm
@@ -48,19 +48,19 @@ class HeadTuning(Setting):
         config.model.require_head()
         key = f"{section}.per_class"
         if not config.task.has_classes:
-            problem = f"needs classes for the server's samples, and the task {config.task.name!r} has none"
+            problem = f"the server needs samples of each class, but the task {config.task.name!r} has no classes"
             raise SpecError(section, f"{problem}. Use another method, such as fedavg.")
         if config.server_data is None:
             problem = (
-                "the server would train the head on samples that no client holds, but real sites hold all data. Use "
+                "the server trains the head on samples that no client has, but with real sites it has no samples. Use "
                 "another method."
             )
             raise SpecError(key, problem, self.per_class)
         fewest = int(config.server_data.counts().min())
         if fewest < self.per_class:
             problem = (
-                f"the partition leaves the server only {fewest} samples of some class. Use a smaller value, or a "
-                "partition that does not give all samples to clients, such as classes with a size."
+                f"the partition leaves the server only {fewest} samples of its rarest class. Use a smaller value, or "
+                "a partition that does not give all samples to clients, such as classes with size."
             )
             raise SpecError(key, problem, self.per_class)
         if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
@@ -68,7 +68,7 @@ class HeadTuning(Setting):
             raise SpecError("training.batch_norm", problem, "local")
 
     def tuned(self, config: FederationConfig, weights: Weights) -> tuple[Weights, float]:
-        """Return the model with its head trained on the server's samples, and the loss before the last step."""
+        """Train the head on the server's samples; return the model, and the loss before the last step."""
         assert config.server_data is not None
         x, y = config.server_data.balanced(self.per_class, rng(config.seed, "server-samples"))
         # Keep the model loaded while the head is trained, because a head may have buffers.

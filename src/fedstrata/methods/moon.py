@@ -10,7 +10,11 @@ from fedstrata.objectives.moon import Contrastive
 
 
 class MOON(Recipe):
-    """FedAvg whose loss keeps features close to those of the global model, and apart from those of the last model."""
+    """FedAvg with a contrastive loss on the features of a client's model.
+
+    The loss pulls the features towards the features of the global model, and pushes them away from the features of the
+    client's previous model.
+    """
 
     paper = "Li, He and Song 2021, Model-Contrastive Federated Learning (CVPR)"
 

@@ -11,7 +11,10 @@ from fedstrata.sampling import power_of_choice
 
 
 class PowerOfChoice(Recipe):
-    """FedAvg that draws d candidates, and trains the m candidates with the largest loss; models have equal weights."""
+    """FedAvg that draws d candidate clients, and trains only the m candidates with the largest loss.
+
+    The trained models have equal weights in the average.
+    """
 
     paper = "Cho et al. 2020, Client Selection in Federated Learning (arXiv:2010.01243)"
 
@@ -19,5 +22,5 @@ class PowerOfChoice(Recipe):
 
     @override
     def parts(self) -> Parts:
-        # Models have equal weights in the mean, because candidates are already drawn in proportion to their sizes.
+        # Models have equal weights, because candidates are drawn in proportion to their numbers of samples.
         return {"client_sampler": power_of_choice.PowerOfChoice(candidates=self.candidates), "aggregator": Mean()}

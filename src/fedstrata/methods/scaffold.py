@@ -10,10 +10,10 @@ from fedstrata.objectives.scaffold import Scaffold
 
 
 class SCAFFOLD(Recipe):
-    """FedAvg with control variates, which correct each step; models have equal weights.
+    """FedAvg with control variates, which correct each local step; the server averages models with equal weights.
 
-    The control variate c_k estimates the gradient of client k, and c that of the federation. The client adds c − c_k to
-    each gradient, so that its steps go in the direction of the federation's gradient.
+    The control variate c_k estimates the gradient of client k, and c estimates the gradient of the whole federation.
+    The client adds c − c_k to each gradient, so that its steps follow the federation's gradient.
     """
 
     paper = "Karimireddy et al. 2020, SCAFFOLD: Stochastic Controlled Averaging (ICML)"

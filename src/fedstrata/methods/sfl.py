@@ -1,4 +1,4 @@
-"""SFL, sequential federated learning (Li and Lyu 2023), which is the baseline in Stratify's paper."""
+"""SFL, sequential federated learning (Li and Lyu 2023), the baseline in the paper on Stratify."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class SFLState:
 
 
 class SFL(Method):
-    """One model visits the round's clients in random order, and each client trains it for E epochs.
+    """One model visits the clients of a round in random order, and each of them trains it.
 
-    Models are not averaged, so that the model drifts towards the clients that it visited last. The drift grows with the
-    differences between clients.
+    Models are not averaged. The model therefore drifts towards the data of the clients that it visited last. The more
+    the clients' data differ, the larger the drift.
 
     Args:
         client_sampler: How the clients that the model visits are chosen.
@@ -52,7 +52,7 @@ class SFL(Method):
         sampler.check(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the sampler, and the request to train the visiting model."""
+        """Return the requests of the client sampler, and the request to train the visiting model."""
         sampler = self.client_sampler
         known = declares(type(sampler), "allowed", *ASKING["client_sampler"])
         return joined(sampler.allowed(agreed) if known else None, [Allowed(Visit, limit=step_limit(agreed))])
@@ -74,7 +74,7 @@ class SFL(Method):
         loss = sum(reply.loss * reply.seen for reply in replies) / seen if seen else None
         metrics = {"samples": seen, "train_loss": loss, **selection.metrics}
         metrics |= communication(relayed.weights, federation.log.hops, config.clients, federation.round)
-        # The sampler learns here which clients took part. ``check`` refuses samplers that also need the models of these
+        # Tell the sampler which clients took part. ``check`` refuses samplers that also need the models of these
         # clients.
         by_client = {order[position]: reply for position, reply in relayed.replies.items()}
         return SFLState(relayed.weights, sampler.observe(clients, by_client)), metrics
