@@ -35,8 +35,8 @@ REFUSED: dict[tuple[str, str], tuple[str, str]] = {
         (method, "classification, weights"): ("would ignore the task's settings (class_weights, l", "such as fedavg")
         for method in ONLY_CLASSIFICATION
     },
-    ("feddecorr", "next-token, domains"): ("needs one vector of features per sample", "Use another objective"),
-    ("feddecorr", "segmentation"): ("needs one vector of features per sample", "Use another objective"),
+    ("feddecorr", "next-token, domains"): ("needs one feature vector per sample", "Use another objective"),
+    ("feddecorr", "segmentation"): ("needs one feature vector per sample", "Use another objective"),
     **{
         ("fedavg-ft", case): ("the server needs samples of each class", "Use another method, such as fedavg")
         for case in NOT_CLASSES

@@ -173,7 +173,7 @@ def test_every_rule_of_allocation_acts(start, rule):
 
 
 def test_what_leaves_strata_out_cannot_be_weighted():
-    with pytest.raises(SpecError, match="can leave a stratum without a draw in every round, which weights cannot"):
+    with pytest.raises(SpecError, match="can leave a stratum without draws in all rounds, and weights cannot"):
         fs.prepare(spec({**FEDSTAS, "allocation": "neyman", "aggregation": "horvitz-thompson"}))
 
 

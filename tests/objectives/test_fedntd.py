@@ -123,6 +123,6 @@ def test_two_classes_are_refused():
     data = fs.from_arrays([[0.0], [1.0]] * 6, [0, 1] * 6, [[0.0], [1.0]], [0, 1])
     spec = fs.Experiment(method="fedntd", partition={"clients": 2})
     with pytest.raises(
-        SpecError, match=r"^method.objective = 'fedntd': compares the classes other .* has 2 classes\. U"
+        SpecError, match=r"^method.objective = 'fedntd': needs at least 3 classes, but the data have 2\. U"
     ):
         fs.run(spec, data=data)

@@ -1,1 +1,1 @@
-"""Aggregation of the clients' models at the server."""
+"""Aggregation of the clients' models on the server."""

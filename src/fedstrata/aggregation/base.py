@@ -1,8 +1,8 @@
-"""Aggregation of the clients' models at the server.
+"""Aggregation of the clients' models on the server.
 
-Each aggregation combines the clients' updates with a weight a_k per client: w ← w_t + Σ_k a_k (w_k − w_t), where w_t is
-the global model and w_k the model of client k. An ``Aggregator`` computes the a_k. A ``ServerOptimizer`` then applies
-the combined update: it treats the update as a negative gradient.
+An aggregation combines the clients' updates with one weight a_k per client: w ← w_t + Σ_k a_k (w_k − w_t). Here, w_t is
+the global model and w_k the model of client k. An ``Aggregator`` computes the weights a_k. A ``ServerOptimizer`` then
+applies the combined update, which it treats as a negative gradient.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from fedstrata.sampling.base import ClientSampler, Selection, Uniform
 
 
 class Aggregator(Setting):
-    """Base class of the aggregators, which compute the weight a_k of each client's update.
+    """Base class of the aggregators, which combine the clients' updates with one weight a_k per client.
 
     Args:
-        server: Optimiser that applies the combined update to the global model. Default: the update is added to the
-            model.
+        server: Optimiser that applies the combined update to the global model. Default: the server adds the update to
+            the model.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the aggregator's own requests at a client; see ``fedstrata.clients.handling``."""
 
     needs_counts: ClassVar[bool] = False
-    """Whether the weights depend on how many samples the clients used."""
+    """Whether the weights depend on the number of samples that each client used."""
 
     server: AnyServer = ServerOptimizer()
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Raise ``SpecError`` if the aggregation does not fit the sampler."""
+        """Raise ``SpecError`` if the aggregator does not fit the federation or the client sampler."""
 
     @abstractmethod
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
@@ -51,18 +51,18 @@ class Aggregator(Setting):
         Args:
             selection: The invited clients, and how they were drawn.
             returned: The clients that replied, as indices into ``selection.clients``, ascending, shape (r,).
-            samples: How many samples (or tokens, or pixels) each of these clients used, shape (r,).
+            samples: The number of samples (or tokens, or pixels) that each of these clients used, shape (r,).
 
         Returns:
             The weights, shape (r,).
         """
 
     def shortage(self, replies: int) -> str:
-        """Return why a round with this number of replies leaves the model unchanged; empty if it does not."""
+        """Return the reason why a round with so few replies does not change the model; empty if the replies suffice."""
         return ""
 
     def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:
-        """Return the weight a_k of each reply. Subclasses that need more than sample counts override this method.
+        """Return the weight a_k of each reply. Subclasses whose weights need more than sample counts override it.
 
         Args:
             selection: The invited clients, and how they were drawn.
@@ -77,24 +77,24 @@ class Aggregator(Setting):
     def init(self, config: FederationConfig) -> Tree:
         """Return the state before the first round. Default: None, because the server optimiser has no state yet.
 
-        A subclass that remembers clients between rounds overrides ``init`` and ``combine``. The state of all rounds is
-        written to checkpoints, so it must be a tree of plain values, arrays and tensors (``fedstrata.base.records``).
+        A subclass that stores values of clients between rounds overrides ``init`` and ``combine``. The state is written
+        to checkpoints. It must therefore be a tree of plain values, arrays and tensors (``fedstrata.base.records``).
         """
         return None
 
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the new state; both are unchanged without replies.
+        """Return the new global model and the new state. Without replies, both are unchanged.
 
         The method is called in every round, also if no client replied. It must not change ``state`` in place.
 
         Args:
             weights: The global model of the round.
-            state: The state after the previous round. Here, it is the state of the server optimiser.
+            state: The state after the previous round. In this base class, it is the state of the server optimiser.
             selection: The invited clients, and how they were drawn.
-            replies: A mapping from client to the reply that the server uses, in ascending order of clients. All other
-                invited clients were absent, late, failed, or sent a reply that was refused.
+            replies: A mapping from each client to its reply, in ascending order of clients. Invited clients are missing
+                if they were absent or late, if they failed, or if the server refused their reply.
         """
         if not replies:
             return weights, state
@@ -121,7 +121,7 @@ class Aggregator(Setting):
             weights: The global model of the round.
             update: The change of each parameter.
             state: The state of the server optimiser.
-            selection: The invited clients; the optimiser reads the round from it.
+            selection: The invited clients, and the round for the optimiser's schedule.
             answers: The replies.
             a: The weight of each reply in the mean of the buffers, shape (r,).
 
@@ -144,12 +144,12 @@ def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Para
 
 
 def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params:
-    """Average float buffers with the weights a_k / Σ a; of integer buffers (counters), take the largest value."""
+    """Average float buffers with the weights a_k / Σ a; for integer buffers (counters), take the largest value."""
     total = float(a.sum())
     if total == 0:
         return buffers
     floats = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
-    # Average the changes of the buffers. If the buffers themselves were averaged, rounding would alter those that no
+    # Average the changes of the buffers. If the buffers themselves were averaged, rounding would alter buffers that no
     # client changed.
     change = weighted_update(floats, others, a / total)
     result: Params = {}
@@ -162,16 +162,16 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
 
 
 class MeanBySize(Aggregator):
-    """Weights a_k = n_k / Σ n (FedAvg), where client k used n_k samples in the round.
+    """Weights in proportion to sample counts (FedAvg): a_k = n_k / Σ n for n_k samples of client k in the round.
 
-    The sum is over the clients that replied. If clients were drawn in proportion to their size, every draw has the same
-    weight instead, because size would otherwise count twice.
+    The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
+    draw has the same weight instead. Otherwise, the number of samples would count twice.
     """
 
     needs_counts: ClassVar[bool] = True
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return weights in proportion to the number of samples that the clients used.
+        """Return weights in proportion to the number of samples that each client used.
 
         >>> selection = Selection.plain(np.array([0, 4, 7]), 10)
         >>> MeanBySize().coefficients(selection, np.array([0, 2]), np.array([30, 10])).tolist()
@@ -185,26 +185,26 @@ class MeanBySize(Aggregator):
 
 
 class Mean(Aggregator):
-    """Equal weights a_k = 1 / r for r replies; a client that was drawn twice counts twice."""
+    """Equal weights a_k = 1 / r for r replies; a client that was drawn twice has twice the weight."""
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return weights in proportion to the number of draws of each client."""
+        """Return weights in proportion to each client's number of draws."""
         draws = selection.draws[returned]
         result: Floats = draws / draws.sum()
         return result
 
 
 class StratumMean(Aggregator):
-    """The mean of the models of each stratum h, weighted by the stratum's size (FedSTS and FedSTaS).
+    """The mean model of each stratum, averaged over strata with weights in proportion to their sizes (FedSTS, FedSTaS).
 
-    The model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N_h is the number of clients in stratum h, N that of all
-    clients, and S_h are the m_h clients of the stratum that replied. Strata without a reply are left out, and the
-    weights of the other strata increase. If clients were drawn in proportion to their samples, N_h and N count samples
-    instead of clients.
+    The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
+    clients in stratum h. S_h are the m_h clients of stratum h that replied. Strata without a reply are left out, and
+    the weights of the other strata increase. If clients were drawn in proportion to their samples, N_h and N count
+    samples instead of clients.
 
-    The papers call this mean unbiased, but it has two biases. With importance sampling inside the strata, clients with
-    large gradients are drawn more often, and their weights are not reduced. Strata to which Neyman's allocation gives
-    no draw are left out (in the published code, too). ``HorvitzThompson`` is unbiased.
+    The papers call this mean unbiased, but it has two biases. Importance sampling draws clients with large gradients
+    more often, and their weights are not reduced. Strata to which Neyman's allocation gives no draw are left out, as in
+    the published code. ``HorvitzThompson`` is unbiased.
     """
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
@@ -224,28 +224,28 @@ class StratumMean(Aggregator):
 
 
 class HorvitzThompson(Aggregator):
-    """Weights a_k = draws_k / (N m_h p_k), which are unbiased for draws with replacement (Hansen and Hurwitz 1943).
+    """Unbiased weights a_k = draws_k / (N m_h p_k) for draws with replacement (Hansen and Hurwitz 1943).
 
-    N is the number of clients, m_h the number of draws from the client's stratum h, p_k the probability that a draw
-    from the stratum picks client k, and draws_k how often client k was drawn. The a_k sum to one only on average, so
-    they multiply updates and not whole models.
+    N is the number of clients. Client k, which belongs to stratum h, was drawn draws_k times. m_h is the number of
+    draws from this stratum, and p_k is the probability that one such draw picks client k. The weights sum to one only
+    on average. They are therefore applied to updates and not to whole models.
     """
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Require draws with replacement, or uniform draws, for which all weights are 1/m."""
+        """Require draws with replacement, or uniform draws, whose weights are all equal."""
         if getattr(sampler, "allocation", None) == "neyman":
-            problem = "can leave a stratum without a draw in every round, which weights cannot correct. "
+            problem = "can leave a stratum without draws in all rounds, and weights cannot correct this bias. "
             problem += "Use 'neyman-random' (the default of horvitz-thompson), or another allocation."
             raise SpecError("method.allocation", problem, "neyman")
         if getattr(sampler, "replacement", None) is False and not isinstance(sampler, Uniform):
             problem = (
-                "the aggregator horvitz-thompson requires draws with replacement. Set it to true; with fedsts and "
+                "the aggregator horvitz-thompson requires draws with replacement. Set this key to true. With fedsts or "
             )
             problem += "fedstas, set method.aggregation = 'horvitz-thompson' instead."
             raise SpecError("method.client_sampler.replacement", problem, False)
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return draws_k / (N m_h p_k), where m_h counts only the draws of clients that replied."""
+        """Return the weights draws_k / (N m_h p_k), where m_h counts only draws of clients that replied."""
         stratum, draws = selection.stratum[returned], selection.draws[returned]
         per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
         population = _population(selection, selection.stratum_sizes, per_stratum)
@@ -255,16 +255,16 @@ class HorvitzThompson(Aggregator):
 
 
 def _chance(selection: Selection) -> Floats:
-    """Return the probability that a stratum gets at least one draw, for each of the H strata, shape (H,)."""
+    """Return, for each of the H strata, the probability that it gets at least one draw, shape (H,)."""
     chance = selection.stratum_chance
     return np.ones(len(selection.stratum_sizes)) if chance is None else chance
 
 
 def _population(selection: Selection, sizes: Ints, per_stratum: NDArray[Any]) -> int:
-    """Return the total size of the strata, without invited strata from which no client replied.
+    """Return the total size of the strata from which at least one client replied.
 
-    Strata that had no draw are left out too. There is one exception: if the numbers of draws are random
-    (``stratum_chance``), these strata count, because ``_chance`` corrects the weights for strata without a draw.
+    If the numbers of draws are random (``stratum_chance``), strata without a draw count, too, because ``_chance``
+    corrects the weights for them.
     """
     missing = per_stratum == 0
     if selection.stratum_chance is not None:

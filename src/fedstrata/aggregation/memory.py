@@ -1,4 +1,4 @@
-"""Aggregators that remember the clients of earlier rounds, for clients that are often absent."""
+"""Aggregators that store values of each client between rounds, because some clients are often absent."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedstrata.sampling.base import ClientSampler, Selection
 
 
 class Remembering(Aggregator):
-    """Base class of aggregators whose state describes each client; they override ``init`` and ``combine``."""
+    """Base class of aggregators that store values of each client; subclasses override ``init`` and ``combine``."""
 
     @override
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Raise an error, because the weights depend on earlier rounds.
+        """Raise an error, because the weights depend on the state.
 
         Raises:
             NotImplementedError: Always.
@@ -34,14 +34,14 @@ class Remembering(Aggregator):
 class Intervals(Remembering):
     """Weights a_k = ω_k / N, where ω_k is the mean number of rounds between two replies of client k (FedAU).
 
-    ω_k estimates 1 / p_k, where p_k is the probability that client k replies in a round. Σ_k a_k Δ_k is then an
-    estimate of the mean update of all N clients. An interval ends in the round in which the client replies, or when it
-    has lasted ``cutoff`` rounds. ω_k is the mean of the intervals that ended before the current round, and 1 if there
-    is none. A client that was not invited counts as absent.
+    ω_k estimates 1 / p_k, where p_k is the probability that client k replies in a round. With the update Δ_k of client
+    k, the sum Σ_k a_k Δ_k is then an estimate of the mean update of all N clients. An interval ends when the client
+    replies, or when the interval has lasted ``cutoff`` rounds. ω_k is the mean length of the intervals that ended
+    before the current round. It is 1 before the first interval ends. A client that was not invited counts as absent.
 
     Args:
-        cutoff: The longest interval K, in rounds. A smaller K limits the weight of clients that reply rarely, but then
-            ω_k underestimates 1 / p_k.
+        cutoff: Longest interval between two replies, in rounds (K). A smaller value limits the weight of clients that
+            reply rarely, but makes ω_k underestimate 1 / p_k.
     """
 
     cutoff: PositiveInt = 50
@@ -76,9 +76,9 @@ class Intervals(Remembering):
 class LastUpdates(Remembering):
     """The mean of the last updates of all N clients (MIFA): w ← w_t + (1/N) Σ_k y_k.
 
-    y_k is the last update that client k sent, and zero before its first reply. Updates are kept as they were sent: if
-    the clients' learning rate changes between rounds, old updates are not rescaled. The model also changes in rounds in
-    which no client replies. BatchNorm's buffers are averaged over the replies of the round.
+    y_k is the last update that client k sent. It is zero before the client's first reply. Stored updates are not
+    rescaled if the clients' learning rate changes. The model also changes in rounds in which no client replies.
+    BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
         memory_gb: The largest memory for the updates of all clients, in GB. They take the bytes of N models, on the
@@ -113,9 +113,9 @@ class VarianceReduced(LastUpdates):
     """The mean of the last updates of all N clients, corrected by the replies (FedVARP).
 
     The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S are the r clients that replied in this
-    round, Δ_k is the update of client k, and y_k is its last update before this round, or zero. If all clients reply
-    with the same probability, the sum is an unbiased estimate of the mean update of all clients. A round without a
-    reply does not change the model. BatchNorm's buffers are averaged over the replies of the round.
+    round. Δ_k is the new update of client k. y_k is the last update that client k sent in an earlier round, or zero. If
+    all clients reply with the same probability, the sum is an unbiased estimate of the mean update of all clients. A
+    round without a reply does not change the model. BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
         memory_gb: The largest memory for the updates of all clients, in GB. They take the bytes of N models, on the
@@ -150,12 +150,12 @@ def updates_of(weights: Weights, replies: Mapping[int, FitReply]) -> dict[int, P
 
 
 def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> Params:
-    """Return (1/N) Σ_k y_k for each parameter, where clients without an update y_k count as zero.
+    """Return the mean update (1/N) Σ_k y_k of each parameter. Clients without an update y_k count as zero.
 
     Args:
-        params: The parameters, whose shapes the result has.
+        params: The parameters. The result has the same names and shapes.
         updates: A mapping from clients to updates.
-        clients: The number of all clients N.
+        clients: N, the number of all clients.
     """
     total = {name: torch.zeros_like(w) for name, w in params.items()}
     for client in sorted(updates):

@@ -21,21 +21,22 @@ BETAS = (0.9, 0.99)
 class ServerOptimizer(Setting):
     """SGD with momentum, or one of the adaptive optimisers of Reddi et al. 2021 (Algorithm 2).
 
-    The gradient g is the negative update. An adaptive optimiser sets m ← β₁ m + (1 − β₁) g, updates v by its own rule
-    (see ``optimizer``; initially v = τ²), and sets w ← w − η m / (√v + τ). Unlike Adam in PyTorch, it does not
-    correct a bias.
+    The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². In each step, it sets m ←
+    β₁ m + (1 − β₁) g, updates v by the rule given under ``optimizer``, and sets w ← w − η m / (√v + τ). Unlike
+    PyTorch's Adam, it has no bias correction.
 
     Args:
-        optimizer: Optimiser. ``sgd``: SGD (with ``momentum``: FedAvgM). ``adam``: FedAdam, v ← β₂ v + (1 − β₂) g².
-            ``yogi``: FedYogi, v ← v − (1 − β₂) g² sign(v − g²). ``adagrad``: FedAdagrad, v ← v + g², with β₁ = 0.
-        lr: Learning rate η of the server. Default: 1 for ``sgd``, which leaves the update unchanged; 0.01 for the
-            others.
-        schedule: Learning rate over the rounds: ``inverse`` or ``cosine``, as in ``training.schedule``. Default:
-            constant.
+        optimizer: Optimiser of the server. ``sgd``: SGD (with ``momentum``: FedAvgM). ``adam``: FedAdam, v ← β₂ v + (1
+            − β₂) g². ``yogi``: FedYogi, v ← v − (1 − β₂) g² sign(v − g²). ``adagrad``: FedAdagrad, v ← v + g², with β₁
+            = 0.
+        lr: Learning rate η of the server. Default: 1 for ``sgd``, which leaves the update unchanged, and 0.01 for the
+            adaptive optimisers.
+        schedule: Schedule of the learning rate over the rounds: ``inverse`` or ``cosine``, as in ``training.schedule``.
+            Default: a constant learning rate.
         momentum: Momentum of ``sgd``.
         betas: Coefficients β₁ and β₂ of ``adam`` and ``yogi``.
-        eps: Constant τ that ``adam``, ``adagrad`` and ``yogi`` add to the square root of v.
-        weight_decay: Factor of the L2 penalty: this factor times the parameters is added to the gradient.
+        eps: Constant τ that ``adam``, ``adagrad`` and ``yogi`` add to √v. A larger value makes the steps less adaptive.
+        weight_decay: Factor of the L2 penalty. The factor times the parameters is added to the gradient.
     """
 
     optimizer: Literal["sgd", "adam", "adagrad", "yogi"] = "sgd"
@@ -66,7 +67,7 @@ class ServerOptimizer(Setting):
     ) -> tuple[Params, Tree]:
         """Take one step with an update as the negative gradient; return the new parameters and the new state.
 
-        The learning rate follows the schedule in ``round``, counted from 1, of a run of ``rounds`` rounds.
+        ``round``, counted from 1, and ``rounds``, their total number, determine the learning rate of the schedule.
         """
         lr = None if self.schedule is None else scheduled(self.rate, self.schedule, round, rounds)
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:
@@ -83,13 +84,13 @@ AnyServer = Annotated[ServerOptimizer, from_word(ServerOptimizer, "optimizer")]
 class Stepper:
     """A server optimiser that changes its own copy of the parameters step by step.
 
-    PyTorch's optimisers are not used: importing them takes seconds, and they differ from those of the paper.
+    PyTorch's optimisers are not used, because importing them takes seconds and they differ from the paper's optimisers.
 
     Args:
         settings: The optimiser's settings.
         params: The initial parameters, which are copied.
-        state: The ``state()`` of an earlier stepper, from which this one continues; None to start from scratch.
-        lr: A learning rate that replaces the one of ``settings``; None for no replacement.
+        state: The ``state()`` of an earlier stepper, to continue from it; None to start without a state.
+        lr: The learning rate; None for the learning rate of ``settings``.
     """
 
     def __init__(self, settings: ServerOptimizer, params: Params, state: Tree, lr: float | None = None) -> None:
@@ -101,7 +102,7 @@ class Stepper:
 
     @torch.no_grad()
     def step(self, gradient: Params, samples: float = 1) -> None:
-        """Take one step with ``gradient / samples``: the mean gradient, if ``gradient`` is a sum over samples."""
+        """Take one step with ``gradient / samples``, the mean gradient if ``gradient`` is a sum over samples."""
         gradients = [gradient[name] for name in self._weights]
         if self.settings.optimizer == "sgd":
             self._sgd(gradients, float(samples))
@@ -109,9 +110,9 @@ class Stepper:
             self._adaptive(list(torch._foreach_div(gradients, float(samples))))
 
     def _sgd(self, gradient: list[Tensor] | tuple[Tensor, ...], samples: float) -> None:
-        """Set v ← momentum v + g and w ← w − η v with g = gradient / samples.
+        """Take a step of SGD: v ← momentum · v + g and w ← w − η v, where g = gradient / samples.
 
-        If possible, the division is part of the last operation, which saves a pass over memory.
+        Where possible, the division is part of the last operation, which saves a pass over memory.
         """
         weights = list(self._weights.values())
         if self.settings.weight_decay:
@@ -146,12 +147,13 @@ class Stepper:
             w.sub_(self._lr * m / (v.sqrt() + tau))
 
     def params(self) -> Params:
-        """Return the parameters without copying them, so that later steps change the returned tensors."""
+        """Return the parameters without copying them. Later steps therefore change the returned tensors."""
         return dict(self._weights)
 
     def state(self) -> Tree:
         """Return the state for a later stepper: two lists of tensors, in the order of the parameters.
 
-        ``first`` is the velocity of ``sgd``, or m of an adaptive optimiser; ``second`` is v, empty for ``sgd``.
+        ``first`` is the velocity of ``sgd``, or m of an adaptive optimiser. ``second`` is v of an adaptive optimiser,
+        and empty for ``sgd``.
         """
         return {"first": [m.clone() for m in self._first], "second": [v.clone() for v in self._second]}

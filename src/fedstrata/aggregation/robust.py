@@ -1,7 +1,7 @@
-"""Robust aggregators, which limit what false updates of a few clients can do to the global model.
+"""Robust aggregators, which limit the influence of false updates from a few clients on the global model.
 
-They combine the updates w_k − w_t themselves, and not with weights that are known beforehand. Each client that replied
-counts once, whatever number of samples it claims and however often it was drawn.
+The result depends on the values of the updates w_k − w_t, and not only on weights that are known beforehand. Each
+client that replied counts once, regardless of its reported number of samples and its number of draws.
 """
 
 from __future__ import annotations
@@ -25,34 +25,32 @@ from fedstrata.sampling.base import ClientSampler, Selection
 
 
 class RobustAggregator(Aggregator):
-    """Base class of the aggregators that combine whole updates and not weights.
+    """Base class of the aggregators whose result depends on the values of all updates.
 
-    Floating-point buffers, such as BatchNorm's running statistics, are combined together with the parameters. The
-    messages that an objective sends in addition are still averaged.
+    Floating-point buffers, such as BatchNorm's running statistics, are combined together with the parameters. Messages
+    of an objective are not combined robustly: they are still averaged.
     """
 
     @property
     def least_replies(self) -> int:
-        """The smallest number of replies from which the rule is defined."""
+        """The smallest number of replies for which the aggregation rule is defined."""
         return 1
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Raise ``SpecError`` if the clients, or those invited per round, are fewer than ``least_replies``."""
+        """Raise ``SpecError`` if a round invites fewer clients than ``least_replies``."""
         invited = config.clients if sampler.name == "all" else config.training.invited(config.clients)
         if invited < self.least_replies:
             problem = f"needs at least {self.least_replies} replies, but a round invites {invited} clients. "
-            raise SpecError(
-                "method.aggregator", f"{problem}Invite more clients, or expect fewer false updates.", self.name
-            )
+            raise SpecError("method.aggregator", f"{problem}Invite more clients, or reduce attackers.", self.name)
 
     def shortage(self, replies: int) -> str:
-        """Return why a round with this number of replies leaves the model unchanged; empty if it does not."""
+        """Return the reason why a round with so few replies does not change the model; empty if the replies suffice."""
         if 0 < replies < self.least_replies:
             return f"{self.name} needs at least {self.least_replies} replies, and {replies} clients answered"
         return ""
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return equal weights: before the rule, each client counts once."""
+        """Return equal weights, because each client counts once."""
         return np.full(len(returned), 1 / max(len(returned), 1))
 
     @abstractmethod
@@ -69,7 +67,7 @@ class RobustAggregator(Aggregator):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the server optimiser's new state; both are unchanged with too few replies."""
+        """Return the new global model and the new state. With too few replies, both are unchanged."""
         if not replies or self.shortage(len(replies)):
             return weights, state
         models = [reply.weights for reply in replies.values()]
@@ -84,25 +82,26 @@ class RobustAggregator(Aggregator):
         for name, buffer in weights.buffers.items():
             if name in floats:
                 buffers[name] = buffer + moved[name]
-            else:  # a counter: of an even number of values, the median is the smaller one in the middle
+            else:  # a counter. For an even number of values, PyTorch's median is the smaller middle value.
                 buffers[name] = torch.stack([model.buffers[name] for model in models]).median(dim=0).values
         return Weights(params, buffers), state
 
 
 def _named(params: Params, buffers: Params) -> Params:
-    """Return parameters and buffers in one mapping, with different names."""
+    """Return parameters and buffers in one mapping, with prefixes that keep their names distinct."""
     return {f"params/{name}": w for name, w in params.items()} | {f"buffers/{name}": b for name, b in buffers.items()}
 
 
 class Median(RobustAggregator):
-    """The coordinate-wise median of the updates (Yin et al. 2018); of an even number, the mean of the middle two.
+    """The coordinate-wise median of the updates (Yin et al. 2018).
 
-    It tolerates false updates from less than half of the clients. With label skew it ignores what only few clients
-    know, so that it can be less accurate than a mean if no update is false.
+    For an even number of updates, it is the mean of the two middle values. It tolerates false updates from less than
+    half of the clients. With label skew, it ignores what only a few clients have learnt. It can therefore be less
+    accurate than a mean if no update is false.
     """
 
     def center(self, updates: Tensor) -> Tensor:
-        """Return the median of each coordinate.
+        """Return the median of each coordinate, shape (d,).
 
         >>> Median().center(torch.tensor([[1.0, 5.0], [2.0, -9.0], [300.0, 6.0], [3.0, 7.0]])).tolist()
         [2.5, 5.5]
@@ -114,18 +113,18 @@ class TrimmedMean(RobustAggregator):
     """The coordinate-wise mean without the f smallest and the f largest values (Yin et al. 2018).
 
     Args:
-        attackers: Number f of replies in a round that may be false. With 0, it is the mean.
+        attackers: Number f of replies per round that may be false. With 0, the result is the mean.
     """
 
     attackers: NonNegativeInt = 1
 
     @property
     def least_replies(self) -> int:
-        """2 f + 1 replies, of which one is left in each coordinate."""
+        """2 f + 1, so that at least one value is left in each coordinate."""
         return 2 * self.attackers + 1
 
     def center(self, updates: Tensor) -> Tensor:
-        """Return the trimmed mean of each coordinate.
+        """Return the trimmed mean of each coordinate, shape (d,).
 
         >>> TrimmedMean(attackers=1).center(torch.tensor([[1.0], [2.0], [300.0], [3.0]])).tolist()
         [2.5]
@@ -140,10 +139,10 @@ def _trimmed_mean(rows: Tensor, each_end: int) -> Tensor:
 
 
 class Krum(RobustAggregator):
-    """The update of the one client whose neighbours are closest (Krum, Blanchard et al. 2017).
+    """The update that is closest to its neighbours (Krum, Blanchard et al. 2017).
 
-    A client's score is the sum of the squared distances to its n − f − 2 nearest updates, of n replies. The update with
-    the smallest score is used, and all others are ignored.
+    With n replies, the score of an update is the sum of its squared distances to its n − f − 2 nearest updates. The
+    update with the smallest score is used, and all other updates are ignored.
 
     Args:
         attackers: Number f of replies in a round that may be false; a round needs 2 f + 3 replies.
@@ -153,11 +152,11 @@ class Krum(RobustAggregator):
 
     @property
     def least_replies(self) -> int:
-        """2 f + 3 replies, for which Blanchard et al. prove that Krum is robust."""
+        """2 f + 3, the smallest number of replies for which Blanchard et al. prove that Krum is robust."""
         return 2 * self.attackers + 3
 
     def center(self, updates: Tensor) -> Tensor:
-        """Return the update with the smallest score; of several, the first.
+        """Return the update with the smallest score. If scores are equal, return the first such update.
 
         >>> Krum(attackers=0).center(torch.tensor([[1.0], [2.0], [2.5], [9.0]])).tolist()
         [2.0]
@@ -174,7 +173,7 @@ class Krum(RobustAggregator):
             The scores in float64, shape (n,).
         """
         squared = torch.stack([(updates - row).double().square().sum(dim=1) for row in updates])
-        # The smallest distance is that of an update to itself.
+        # Leave out the smallest distance, which is the distance of an update from itself.
         return squared.sort(dim=1).values[:, 1 : len(updates) - self.attackers - 1].sum(dim=1)
 
 
@@ -183,14 +182,14 @@ class MultiKrum(Krum):
 
     Args:
         attackers: Number f of replies in a round that may be false; a round needs 2 f + 3 replies.
-        chosen: Number m of updates in the mean, at most n − f of n replies. Default: n − f.
+        chosen: Number m of updates in the mean, at most n − f, where n is the number of replies. Default: n − f.
     """
 
     chosen: PositiveInt | None = None
 
     @property
     def least_replies(self) -> int:
-        """2 f + 3 replies, and at least ``chosen`` that are not false."""
+        """The larger of 2 f + 3 and f + ``chosen``, so that ``chosen`` replies remain if f replies are false."""
         return max(super().least_replies, (self.chosen or 0) + self.attackers)
 
     def center(self, updates: Tensor) -> Tensor:
@@ -205,13 +204,13 @@ class MultiKrum(Krum):
 
 
 class GeometricMedian(RobustAggregator):
-    """The point with the smallest sum of distances to the updates, approximately (RFA, Pillutla et al. 2022).
+    """The approximate point with the smallest sum of distances to the updates (RFA, Pillutla et al. 2022).
 
-    Each step of the smoothed Weiszfeld algorithm sets v to a mean of the updates with weights 1 / max(ν, ‖v − update‖).
-    The first v is 0, which is the global model.
+    Each step of the smoothed Weiszfeld algorithm sets v to the mean of the updates with weights 1 / max(ν, ‖v −
+    update‖). It starts with v = 0, which is the global model.
 
     Args:
-        steps: Number of steps.
+        steps: Number of steps of the algorithm. More steps give a better approximation.
         smoothing: Smallest distance ν, which limits the weight of an update that is close to v.
     """
 
@@ -232,15 +231,15 @@ class GeometricMedian(RobustAggregator):
 
 
 class CentredClipping(RobustAggregator):
-    """The mean of the updates after each was shortened to a largest length (centred clipping, Karimireddy et al. 2021).
+    """The mean of the updates, each clipped to a largest length (centred clipping, Karimireddy et al. 2021).
 
-    Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In each round the first v is 0, which is
-    the global model, and not the result of the round before, as in the paper. False updates can therefore move v by at
-    most τ times their share per step.
+    Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
+    by at most τ times the fraction of clients that send them. Each round starts with v = 0, which is the global model.
+    In the paper, it starts with the result of the previous round.
 
     Args:
-        radius: Largest length τ of a difference.
-        steps: Number of steps in a round.
+        radius: Largest length τ of the difference between an update and v. Longer differences are shortened to τ.
+        steps: Number of steps per round.
     """
 
     radius: PositiveFloat = 10.0
@@ -261,5 +260,5 @@ class CentredClipping(RobustAggregator):
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Return the length of each row in float64, so that the squares of large float32 numbers are finite, shape (n,)."""
+    """Return the length of each row, shape (n,), in float64, because squares of large float32 numbers can overflow."""
     return rows.double().square().sum(dim=1).sqrt()

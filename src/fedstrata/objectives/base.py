@@ -1,8 +1,8 @@
 """Objectives of local training: the base class, and plain cross-entropy.
 
-An objective consists of hooks: methods that are called at certain points of a round. Hooks at a client compute the
-loss, a correction of the gradient, and a message to the server. Hooks at the server compute a message to the clients,
-and use the clients' messages. Most objectives override one or two hooks.
+An objective consists of hooks: methods that are called at certain points of a round. On a client, hooks compute the
+loss, a correction of the gradient, and a message to the server. On the server, hooks compute a message to the clients
+and process the clients' messages. Most objectives override one or two hooks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Batch:
     """Samples of one client.
 
     Args:
-        x: Inputs, (B, …), float32; or a mapping from the names of several inputs to tensors (B, …).
+        x: Inputs, shape (B, …), float32. With several inputs: a mapping from the name of each input to such a tensor.
         y: Targets, shape (B, …); for classification, labels (B,) int64.
     """
 
@@ -39,10 +39,10 @@ class Batch:
     y: Tensor
 
     def __getitem__(self, where: Any) -> Batch:
-        """Return some of the samples.
+        """Return the samples at the given positions.
 
         Args:
-            where: Their positions: a slice, or a tensor or array of whole numbers.
+            where: The positions: a slice, or a tensor or array of whole numbers.
         """
         x = self.x[where] if isinstance(self.x, Tensor) else {name: each[where] for name, each in self.x.items()}
         return Batch(x, self.y[where])
@@ -54,17 +54,17 @@ Batches = Callable[[], Iterable[Batch]]
 
 @dataclass(frozen=True)
 class Context:
-    """The arguments of a client's loss that stay constant during local training.
+    """The values that a client's loss needs and that stay constant during local training.
 
     Args:
-        start: The global parameters w_t at which the client starts.
-        counts: n_k(c), how many training samples of each class c the client has, shape (C,), float32; empty if the
-            task has no classes.
+        start: The parameters w_t of the global model, with which local training starts.
+        counts: n_k(c), the number of training samples of each class c at client k, shape (C,), float32. It is empty if
+            the task has no classes.
         received: The server's message, together with the entries that ``client_prepare`` added.
-        kept: The client's state of this objective, as ``client_final`` last returned it; None in its first round.
+        kept: The client's state, as ``client_final`` last returned it; None in the client's first round.
         lr: The learning rate η of this round.
-        derived: Values that ``client_init`` computed once for all steps.
-        task: The task, which gives the loss.
+        derived: Values that ``client_init`` computed once, before the first step.
+        task: The task, which defines the default loss.
     """
 
     start: Params
@@ -76,7 +76,7 @@ class Context:
     task: Task = field(default_factory=Classification)
 
     def deriving(self, **derived: Any) -> Context:
-        """Return a copy of the context with additional entries in ``derived``."""
+        """Return a copy of the context with more entries in ``derived``."""
         return replace(self, derived={**self.derived, **derived})
 
 
@@ -86,10 +86,10 @@ class Trained:
 
     Args:
         params: The parameters after the last step.
-        steps: K, the number of steps taken.
-        model: The client's model, with which features can be computed.
+        steps: K, the number of steps that were taken.
+        model: The client's model, for hooks that compute features.
         batches: A function that iterates over the local data, in batches and in a fixed order.
-        least: ``privacy.min_samples``. Values that are computed from fewer samples must not be sent.
+        least: The setting ``privacy.min_samples``. Values that are computed from fewer samples must not be sent.
     """
 
     params: Params
@@ -104,7 +104,7 @@ class Stage:
     """A part of a client's round in which it trains with another objective.
 
     Args:
-        objective: The objective of the stage, which keeps no state from round to round.
+        objective: The objective of the stage. It has no state between rounds.
         epochs: Number of epochs. Default: as many epochs or steps as ``training`` says.
     """
 
@@ -115,7 +115,7 @@ class Stage:
 class Objective(Setting):
     """Base class of the objectives.
 
-    Subclasses override its hooks. The base class itself minimises the loss of the task.
+    Subclasses override hooks. Without an override, clients minimise the loss of the task.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
@@ -124,7 +124,7 @@ class Objective(Setting):
     additive: ClassVar[frozenset[str]] = frozenset()
     """The groups of tensors in a client's message that the server adds up over rounds.
 
-    Codecs with error feedback encode only these groups, because errors of several rounds are added up, too.
+    Codecs with error feedback encode only these groups, because their errors add up over rounds and can be corrected.
     """
 
     needs_sgd: ClassVar[str] = ""
@@ -132,7 +132,7 @@ class Objective(Setting):
 
     @property
     def sends(self) -> str:
-        """A description of the message that ``client_final`` returns, for ``fedstrata asks``; empty without a message.
+        """A description of the message from ``client_final``, shown by ``fedstrata asks``; empty without a message.
 
         A class that overrides ``client_final`` must also override ``sends``. If it does not, sites refuse to train with
         the objective.
@@ -145,25 +145,25 @@ class Objective(Setting):
         return frozenset()
 
     single_samples: ClassVar[bool] = False
-    """Whether a sample's data affect only its own loss, so that differential privacy of samples holds.
+    """Whether the loss of a sample depends only on this sample, which differential privacy of samples requires.
 
-    The loss of a sample then uses no other sample and no count of the client's samples, and the message to the server
-    is computed from parameters alone.
+    The loss then uses neither other samples nor the client's sample counts. The message to the server is computed only
+    from parameters.
     """
 
     tasks: ClassVar[frozenset[str] | None] = frozenset({"classification"})
-    """The names of the tasks that an objective with a loss of its own accepts; the task's own loss fits any task.
+    """The names of the tasks that the objective supports, if the objective defines its own loss; None means any task.
 
-    None means any task. Its loss must then be computed from ``context.task.mean_loss``.
+    An objective for any task must compute its loss from ``context.task.mean_loss``.
     """
 
     # Hooks that run on the server.
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if the objective would be wrong for the model or the settings of training."""
+        """Raise ``SpecError`` if the objective does not fit the model or the training settings."""
 
     def tells_counts(self, config: FederationConfig) -> bool:
-        """Return True if clients' messages disclose how many samples they hold; private data samplers forbid this."""
+        """Return True if messages disclose a client's number of samples, which private data samplers forbid."""
         return False
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
@@ -171,11 +171,11 @@ class Objective(Setting):
         return None
 
     def message(self, state: Tree) -> Extra:
-        """Return the server's message, which clients receive with the global model."""
+        """Return the message that clients receive together with the global model."""
         return {}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return a message with the names, shapes and dtypes that a client's message must have."""
+        """Return an example of a client's message: the server requires its names, shapes and dtypes."""
         return {}
 
     def server_update(
@@ -203,33 +203,34 @@ class Objective(Setting):
 
     @cached_property
     def has_stages(self) -> bool:
-        """Whether clients train in several stages, or keep layers of their own."""
+        """Whether clients train in several stages or keep personal layers."""
         return not is_plain(self, "first_stage", "personal_stage", "stays")
 
     def first_stage(self) -> Stage | None:
-        """Return the stage in which clients train before this objective, which starts at its result; None for none."""
+        """Return a stage that comes before the training with this objective; None if there is no such stage."""
         return None
 
     def personal_stage(self) -> Stage | None:
-        """Return the stage in which clients train a personal model, which they keep; None without such a model.
+        """Return the stage in which each client trains and keeps a personal model; None if there is no such stage.
 
-        The stage follows the training of the global model. It starts at the client's last personal model, and its
-        message from the server contains the parameters of the global model as ``global``.
+        The stage comes after the training of the global model. It starts with the client's last personal model. In this
+        stage, ``Context.received["global"]`` contains the parameters of the global model.
         """
         return None
 
     def sample_gradients(self, training: Training, samples: float, keep: float = 1.0) -> float:
-        """Return how many gradients of one sample a client computes in a round; see ``Training.sample_gradients``."""
+        """Return the number of sample-gradients that a client computes per round; see ``Training.sample_gradients``."""
         stages = filter(None, [self.first_stage(), self.personal_stage()])
         more = sum(training.lasting(stage.epochs).sample_gradients(samples, keep) for stage in stages)
         return more + training.sample_gradients(samples, keep)
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Add entries to the server's message that are computed from the client's data before training.
+        """Compute values from the client's data before training; return them together with the server's message.
 
         Args:
             model: The client's model; ``weights`` are not loaded into it yet.
-            weights: The received parameters and buffers; with ``batch_norm = "local"``, the buffers are the client's.
+            weights: The received parameters and buffers. With ``batch_norm = "local"``, the buffers are the client's
+                own.
             batches: A function that iterates over the local data.
             received: The server's message.
         """
@@ -252,9 +253,9 @@ class Objective(Setting):
         return True
 
     def stays(self, name: str, model: Model) -> bool:
-        """Return True if the parameter ``name`` stays at the client, which keeps its value for its next round.
+        """Return True if the parameter ``name`` is personal: the client keeps its trained value for the next round.
 
-        The client sends the value that it received, and the server does not change it.
+        To the server, the client sends the value that it received. The server does not change this value.
         """
         return False
 
@@ -264,13 +265,13 @@ class Objective(Setting):
 
 
 class CrossEntropy(Objective):
-    """The task's own loss, such as the cross-entropy of classes: FedAvg's local objective."""
+    """The loss of the task, such as cross-entropy for classification: the local objective of FedAvg."""
 
     single_samples = True
 
 
 class PerSample(Objective):
-    """An objective whose loss is a mean over samples; subclasses define only ``losses``, the loss of each sample."""
+    """An objective whose loss is a mean over samples; subclasses define only the loss of each sample, ``losses``."""
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
         """Return the mean of ``losses``."""
@@ -282,7 +283,7 @@ class PerSample(Objective):
 
 
 def is_plain(objective: Objective, *hooks: str) -> bool:
-    """Return True if an objective overrides none of these methods of ``Objective``."""
+    """Return True if the class of an objective overrides none of the given hooks."""
     return all(getattr(type(objective), hook) is getattr(Objective, hook) for hook in hooks)
 
 

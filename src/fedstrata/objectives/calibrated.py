@@ -1,8 +1,8 @@
-"""Cross-entropy on calibrated logits, which corrects a client's skewed labels.
+"""Cross-entropy on calibrated logits, which compensates for label skew.
 
 The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) sets the scale; FedLC (Zhang et al. 2022)
 and balanced softmax (Ren et al. 2020; Chen and Chao 2022 in FL) set the shift. The loss is PyTorch's cross-entropy of
-these logits. It equals the papers' formulas, and is numerically stable.
+the new logits. It equals the papers' formulas, and is numerically stable.
 """
 
 from __future__ import annotations
@@ -21,16 +21,21 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, PerSample
 
 EXCLUDED = -1e9
-"""The shift of a class that is excluded from the softmax. Its probability and gradient are exactly 0. The value is
-finite, so that gradients do not become NaN."""
+"""The shift that excludes a class from the softmax.
+
+The probability and the gradient of the class are then exactly 0. The value is finite, because an infinite shift could
+give the gradient NaN.
+"""
 
 
 def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
-    """Return log p̂(c) with the prior p̂(c) = (1 − ε) n(c) / n + ε / C (ReBaFL, Eq. 10); ``EXCLUDED`` if p̂(c) = 0.
+    """Return the logarithm of each class's smoothed prior (ReBaFL, Eq. 10), or ``EXCLUDED`` where the prior is 0.
+
+    The prior is p̂(c) = (1 − ε) n(c) / n + ε / C for C classes.
 
     Args:
-        counts: n(c), the number of samples of each class, shape (C,). n is their sum.
-        epsilon: ε in [0, 1]. With 0, the prior is the share of each class; with 1, it is uniform.
+        counts: n(c), the number of samples of each class c, shape (C,). Their sum is n.
+        epsilon: ε in [0, 1]. With 0, the prior of a class is its share of the samples. With 1, the prior is uniform.
 
     Returns:
         The logarithm of the prior of each class, shape (C,).
@@ -40,15 +45,16 @@ def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
     """
     share = counts / counts.sum().clamp(min=torch.finfo(counts.dtype).tiny)
     prior = (1 - epsilon) * share + epsilon / len(counts)
-    # Where the prior is 0, compute log 1 instead of log 0: the value is not used, but log 0 gives the gradient NaN.
+    # Where the prior is 0, compute log 1 instead of log 0. The value is not used, but log 0 would make the gradient
+    # NaN.
     return torch.where(prior > 0, torch.where(prior > 0, prior, 1.0).log(), EXCLUDED)
 
 
 def idle_clients(replies: Sequence[FitReply]) -> dict[str, Any]:
-    """Count the clients that learn nothing: their loss is exactly 0, because their softmax has only one class.
+    """Count the clients that learn nothing, because the softmax of such a client has only one class.
 
-    The probability of this class is always 1, so that all gradients are 0. Only weight decay and corrections change the
-    model of such a client. Clients that took no step are not counted.
+    The probability of this class is always 1, so the loss and its gradients are exactly 0. Only weight decay and
+    corrections change the model of such a client. Clients that took no step are not counted.
     """
     trained = [reply for reply in replies if reply.trained]
     return {"idle_clients": sum(reply.loss == 0 for reply in trained)} if trained else {}
@@ -58,23 +64,23 @@ Missing = Literal["excluded", "one"]
 
 
 class Calibrated(PerSample):
-    """Cross-entropy on scale · z + shift; a subclass computes scale and shift from the client's class counts."""
+    """Cross-entropy on the logits scale · z + shift; subclasses compute both values from the client's class counts."""
 
     @abstractmethod
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scale and the shift of every class, each of shape (C,), or None for scale 1 or shift 0.
+        """Return the scale and the shift of every class, each of shape (C,). None stands for scale 1 or shift 0.
 
         Args:
-            counts: n_k(c), how many training samples of each class the client has, shape (C,), float32.
+            counts: n_k(c), the number of training samples of each class c at client k, shape (C,), float32.
         """
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Put scale and shift, which are the same at every step, into ``derived``."""
+        """Put the scale and the shift, which are constant during training, into ``derived``."""
         scale, shift = self.calibration(context.counts)
         return context.deriving(scale=scale, shift=shift)
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return −log softmax(scale · z + shift)[y], shape (B,)."""
+        """Return the cross-entropy of every sample, −log softmax(scale · z + shift)[y], shape (B,)."""
         scale, shift = context.derived["scale"], context.derived["shift"]
         logits = model(params, batch.x)
         logits = logits if scale is None else logits * scale
@@ -85,31 +91,32 @@ class Calibrated(PerSample):
 class Restricted(Calibrated):
     """FedRS's restricted softmax: logits of classes that the client lacks are multiplied by α (Eq. 5).
 
-    Local training then changes the head's weights of these classes less.
+    Local training then changes the head's weights for these classes less.
 
     Args:
-        alpha: Factor α of the logits of classes that the client lacks. 1 equals FedAvg; 0 leaves these classes' weights
-            unchanged.
+        alpha: Factor α of the logits of classes that the client lacks. With 1, training equals FedAvg. With 0, the
+            head's weights for these classes do not change.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scale, which is α for classes that the client lacks and 1 for others, and None as the shift."""
+        """Return the scale (α for classes that the client lacks, 1 for other classes), and None as the shift."""
         return torch.where(counts > 0, 1.0, self.alpha), None
 
 
 class LogitMargins(Calibrated):
     """FedLC's calibrated logits z_c − τ n_k(c)^(−1/4) (Eq. 4): rarer classes get a larger margin.
 
-    In the formula, the margin of a class that the client lacks is infinite. By default, it is therefore excluded from
-    the softmax, as in balanced softmax. A client with only one class then learns nothing (``idle_clients``).
+    In the formula, the margin of a class that the client lacks is infinite. By default, such a class is therefore
+    excluded from the softmax, as in balanced softmax. A client with only one class then learns nothing
+    (``idle_clients``).
 
     Args:
         tau: Factor τ of the margin τ n_k(c)^(−1/4) that is subtracted from the logit of class c. With 0, logits are
             unchanged.
-        missing: Treatment of classes that the client lacks. ``excluded``: the softmax leaves them out. ``one``: they
-            get the margin τ, as if the client had one sample of each.
+        missing: Treatment of classes that the client lacks. ``excluded``: the softmax leaves them out. ``one``: such a
+            class gets the margin τ, as if the client had one sample of it.
     """
 
     tau: NonNegativeFloat = 1.0
@@ -128,8 +135,8 @@ class LogitMargins(Calibrated):
 class Balanced(Calibrated):
     """Balanced softmax: the logarithm of the prior is added to the logits (ReBaFL, Eq. 8).
 
-    The prior of a class is its share of the client's samples. Classes with prior 0 are excluded. A client with only one
-    class learns nothing; the metric ``idle_clients`` counts such clients.
+    The prior of a class is its share of the client's samples. Classes with prior 0 are excluded from the softmax. A
+    client with only one class learns nothing; the metric ``idle_clients`` counts such clients.
     """
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -16,7 +16,7 @@ class Distilled(Objective):
     """Base class of objectives with a teacher: the global model w_t, in evaluation mode and with its own buffers."""
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Add the received buffers to the message: the teacher needs them, and training changes those in the model."""
+        """Add the received buffers for the teacher, because training changes the buffers in the model."""
         return {**received, "buffers": weights.buffers}
 
     def client_init(self, model: Model, context: Context) -> Context:
@@ -30,11 +30,13 @@ class Distilled(Objective):
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    """Return KL(softmax(z_t) ‖ softmax(z)) = Σ_c p_c log(p_c / q_c) of every sample, shape (B,).
+    """Return the Kullback–Leibler divergence of the student from the teacher for every sample, shape (B,).
+
+    It is Σ_c p_c log(p_c / q_c) with p = softmax(z_t) of the teacher and q = softmax(z) of the student.
 
     Args:
         teacher: The teacher's logits z_t, shape (B, C).
-        student: The logits z of the model in training, shape (B, C).
+        student: The student's logits z, shape (B, C). The student is the model in training.
 
     >>> divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 1.0]]).log())  # ½ log(½ / ¾) + ½ log(½ / ¼)
     tensor([0.1438])

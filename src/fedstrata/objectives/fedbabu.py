@@ -9,15 +9,15 @@ from fedstrata.objectives.base import CrossEntropy
 
 
 class BodyOnly(CrossEntropy):
-    """Cross-entropy that trains only the body, the layers before the head; the head keeps its initial values.
+    """Cross-entropy that trains only the body (the layers before the head); the head keeps its initial values.
 
-    Clients nevertheless send the unchanged head, and its bytes are counted.
+    Clients also send the unchanged head, and its bytes are counted.
     """
 
     single_samples = True
 
     def check(self, config: FederationConfig) -> None:
-        """Require a model that has parameters outside the head."""
+        """Require a model with parameters outside the head."""
         if config.model.head_names.issuperset(config.model.params()):
             problem = "the model has only a head, but the objective trains the layers before it. Use a deeper model."
             raise SpecError("model", problem, config.model.head_name)
@@ -28,7 +28,7 @@ class BodyOnly(CrossEntropy):
 
 
 class HeadOnly(CrossEntropy):
-    """Cross-entropy that trains only the head, to personalise the global model at a client."""
+    """Cross-entropy that trains only the head, which adapts the global model to a client's data."""
 
     def trains(self, name: str, model: Model) -> bool:
         """Return True for parameters of the head."""

@@ -15,14 +15,14 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective
 
 EPSILON = 1e-8
-"""A constant that is added to variances, so that features that are equal for all samples are not divided by 0."""
+"""A constant that is added to variances. It prevents a division by 0 if a feature is equal for all samples."""
 
 
 def correlation(features: Tensor) -> Tensor:
-    """Return ‖K‖²_F / d², where K is the correlation matrix of d features over a batch, a scalar.
+    """Return the mean squared correlation ‖K‖²_F / d² of d features over a batch, a scalar.
 
-    With all features standardised in X, K = XᵀX / B. The result is computed from X Xᵀ, which has the same norm and is
-    small if there are more features than samples.
+    K = XᵀX / B is the correlation matrix, where X contains the standardised features. The result is computed from X Xᵀ,
+    which has the same norm as XᵀX and is the smaller matrix if B < d.
 
     Args:
         features: The features of B samples, shape (B, d).
@@ -38,15 +38,15 @@ def correlation(features: Tensor) -> Tensor:
 
 
 class Decorrelated(Objective):
-    """The task's loss + (β / d²) ‖K‖²_F, with the correlation matrix K of the d features of a batch.
+    """The task's loss plus (β / d²) ‖K‖²_F, where K is the correlation matrix of the d features in a batch.
 
-    The features are the head's input. The second term lies between 1/d for uncorrelated features and 1 for features
-    that all correlate perfectly. It keeps features from collapsing to a few dimensions. A batch of one sample has no
-    correlations and only the task's loss. The authors' code
-    multiplies the term by the batch size and leaves out the diagonal of K; the paper's formula does neither.
+    The features are the head's input. ‖K‖²_F / d² lies between 1/d for uncorrelated features and 1 for perfectly
+    correlated features. The term keeps features from collapsing to a few dimensions. It is left out for a batch of one
+    sample. The authors' code multiplies the term by the batch size and leaves out the diagonal of K, but the paper's
+    formula does not.
 
     Args:
-        beta: Weight β of the decorrelation. 0 equals FedAvg.
+        beta: Weight β of the decorrelation term. With 0, training equals FedAvg.
     """
 
     tasks: ClassVar[frozenset[str] | None] = None
@@ -54,18 +54,18 @@ class Decorrelated(Objective):
     beta: NonNegativeFloat = 0.1
 
     def check(self, config: FederationConfig) -> None:
-        """Require a model with a head, and one vector of features for each sample."""
+        """Require a model with a head, and a task with one feature vector per sample."""
         if config.task.name in ("next-token", "segmentation"):
-            problem = f"needs one vector of features per sample, and the task {config.task.name!r} has one per target. "
+            problem = f"needs one feature vector per sample, but the task {config.task.name!r} has one per target. "
             raise SpecError("method.objective", problem + "Use another objective, such as fedprox.", self.name)
         config.model.require_head()
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return the mean loss of the task plus β times the mean squared correlation, a scalar."""
+        """Return the mean loss of the task plus β times the mean squared correlation of the features, a scalar."""
         if not self.beta or len(batch.y) < 2:
             return super().loss(model, params, batch, context)
         features, outputs = model.with_features(params, batch.x)
-        # float32 in mixed precision too: squared sums over a batch need more digits than bfloat16 has.
+        # Use float32 in mixed precision too, because sums of squares need more digits than bfloat16 has.
         with torch.autocast(features.device.type, enabled=False):
             second = correlation(features.flatten(1).float())
         return context.task.mean_loss(outputs, batch.y) + self.beta * second

@@ -17,25 +17,23 @@ from fedstrata.objectives.base import Context, CrossEntropy, Trained
 class Dynamic(CrossEntropy):
     """FedDyn's loss F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖², with the cross-entropy F_k and the global model w_t.
 
-    After training, client k sets λ_k ← λ_k − α (w_k − w_t), where w_k is its model. The server sets h ← h − (α/N)
-    Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α, where S are the clients that returned, w̄ is the aggregated model (in FedDyn
-    the mean of the w_k), and N counts all clients of the federation. If no client returns, the model does not change.
-    λ_k and h take w_k − w_t for a sum of gradients, so optimisers other than SGD are refused.
+    After training, client k sets λ_k ← λ_k − α (w_k − w_t), where w_k is its trained model. The server sets h ← h −
+    (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α. S are the clients that replied, N is the number of all clients, and w̄
+    is the aggregated model (in FedDyn, the mean of the w_k). If no client replies, the model does not change.
+    Optimisers other than SGD are refused, because λ_k and h treat w_k − w_t as a sum of gradients.
 
     Args:
-        alpha: Strength α of the regularisation. The paper tries 0.1, 0.01 and 0.001.
+        alpha: Strength α of the regulariser. The paper tries 0.1, 0.01 and 0.001.
     """
 
     single_samples = True
-    needs_sgd = (
-        "FedDyn's corrections λ_k are sums of SGD's updates, and other optimisers scale each coordinate by itself"
-    )
+    needs_sgd = "FedDyn treats the update of a client as a sum of gradients, which is true only for the optimiser SGD"
 
     alpha: PositiveFloat = 0.01
 
     @property
     def sends(self) -> str:
-        """Empty, because the client does not send λ_k."""
+        """An empty text, because clients do not send λ_k."""
         return ""
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:

@@ -16,14 +16,14 @@ from fedstrata.objectives.distillation import Distilled, divergence
 
 
 class NotTrue(PerSample, Distilled):
-    """Cross-entropy + β τ² KL(p̃ ‖ q̃): the client keeps the global model's opinion on classes other than the true one.
+    """Cross-entropy plus distillation from the global model on all classes except the true class.
 
-    p̃ and q̃ are softmaxes over the classes c ≠ y, of the logits divided by τ: p̃ of the global model, and q̃ of the
-    model in training. For the true class y, only the cross-entropy counts. As in the authors' code, the factor τ² keeps
-    the size of the gradient similar for all τ.
+    The loss is cross-entropy + β τ² KL(p̃ ‖ q̃). Both p̃ and q̃ are softmaxes of logits divided by τ, over the classes
+    c ≠ y, where y is the true class. The logits are the global model's for p̃, and the trained model's for q̃. As in
+    the authors' code, the factor τ² keeps the size of the gradient similar for all τ.
 
     Args:
-        beta: Weight β of the distillation. 0 equals FedAvg.
+        beta: Weight β of the distillation. With 0, training equals FedAvg.
         temperature: Temperature τ of both softmaxes.
     """
 
@@ -31,15 +31,15 @@ class NotTrue(PerSample, Distilled):
     temperature: PositiveFloat = 1.0
 
     def check(self, config: FederationConfig) -> None:
-        """Require three classes: a softmax over a single class that is not the true one is always 1."""
+        """Require three classes, because a softmax over the only class that is not the true class is always 1."""
         if config.outputs < 3:
-            problem = f"compares the classes other than the true one, and the task has {config.outputs} classes. Use "
+            problem = f"needs at least 3 classes, but the data have {config.outputs}. Use "
             raise SpecError(
                 "method.objective", problem + "fedavg or fedprox, or data with 3 or more classes.", self.name
             )
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return the cross-entropy plus β τ² times the divergence of every sample, shape (B,)."""
+        """Return, for every sample, the cross-entropy plus β τ² times the divergence, shape (B,)."""
         logits = model(params, batch.x)
         plain = F.cross_entropy(logits, batch.y, reduction="none")
         if not self.beta:

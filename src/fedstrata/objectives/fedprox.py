@@ -9,7 +9,7 @@ from fedstrata.objectives.base import Context, Objective
 
 
 class Proximal(Objective):
-    """Cross-entropy F_k(w) plus the proximal term (μ/2) ‖w − w_t‖², with the global model w_t.
+    """The task's loss F_k(w) plus the proximal term (μ/2) ‖w − w_t‖², where w_t is the global model.
 
     Args:
         mu: Strength μ of the proximal term.

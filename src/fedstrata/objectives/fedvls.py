@@ -17,7 +17,7 @@ from fedstrata.objectives.distillation import Distilled, divergence
 def suppression(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
     """Return Σ_c p(c) log( mean of e^{z_c} over the samples of other classes ), a scalar.
 
-    A class of which all samples in the batch are has no other samples, and its summand is 0.
+    If all samples of the batch belong to class c, the summand of c is 0.
 
     Args:
         logits: The logits z, shape (B, C).
@@ -36,18 +36,18 @@ def suppression(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
 
 
 class Vacant(Distilled):
-    """The loss L_cal + β L_sup + λ L_dis, for a client that lacks some classes (*vacant* classes).
+    """FedVLS's loss L_cal + β L_sup + λ L_dis, for clients that lack some classes (*vacant* classes).
 
-    - L_cal is the cross-entropy of z_c + log p(c), where p(c) is the share of class c among the client's samples. It is
-      the loss of balanced softmax, which leaves out vacant classes.
-    - L_sup = Σ_c p(c) log mean e^{z_c}, the logit suppression. The mean is over the samples of the batch that are not
-      of class c, so that it lowers the logits of classes that are not the label.
-    - L_dis = KL(p̂ ‖ q̂), the vacant-class distillation, with softmaxes p̂ of the global model's logits and q̂ of the
-      client's logits, over the vacant classes only.
+    - L_cal is the cross-entropy of z_c + log p(c), where p(c) is the share of class c among the client's samples. This
+      is the loss of balanced softmax, which leaves out vacant classes.
+    - L_sup = Σ_c p(c) log mean e^{z_c} is the logit suppression. The mean is over the samples of the batch that are not
+      of class c. It lowers a sample's logits of all classes except its label.
+    - L_dis = KL(p̂ ‖ q̂) is the vacant-class distillation. It compares softmaxes over only the vacant classes: p̂ of
+      the global model's logits, and q̂ of the client's logits.
 
     L_dis is 0 if a client lacks fewer than two classes. Without dropout and BatchNorm, a client with a single class
-    learns nothing, because all parts then have zero gradients at the global model. In the authors' code, a sample of
-    class c counts in the mean of L_sup as if its corrected logit were 0; here it is left out.
+    learns nothing, because all three terms then have zero gradients at the global model. The authors' code includes a
+    sample of class c in the mean of L_sup as if its corrected logit were 0. Here, the mean leaves it out.
 
     Args:
         distillation: Weight λ of the vacant-class distillation.
@@ -58,7 +58,7 @@ class Vacant(Distilled):
     suppression: NonNegativeFloat = 0.005
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Put the teacher, the log prior, the shares of the classes and the vacant classes into ``derived``."""
+        """Put the teacher, the log prior, the class shares and the vacant classes into ``derived``."""
         counts = context.counts
         return (
             super()

@@ -16,13 +16,15 @@ from fedstrata.objectives.prototypes import evaluating
 
 
 def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: float) -> Tensor:
-    """Return −log( e^{sim(z, z⁺)/τ} / (e^{sim(z, z⁺)/τ} + e^{sim(z, z⁻)/τ}) ) with cosine similarity.
+    """Return the model-contrastive loss of every sample.
+
+    It is −log( e^{sim(z, z⁺)/τ} / (e^{sim(z, z⁺)/τ} + e^{sim(z, z⁻)/τ}) ), where sim is the cosine similarity.
 
     Args:
-        z: Features that the model in training computes for a batch, shape (B, …).
+        z: Features that the trained model computes for a batch, shape (B, …).
         positive: z⁺, the features that the global model computes for the same batch, shape (B, …).
-        negative: z⁻, the features that the client's last model computes for the same batch, shape (B, …).
-        temperature: τ, positive.
+        negative: z⁻, the features that the client's previous model computes for the same batch, shape (B, …).
+        temperature: The temperature τ, positive.
 
     Returns:
         The loss of each sample, shape (B,).
@@ -38,12 +40,13 @@ def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: floa
 
 
 class Contrastive(PerSample):
-    """Cross-entropy plus μ times a loss that moves features towards the global model's, away from the last model's.
+    """Cross-entropy plus μ times a contrastive loss on the features, which are the head's input.
 
-    The features are the head's input. The last model is the one that the client trained when it last took part; the
-    client stores it between rounds. In a client's first round, the global model takes the place of the last model, so
-    that the contrastive loss has no gradient. The global and the last model compute features in evaluation mode, with
-    their own buffers.
+    The contrastive loss pulls the features towards the global model's features, and pushes them away from the features
+    of the client's previous model. The previous model is the result of the client's last training, and the client
+    stores it between rounds. In a client's first round, the global model serves as the previous model, so that the
+    contrastive loss has no gradient. The global and the previous model compute features in evaluation mode, with their
+    own buffers.
 
     Args:
         mu: Weight μ of the contrastive loss. The paper's grid is 0.1, 1, 5 and 10.
@@ -54,20 +57,20 @@ class Contrastive(PerSample):
     temperature: PositiveFloat = 0.5
 
     def check(self, config: FederationConfig) -> None:
-        """Require a model with a head, because the features are its input."""
+        """Require a model with a head, because the features are the head's input."""
         config.model.require_head()
 
     @property
     def sends(self) -> str:
-        """Empty, because the client does not send its last model."""
+        """An empty text, because clients do not send their previous models."""
         return ""
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Add the received buffers to the message: ``losses`` needs them, and training changes those in the model."""
+        """Add the received buffers for the global model, because training changes the buffers in the model."""
         return {**received, "buffers": weights.buffers}
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Put the global model and the client's last model into ``derived``."""
+        """Put the global model and the client's previous model into ``derived``."""
         received = {**context.start, **context.received["buffers"]}
         # Checkpoints do not store the memory format of tensors. Restore it, because it affects rounding in
         # convolutions.
@@ -75,7 +78,7 @@ class Contrastive(PerSample):
         return context.deriving(positive=received, negative=last)
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return the cross-entropy plus μ times the contrastive loss of every sample, shape (B,)."""
+        """Return, for every sample, the cross-entropy plus μ times the contrastive loss, shape (B,)."""
         features, logits = model.with_features(params, batch.x)
         with torch.no_grad(), evaluating(model):
             positive, negative = (
@@ -85,7 +88,7 @@ class Contrastive(PerSample):
         return F.cross_entropy(logits, batch.y, reduction="none") + self.mu * second
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Keep the trained model as the client's last model; a client that took no step keeps the previous one."""
+        """Keep the trained model as the client's previous model. Without a step, the stored model does not change."""
         if trained.steps == 0:
             return {}, context.kept
         return {}, {**trained.params, **trained.model.current_buffers()}

@@ -1,4 +1,4 @@
-"""Objectives of personal models: those of FedPer, FedRep and Ditto."""
+"""Objectives for personalised models: FedPer, FedRep and Ditto."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 class PersonalLayers(CrossEntropy):
     """Cross-entropy of a model with personal layers, which each client keeps; the server averages the other layers.
 
-    Clients send the values of the personal layers that they received, and their bytes are counted.
+    For the personal layers, clients send back the values that they received, and these bytes are counted.
 
     Args:
         layers: Names of the modules whose parameters each client keeps, such as ``["head", "body.3"]``. With an empty
@@ -25,7 +25,7 @@ class PersonalLayers(CrossEntropy):
     layers: tuple[str, ...] | None = None
 
     def check(self, config: FederationConfig) -> None:
-        """Require that each name has parameters, and that some layer is left to average."""
+        """Require that each name in ``layers`` has parameters, and that the server has layers to average."""
         names = list(config.model.params())
         for layer in self.layers or ():
             if not any(_inside(name, layer) for name in names):
@@ -49,10 +49,11 @@ class HeadThenBody(BodyOnly):
     """Cross-entropy that trains first the client's own head, and then the body, which the server averages.
 
     The body is frozen while the head is trained, and the head is frozen while the body is trained. Each client keeps
-    its head, and sends the head that it received.
+    its trained head. To the server, it sends back the head that it received.
 
     Args:
-        head_epochs: Number of epochs in which the client trains its head. ``training`` gives the epochs of the body.
+        head_epochs: Number of epochs in which the client trains its head. The spec's section ``training`` sets the
+            epochs of the body.
     """
 
     head_epochs: PositiveInt = 10
@@ -62,12 +63,12 @@ class HeadThenBody(BodyOnly):
         return name in model.head_names
 
     def first_stage(self) -> Stage | None:
-        """Return the training of the head."""
+        """Return the stage in which the client trains its head."""
         return Stage(HeadOnly(), self.head_epochs)
 
 
 class TowardsGlobal(Objective):
-    """The task's loss F_k(v) plus (λ/2) ‖v − w_t‖², with the global model w_t, to train a personal model v.
+    """The loss of a personal model v: the task's loss F_k(v) plus (λ/2) ‖v − w_t‖², where w_t is the global model.
 
     Args:
         strength: Strength λ of the second term.
@@ -82,23 +83,24 @@ class TowardsGlobal(Objective):
 
 
 class PersonalModel(CrossEntropy):
-    """Cross-entropy; in the same round, each client also trains a personal model, which stays near the global model.
+    """Cross-entropy for the global model; each client also trains a personal model, which stays near the global model.
 
-    The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖² in as many epochs or steps as ``training`` says. It does
-    not influence the global model.
+    The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖², where F_k is the client's loss and w_t the global model.
+    It is trained in the same round, for as many epochs or steps as the global model. It does not influence the global
+    model.
 
     Args:
         strength: Strength λ with which personal models are pulled towards the global model. With 0, each client trains
-            its personal model alone.
+            its personal model only on its own data.
     """
 
     strength: NonNegativeFloat = 0.1
 
     def personal_stage(self) -> Stage | None:
-        """Return the training of the personal model."""
+        """Return the stage in which the client trains its personal model."""
         return Stage(TowardsGlobal(strength=self.strength))
 
 
 def _inside(name: str, layer: str) -> bool:
-    """Return True if a parameter is the named one, or belongs to the named module."""
+    """Return True if ``layer`` is the parameter ``name`` itself, or a module that contains this parameter."""
     return name == layer or name.startswith(f"{layer}.")

@@ -1,8 +1,8 @@
 """Tables of prototypes (ReBaFL §4.3, Eq. 18, 21 and 23).
 
 A prototype is the mean feature vector of a class, over the samples of one client or of the whole federation. A table of
-prototypes holds two tensors: ``means``, the prototypes, shape (C, d), and ``samples``, how many samples each is the
-mean of, shape (C,). A class without a prototype has 0 samples and a row of zeros in ``means``.
+prototypes contains two tensors. ``means``, shape (C, d), contains the prototypes. ``samples``, shape (C,), contains the
+number of samples behind each prototype. A class without a prototype has 0 samples and a row of zeros in ``means``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Table = dict[str, Tensor]
 
 
 def feature_size(model: Model) -> int:
-    """Return d, the length of a feature vector: the input size of the head's first linear layer.
+    """Return the length d of a feature vector, which is the input size of the head's first linear layer.
 
     Raises:
         SpecError: The head has no linear layer.
@@ -31,15 +31,13 @@ def feature_size(model: Model) -> int:
     for layer in model.module.get_submodule(model.head_name).modules():
         if isinstance(layer, nn.Linear):
             return layer.in_features
-    problem = (
-        f"the head {model.head_name!r} does not have an nn.Linear, so the number of its features is unknown. Use a "
-    )
+    problem = f"the head {model.head_name!r} does not have an nn.Linear, so the number of features is unknown. Use a "
     problem += "head that begins with nn.Linear."
     raise SpecError("model.head", problem)
 
 
 def no_prototypes(classes: int, size: int) -> Table:
-    """Return a table of zeros, in which no class has a prototype; ``size`` is d."""
+    """Return a table of zeros, in which no class has a prototype; ``size`` is the length d of a prototype."""
     return {"means": torch.zeros(classes, size), "samples": torch.zeros(classes)}
 
 
@@ -59,7 +57,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
     """Return a client's prototypes: the mean feature vector of each class, in evaluation mode (Eq. 21).
 
     Args:
-        model: The model, into which the buffers that belong to ``params`` were loaded.
+        model: The model. It must contain the buffers that belong to ``params``.
         params: The parameters with which features are computed.
         batches: A function that iterates over the client's samples.
         classes: C, the number of classes.
@@ -71,8 +69,8 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
         for batch in batches():
             features = model.with_features(params, batch.x)[0].flatten(1)
             if features.shape[1] != sums.shape[1]:
-                problem = f"gets {features.shape[1]} features, but its first nn.Linear takes {sums.shape[1]}. "
-                problem += "Use a head that begins with this layer, or with nn.Flatten and this layer."
+                problem = f"its input has {features.shape[1]} features, but its first nn.Linear takes {sums.shape[1]}. "
+                problem += "Use a head that begins with nn.Linear, or with nn.Flatten and nn.Linear."
                 raise SpecError("model.head", problem, model.head_name)
             sums.index_add_(0, batch.y, features.double())
             samples += torch.bincount(batch.y, minlength=classes)
@@ -80,7 +78,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
 
 
 def merged(first: Table, second: Table) -> Table:
-    """Return the first table. A class without a prototype gets the prototype of the second table (Eq. 18)."""
+    """Return the first table, in which the second table fills in prototypes of missing classes (Eq. 18)."""
     known = first["samples"] > 0
     return {
         "means": torch.where(known[:, None], first["means"], second["means"]),
@@ -89,7 +87,7 @@ def merged(first: Table, second: Table) -> Table:
 
 
 def of_enough(table: Table, least: int) -> Table:
-    """Return the table without the prototypes that were computed from fewer than ``least`` samples.
+    """Return a table without prototypes that were computed from fewer than ``least`` samples.
 
     >>> of_enough({"means": torch.tensor([[1.0], [5.0]]), "samples": torch.tensor([3.0, 1.0])}, 2)
     {'means': tensor([[1.],
@@ -103,13 +101,13 @@ def of_enough(table: Table, least: int) -> Table:
 
 
 def averaged(before: Table, tables: Iterable[Table]) -> Table:
-    """Return each class's mean over the clients' prototypes, weighted by their sample counts (Eq. 23).
+    """Return, for each class, the mean of the clients' prototypes, weighted by sample counts (Eq. 23).
 
     A class that no client reported keeps its prototype from ``before``.
 
     Args:
         before: The federation's prototypes before the round.
-        tables: One table for each client that returned.
+        tables: One table for each client that replied.
 
     >>> one = {"means": torch.tensor([[1.0], [0.0]]), "samples": torch.tensor([3.0, 0.0])}
     >>> two = {"means": torch.tensor([[5.0], [0.0]]), "samples": torch.tensor([1.0, 0.0])}

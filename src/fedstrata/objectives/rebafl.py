@@ -35,28 +35,30 @@ from fedstrata.objectives.prototypes import averaged, class_means, feature_size,
 
 
 class Rebalanced(PerSample):
-    """The loss ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16): of samples x, and of augmented features h̃, which train only the head φ.
+    """ReBaFL's loss ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16) on samples x and augmented features h̃, which train only the head φ.
 
-    Both losses are cross-entropies of the logits z + log p̂. For samples, the prior is
-    p̂(c) = (1 − ε) n_k(c) / n_k + ε / C (Eq. 10). For augmented features, n_k(c) counts the new labels of the batch.
+    Both losses are cross-entropies of the logits z + log p̂. For samples, the prior is p̂(c) = (1 − ε) n_k(c) / n_k + ε
+    / C (Eq. 10). For augmented features, n_k(c) and n_k are replaced by counts of the new labels in the batch.
 
-    Augmentation (Eq. 15) gives each sample a new class: sample j, of class y and with features h, becomes h̃ = P[c_j] +
-    λ (h − P[y]) with the label c_j. P holds the prototypes: the client's own, computed with the received model, and the
-    federation's for classes that the client lacks (Eq. 18). The labels c_1, c_2, … of a batch are the classes that have
-    a prototype, in ascending order and repeated as needed. If there are more such classes than samples in a batch, the
-    last classes are therefore never augmented. Prototypes are computed in evaluation mode (Eq. 21), but h in training
-    mode. With BatchNorm or dropout, the mean of h − P[y] is therefore not 0.
+    Augmentation (Eq. 15) moves the features of each sample to a new class. The features h of sample j with class y
+    become h̃ = P[c_j] + λ (h − P[y]) with the label c_j. P[c] is the prototype of class c. It is the client's own
+    prototype, computed with the received model. For a class that the client lacks, it is the federation's prototype
+    (Eq. 18). The labels c_1, c_2, … of a batch are the classes that have a prototype, in ascending order and repeated
+    as needed. If a batch has fewer samples than there are such classes, the last classes get no augmented features.
+    Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or dropout,
+    the mean of h − P[y] is therefore not 0.
 
     Args:
-        epsilon: Smoothing ε of the prior. With 0, the prior of a class is its share of the client's samples (balanced
-            softmax). With 1, the prior is uniform (plain softmax).
-        mu: Weight μ of the augmented loss. The paper uses 0.1, the published code 0.5 (with ``training.momentum =
-            0.5``).
+        epsilon: Smoothing ε of the prior. With 0, the prior of a class is the class's share of the client's samples
+            (balanced softmax). With 1, the prior is uniform (plain softmax).
+        mu: Weight μ of the augmented loss. The paper uses 0.1. The published code uses 0.5, with ``training.momentum =
+            0.5``.
         transfer: Factor λ of the deviation h − P[y] of a sample's features from its prototype. The deviation is added
             to another class's prototype to make an augmented feature.
-        relaxed: Whether to use the prior. Without it, both losses are plain cross-entropy (an ablation of the paper).
-        keep_prototypes: Whether a client stores the prototypes that it sent last; ``fedstrata audit prototypes`` needs
-            them.
+        relaxed: Whether both losses use the prior. If false, both losses are plain cross-entropy (an ablation of the
+            paper).
+        keep_prototypes: Whether a client stores the prototypes that it sent last, which ``fedstrata audit prototypes``
+            needs.
     """
 
     epsilon: float = Field(default=0.01, ge=0, le=1)
@@ -67,8 +69,8 @@ class Rebalanced(PerSample):
 
     @property
     def sends(self) -> str:
-        """A description of the prototypes that are sent; empty without augmentation."""
-        return "the mean feature of its samples of each class, with how many there are" if self.mu else ""
+        """A description of the prototypes that clients send; empty without augmentation."""
+        return "the mean feature vector and the number of its samples of each class" if self.mu else ""
 
     @property
     def discloses(self) -> frozenset[Fact]:
@@ -82,7 +84,7 @@ class Rebalanced(PerSample):
     # Hooks that run on the server.
 
     def check(self, config: FederationConfig) -> None:
-        """If features are augmented, require that their length is known and that the head has no buffers."""
+        """If features are augmented, require that the number of features is known and that the head has no buffers."""
         if not self.mu:
             return
         feature_size(config.model)
@@ -100,7 +102,7 @@ class Rebalanced(PerSample):
         return {"prototypes": state} if self.mu else {}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return a table of zeros with the shapes that the table in a client's message must have."""
+        """Return an example of a client's message: a table of zeros with the required shapes."""
         return {"prototypes": self.init(weights, config)} if self.mu else {}
 
     def server_update(
@@ -110,13 +112,13 @@ class Rebalanced(PerSample):
         return averaged(state, [reply.message["prototypes"] for reply in replies]) if self.mu else None, after
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """Return the number of clients that learn nothing (``idle_clients``) if ε = 0; a larger ε prevents this."""
+        """Return the number of clients that learn nothing (``idle_clients``), which can happen only if ε = 0."""
         return idle_clients(replies) if self.relaxed and self.epsilon == 0 else {}
 
     # Hooks that run on a client.
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Add the client's own prototypes, computed with the received model (for Eq. 18)."""
+        """Add the client's own prototypes, computed with the received model, for Eq. 18."""
         if not self.mu:
             return received
         with model.loaded(weights.params, weights.buffers) as params:
@@ -135,7 +137,7 @@ class Rebalanced(PerSample):
         return context.deriving(log_prior=shift, prototypes=table["means"], cycle=cycle, known=known.sum().clamp(min=1))
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return the loss of every sample plus μ times the loss of its augmented features, shape (B,)."""
+        """Return, for every sample, its loss plus μ times the loss of its augmented features, shape (B,)."""
         prior = context.derived["log_prior"]
         if not self.mu:
             return F.cross_entropy(model(params, batch.x) + prior, batch.y, reduction="none")
@@ -149,11 +151,11 @@ class Rebalanced(PerSample):
         return F.cross_entropy(logits + prior, batch.y, reduction="none") + self.mu * second
 
     def augment(self, features: Tensor, labels: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Move each sample's features from the prototype of its class to that of another class (Eq. 15 of the paper).
+        """Move the features of each sample from its own class to another class (Eq. 15).
 
         Returns:
             The augmented features P[c_j] + λ (h_j − P[y_j]), shape (B, d), and their new labels c_j, shape (B,). The
-            class describes the symbols.
+            docstring of the class defines the symbols.
         """
         P: Tensor = context.derived["prototypes"]
         positions = torch.arange(len(labels), device=labels.device)
@@ -161,7 +163,7 @@ class Rebalanced(PerSample):
         return P[targets] + self.transfer * (features - P[labels]), targets
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return the client's prototypes, computed with the trained model (Eq. 21), as message and as state."""
+        """Return the client's prototypes, computed with the trained model (Eq. 21), as the message and as the state."""
         if not self.mu:
             return {}, None
         table = class_means(trained.model, trained.params, trained.batches, len(context.counts))

@@ -15,20 +15,20 @@ from fedstrata.objectives.base import Context, Objective, Trained
 
 
 class Scaffold(Objective):
-    """SCAFFOLD's correction: client k adds c − c_k, the control variates, to each gradient.
+    """SCAFFOLD's correction: client k adds c − c_k to each gradient, the difference of two control variates.
 
-    c belongs to the server, c_k to the client. A step with gradient g is w ← w − η (g − c_k + c). After K steps from
-    w_t, the client sets c_k⁺ = c_k − c + (w_t − w) / (K η) and sends Δc_k = c_k⁺ − c_k. The server then sets c ← c +
-    (1/N) Σ_{k∈S} Δc_k, where S are the clients that returned and N counts all clients. The formula of c_k⁺ holds only
-    for plain SGD, so momentum, clipping and other optimisers are refused.
+    The control variate c belongs to the server, and c_k to the client. A step with gradient g is w ← w − η (g − c_k +
+    c). After K steps from w_t, the client sets c_k⁺ = c_k − c + (w_t − w) / (K η) and sends Δc_k = c_k⁺ − c_k. The
+    server then sets c ← c + (1/N) Σ_{k∈S} Δc_k, where S are the clients that replied and N is the number of all
+    clients. The formula for c_k⁺ holds only for plain SGD, so momentum, clipping and other optimisers are refused.
     """
 
     single_samples = True
-    needs_sgd = "SCAFFOLD's control variates are means of the gradients of SGD's steps"
+    needs_sgd = "SCAFFOLD's control variates are mean gradients only if every step is a plain SGD step"
     additive = frozenset({"delta_c"})
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse momentum and clipping, with which the formula of c_k⁺ would be wrong."""
+        """Refuse momentum and clipping, because the formula for c_k⁺ would be wrong."""
         training = config.training
         if training.momentum > 0:
             raise SpecError(
@@ -36,12 +36,14 @@ class Scaffold(Objective):
             )
         if training.clip is not None:
             raise SpecError(
-                "training.clip", "SCAFFOLD's control variates require unclipped gradients. Remove it.", training.clip
+                "training.clip",
+                "SCAFFOLD's control variates require unclipped gradients. Remove the key.",
+                training.clip,
             )
 
     @property
     def sends(self) -> str:
-        """A description of the message Δc_k."""
+        """A description of the message Δc_k, the change of the client's control variate."""
         return "the change of its control variate, a mean of gradients over its samples"
 
     def tells_counts(self, config: FederationConfig) -> bool:
@@ -60,7 +62,7 @@ class Scaffold(Objective):
         return {"c": state}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return the parameters as the expected Δc_k, which has the same names, shapes and dtypes."""
+        """Return an example of a client's message: Δc_k has the names, shapes and dtypes of the parameters."""
         return {"delta_c": weights.params}
 
     def server_update(
@@ -74,13 +76,13 @@ class Scaffold(Objective):
         return c, after
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Add c_k and the correction c − c_k to ``derived``; both are the same at every step."""
+        """Put c_k and the correction c − c_k, which are constant during training, into ``derived``."""
         c = context.received["c"]
         c_k = context.kept or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
         return context.deriving(c_k=c_k, correction={name: c[name] - c_k[name] for name in c})
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """Return c − c_k, which is the same at every step."""
+        """Return c − c_k, which is constant during training."""
         correction: Params = context.derived["correction"]
         return correction
 
