@@ -46,7 +46,7 @@ BAD = {
     "a setting of an objective": ('[method]\nobjective = { name = "fedprox", muu = 1 }', "method.objective.muu = 1: is not a known key; did you mean 'mu'? (s.toml, line 2) Use one of: mu."),
     "momentum with SCAFFOLD": ('method = "scaffold"\n[training]\nmomentum = 0.9', "training.momentum = 0.9: SCAFFOLD's control variates require plain SGD. Use 0. (s.toml, line 3)"),
     "clipping with SCAFFOLD": ('method = "scaffold"\n[training]\nclip = 1.0', "training.clip = 1.0: SCAFFOLD's control variates require unclipped gradients. Remove it. (s.toml, line 3)"),
-    "more strata than clients": ('[method]\nname = "fedsts"\nstrata = 200', "method.strata = 200: is more than the number of clients. Use at most 100. (s.toml, line 3)"),
+    "more strata than clients": ('[method]\nname = "fedsts"\nstrata = 200', "method.strata = 200: the partition has 100 clients. Use at most 100. (s.toml, line 3)"),
     "a missing trace": ('[availability]\nname = "trace"\nfile = "no.csv"', "availability.file = 'no.csv': the file does not exist. Give a CSV file with the columns client,first,last. (s.toml, line 3)"),
     "a wrong trace": ('[availability]\nname = "trace"\nfile = "wrong.csv"', "availability.file = 'wrong.csv': is not a valid trace of availability: line 2 must have three whole numbers. Correct the file. (s.toml,"),
     "groups that do not fit": ('[availability]\nname = "groups"\ngroups = [{ clients = 3, p = 0.5 }]', "availability.groups: the sizes add up to 3. Make the sum equal to partition.clients, which is 100."),

@@ -100,7 +100,7 @@ def test_by_hand(budget, sizes, deviations, expected):
 
 
 def test_more_than_there_are_is_refused():
-    with pytest.raises(ValueError, match="6 clients cannot be taken from 5"):
+    with pytest.raises(ValueError, match="6 clients cannot be drawn from 5 clients"):
         neyman(6, np.array([2, 3]), np.ones(2))
 
 

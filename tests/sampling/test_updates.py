@@ -96,7 +96,7 @@ def test_there_are_no_updates_of_everybody():
     spec = fs.Experiment(method={"name": "fedsts", "refresh": "all", "gradients": "updates"})
     with pytest.raises(
         SpecError,
-        match=r"method\.gradients = 'updates': only participants send updates\. Set refresh = 'participants', or use",
+        match=r"method\.gradients = 'updates': only participants send updates\. Set method\.refresh = 'participants',",
     ):
         fs.prepare(spec)
 

@@ -1,6 +1,6 @@
-"""Allocation of a round's draws of clients to strata, which are groups of clients, and systematic sampling.
+"""Allocation of the draws of a round to strata (groups of clients), and systematic sampling.
 
-m is the number of draws and H the number of strata. Stratum h has N_h clients and gets m_h draws.
+m is the number of draws, and H is the number of strata. Stratum h has N_h clients and gets m_h draws.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proporti
 """The rules by which draws are allocated to strata.
 
 - ``neyman``: Neyman's optimal allocation (see ``neyman``); a stratum may get no draw.
-- ``neyman-random``: Neyman's allocation, raised to a minimum (see ``FLOOR``) and rounded at random, so that every
-  stratum can get a draw.
+- ``neyman-random``: Neyman's allocation with a minimum (see ``FLOOR``), rounded at random. Every stratum can get a
+  draw.
 - ``neyman-at-least-one``: Neyman's allocation with at least one draw for every stratum.
-- ``proportional``: In proportion to the stratum's number of clients, with at least one draw for every stratum.
+- ``proportional``: An allocation in proportion to the number of clients, with at least one draw for every stratum.
 """
 
 FLOOR = 0.5
-"""The minimum for ``neyman-random``: of m draws, each of H strata gets at least min(1, FLOOR · m / H) on average."""
+"""The minimum of ``neyman-random``: a stratum gets at least min(1, FLOOR · m / H) of the m draws on average."""
 
 
 def spread(points: Floats32, strata: Ints, count: int) -> Floats:
-    """Return the spread S_h of each stratum h, a measure of how much its points differ, shape (count,).
+    """Return the spread of each stratum, which measures how much its points differ, shape (count,).
 
-    S_h² is the variance of one coordinate within the stratum, averaged over the d coordinates.
+    The square of the spread is the variance of a coordinate within the stratum, averaged over the d coordinates.
 
     Args:
         points: The points, shape (N, d).
@@ -46,16 +46,16 @@ def spread(points: Floats32, strata: Ints, count: int) -> Floats:
 def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> Ints:
     """Divide ``budget`` draws among strata in proportion to ``weights``; return whole numbers.
 
-    Exact shares are rounded down. The strata with the largest remainders get the draws that are left. No stratum gets
-    more draws than it has clients. With ``least = 1`` every stratum that is not empty gets at least one draw, because a
-    stratum without a draw biases the aggregate. If the budget is smaller than the number of strata, the strata with the
-    largest weights get one draw each.
+    The numbers are rounded by largest remainder: exact shares are rounded down, and the strata with the largest
+    remainders get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1`` every stratum
+    that is not empty gets at least one draw, because a stratum without a draw biases the aggregate. If the budget is
+    smaller than the number of strata, the strata with the largest weights get one draw each.
 
     Args:
         budget: The number of draws to allocate, at most the sum of ``sizes``.
         sizes: The number of clients in each stratum, shape (H,).
         weights: The weight of each stratum, shape (H,), not negative.
-        least: The minimum for a stratum that is not empty: 0 or 1.
+        least: The minimum number of draws for a stratum that is not empty: 0 or 1.
 
     Returns:
         The number of draws from each stratum, shape (H,).
@@ -85,10 +85,10 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
     """Divide ``budget`` in proportion to ``weights``; return real numbers between ``floors`` and ``sizes``.
 
     Args:
-        budget: The number to divide, between the sum of ``floors`` and the sum of ``sizes``.
-        sizes: The largest result for each stratum (its number of clients), shape (H,).
+        budget: The number of draws, between the sum of ``floors`` and the sum of ``sizes``.
+        sizes: The largest result for each stratum, which is its number of clients, shape (H,).
         weights: The weight of each stratum, shape (H,), not negative.
-        floors: The smallest result for each stratum, shape (H,), at most its size.
+        floors: The smallest result for each stratum, shape (H,), at most the stratum's size.
 
     Returns:
         The expected number of draws from each stratum, shape (H,).
@@ -100,14 +100,14 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
     [2.625, 0.875, 0.5]
     """
     if budget > sizes.sum():
-        raise ValueError(f"{budget} clients cannot be taken from {sizes.sum()}")
+        raise ValueError(f"{budget} clients cannot be drawn from {sizes.sum()} clients")
     if budget == 0:
         return np.zeros(len(sizes))
     filled, total = sizes > 0, weights.sum()
-    # The second term is tiny. It matters if all strata with a positive weight have reached their size: it then divides
-    # the rest of the budget.
+    # The second term is tiny. It matters only if all strata with a positive weight have reached their size. It then
+    # divides the remaining draws among the other strata.
     shares = (weights / total if total > 0 else 0.0) + 1e-12 * sizes / sizes.sum()
-    # Find the factor with which the clipped shares add up to the budget, by bisection to the last bit.
+    # Find, by bisection to the last bit, the factor for which the clipped shares add up to the budget.
     low, high = float(floors[filled].min() / shares.max()), float((sizes[filled] / shares[filled]).max())
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if np.clip(middle * shares, floors, sizes).sum() < budget else (low, middle)
@@ -118,12 +118,12 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
 def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
     """Round numbers down or up at random, so that their sum stays the same and each result is unbiased.
 
-    The rounding is systematic: the cumulative sums are shifted by one random number in [0, 1) and rounded down, and the
-    results are their differences.
+    The rounding is systematic. One random number in [0, 1) is added to all cumulative sums, which are then rounded
+    down. The results are the differences between neighbouring sums.
 
     Args:
         exact: The numbers to round, shape (H,); their sum is a whole number.
-        generator: Randomness.
+        generator: The random generator.
 
     >>> systematic(np.array([0.5, 0.5, 2.0]), np.random.default_rng(0)).sum()
     np.int64(3)
@@ -139,20 +139,20 @@ def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
 def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.Generator) -> Ints:
     """Draw items by systematic sampling in random order (Madow 1949).
 
-    On average, an item is drawn ``count`` times its size, divided by the sum of the sizes of all ``items``.
+    The expected number of draws of an item is ``count`` times its share of the total size of all ``items``.
 
     Args:
         items: The items from which to draw, as indices into ``sizes``, shape (I,).
         sizes: The size (weight) of each item, whole numbers.
         count: The number of draws.
-        generator: Randomness.
+        generator: The random generator.
 
     Returns:
-        The items drawn, shape (count,). Each item appears as often as its average says, rounded down or up.
+        The drawn items, shape (count,). Each item appears as often as its expected number says, rounded down or up.
     """
     order = generator.permutation(items)
-    # The items lie one after another on a line, each with the length of its size times ``count``. Pointers at a
-    # distance of ``total`` from each other, with a random start, hit the items that are drawn.
+    # The items lie one after another on a line. The length of an item is its size times ``count``. Pointers at
+    # intervals of ``total``, with a random start, hit the drawn items.
     ends = np.cumsum(sizes[order] * count)
     total = int(sizes[order].sum())
     pointers = generator.integers(total) + total * np.arange(count)
@@ -162,18 +162,19 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
 def allocated(
     rule: Allocation, budget: int, sizes: Ints, deviations: Floats, generator: np.random.Generator
 ) -> tuple[Ints, Floats]:
-    """Allocate draws to strata by a rule; return each stratum's number of draws, and the probability that it gets any.
+    """Allocate draws to strata by a rule; return each stratum's number of draws and its probability of a draw.
 
     Args:
         rule: The rule; see ``Allocation``.
         budget: The number of draws to allocate.
         sizes: The number of clients in each stratum, shape (H,).
         deviations: The spread of each stratum, shape (H,); see ``spread``.
-        generator: Randomness, which only ``neyman-random`` uses.
+        generator: The random generator, which only ``neyman-random`` uses.
 
     Returns:
-        The number of draws from each stratum, shape (H,): at most its number of clients, ``budget`` in total; and the
-        probability that a stratum gets a draw, shape (H,), which is 0 or 1 for rules that are not random.
+        Two arrays of shape (H,). The first is the number of draws from each stratum: at most the stratum's number of
+        clients, and ``budget`` in total. The second is the probability that a stratum gets at least one draw, which is
+        0 or 1 for rules that are not random.
     """
     if rule == "proportional":
         counts = allocate(budget, sizes, sizes.astype(np.float64))
@@ -189,7 +190,7 @@ def allocated(
 
 
 def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> Ints:
-    """Allocate draws to strata in proportion to size times spread: Neyman's optimal allocation (FedSTS, Eq. 5).
+    """Allocate draws in proportion to stratum size times spread: Neyman's optimal allocation (FedSTS, Eq. 5).
 
     If all spreads are zero, the allocation is in proportion to size.
 
@@ -197,7 +198,7 @@ def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> I
         budget: The number of draws to allocate.
         sizes: The number of clients in each stratum, shape (H,).
         deviations: The spread of each stratum, shape (H,); see ``spread``.
-        least: The minimum for a stratum that is not empty: 0 (as in the authors' published code) or 1.
+        least: The minimum number of draws for a stratum that is not empty: 0 (as in the authors' published code) or 1.
 
     Returns:
         The number of draws from each stratum, shape (H,): at most its number of clients, ``budget`` in total.

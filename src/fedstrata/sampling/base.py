@@ -21,24 +21,24 @@ from fedstrata.federation.messages import FitReply, Weights
 
 @dataclass(frozen=True)
 class Selection:
-    """The clients of a round, and how they were drawn. Aggregators compute the clients' weights from a selection.
+    """The clients of a round and how they were drawn; aggregators compute the clients' weights from this selection.
 
     A sampler may divide clients into groups, called *strata*, and draw from each stratum separately.
 
     Args:
         clients: Distinct clients, ascending, shape (m,).
         draws: How often each client was drawn, shape (m,); 1 without replacement.
-        probability: The probability of each client in a single draw from its stratum, shape (m,).
+        probability: The probability that a single draw from the client's stratum picks the client, shape (m,).
         stratum: The stratum of each client, shape (m,).
-        stratum_sizes: The number of clients in every stratum, shape (H,).
-        stratum_samples: The number of samples of all clients of every stratum, shape (H,), if clients were drawn in
-            proportion to their number of samples. A mean weighted by size then counts all draws of a stratum equally.
-            None if the draws did not depend on size.
+        stratum_sizes: The number of clients in each of the H strata, shape (H,).
+        stratum_samples: The total number of samples in each stratum, shape (H,), if clients were drawn in proportion to
+            their numbers of samples. A mean weighted by sample counts then gives all draws of a stratum the same
+            weight. None if the draws did not depend on sample counts.
         stratum_chance: The probability that each stratum gets at least one draw, shape (H,). None if the number of
             draws from each stratum is not random.
         metrics: The sampler's metrics of the round.
-        round: The round, counted from 1. The method sets it, so that aggregators can read it.
-        rounds: The number of rounds of the run. The method sets it, too.
+        round: The round, counted from 1. The method sets this value for the aggregator.
+        rounds: The number of rounds of the run. The method sets this value, too.
     """
 
     clients: Ints
@@ -77,9 +77,9 @@ class Selection:
         Args:
             clients: All clients that could be drawn, ascending, shape (N,).
             draws: How often each client was drawn, shape (N,).
-            sizes: The weight of each client: the expected number of its draws is proportional to it. Shape (N,), not
-                all zero.
-            by_size: Whether ``sizes`` are the clients' numbers of samples; False if they are other weights.
+            sizes: The weight of each client, shape (N,), not all zero. A client's expected number of draws is
+                proportional to its weight.
+            by_size: Whether ``sizes`` are numbers of samples; False if they are other weights.
         """
         drawn = draws > 0
         return cls(
@@ -108,9 +108,10 @@ class Strata:
 
 
 class ClientSampler(Setting):
-    """Base class of the samplers that draw a round's clients.
+    """Base class of the samplers that draw the clients of a round.
 
-    A sampler object does not change. The methods take the sampler's state as an argument, and return a new state.
+    A sampler object does not change during a run. Its methods take the sampler's state as an argument and return a new
+    state.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
@@ -139,14 +140,14 @@ class ClientSampler(Setting):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests that the sampler sends. Real sites accept no others.
+        """Return the requests that the sampler sends. Real sites refuse all other requests.
 
         None means that the sampler does not declare its requests. Real sites then refuse the method.
         """
         return None
 
     def learns(self, config: FederationConfig) -> bool:
-        """Return True if the sampler needs the models that participants return; see ``observe``."""
+        """Return True if the sampler needs the models that participants send back; see ``observe``."""
         return False
 
     def init(self, federation: Federation) -> Tree:
@@ -155,16 +156,16 @@ class ClientSampler(Setting):
 
     @abstractmethod
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Choose the clients of the round that has begun.
+        """Choose the clients of the current round.
 
         Args:
-            federation: Lists the clients that may be invited, and sends the sampler's requests.
+            federation: The federation, which lists the clients that may be invited, and sends the sampler's requests.
             state: The sampler's state.
             weights: The global model.
         """
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """Return the state after the round's replies, from which the sampler may learn.
+        """Return the sampler's new state after it has seen the replies of a round.
 
         Args:
             state: The sampler's state.
@@ -195,7 +196,7 @@ class Uniform(ClientSampler):
     """Draws m clients per round, all with the same probability.
 
     Args:
-        replacement: Whether a client may be drawn twice per round.
+        replacement: Whether a client may be drawn more than once per round.
     """
 
     replacement: bool = False
@@ -215,17 +216,17 @@ class Uniform(ClientSampler):
 
 
 KeepResult = tuple[float, Tree, Mapping[str, Any]]
-"""The result of ``DataSampler.keep``: the fraction of its samples that each client uses, the new state, and metrics."""
+"""The result of ``DataSampler.keep``: the probability of using a sample, the sampler's new state, and metrics."""
 
 
 class DataSampler(Setting):
-    """Base class of the samplers that decide which fraction of their samples the clients of a round use."""
+    """Base class of the samplers that decide what fraction of its samples each client uses in a round."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the sampler's own requests at a client; see ``fedstrata.clients.handling``."""
 
     fixed_share: ClassVar[float | None] = None
-    """The fraction of its samples that every participant uses in every round; None if it varies."""
+    """The fraction of samples that each participant uses, if it is the same in all rounds; None if it varies."""
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings do not fit the federation."""
@@ -240,12 +241,12 @@ class DataSampler(Setting):
 
     @property
     def private(self) -> bool:
-        """True if clients keep their sizes private. Replies must then not disclose how many samples a client used."""
+        """True if clients keep their sizes private. Replies must then not disclose how many samples were used."""
         return False
 
     @abstractmethod
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Compute the probability with which participants use each of their samples in this round.
+        """Compute the probability that a participant uses a given sample in this round.
 
         Args:
             federation: The federation, to send the sampler's requests.
@@ -253,7 +254,8 @@ class DataSampler(Setting):
             clients: The participants.
 
         Returns:
-            The probability, the same for all participants; the new state; and the sampler's metrics.
+            Three values: the probability, which is the same for all samples of all participants; the sampler's new
+            state; and the sampler's metrics.
         """
 
 
@@ -267,7 +269,7 @@ class AllData(DataSampler):
         return []
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Return 1: all samples are used."""
+        """Return the probability 1, because all samples are used."""
         return 1.0, state, {}
 
 

@@ -1,4 +1,4 @@
-"""Asking clients for their numbers of samples, exact or hidden by local differential privacy (FedSTaS §2.4)."""
+"""Requests for clients' numbers of samples, exact or with local differential privacy (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedstrata.federation.messages import Phase
 from fedstrata.sampling.messages import SizeReport
 
 Epsilon = Annotated[float, Field(ge=1e-6)]
-"""ε of local differential privacy. Below 1e-6, truthful answers are so rare that estimates would divide by zero."""
+"""ε of local differential privacy. The minimum keeps the probability of a truthful answer away from zero."""
 
 
 @record("Sizes")
@@ -26,7 +26,7 @@ class Sizes:
     """The clients' numbers of samples.
 
     Args:
-        known: The clients that answered and hold samples, ascending, int64.
+        known: The clients that answered and have samples, ascending, int64.
         samples: The number of samples of each client in ``known``, int64.
     """
 
@@ -35,13 +35,13 @@ class Sizes:
 
     @classmethod
     def ask(cls, federation: Federation) -> Sizes:
-        """Ask every client for its number of samples; leave out clients that have none or do not answer."""
+        """Ask every client for its number of samples; leave out clients without samples or without an answer."""
         sizes, _, _ = ask_sizes(federation, federation.candidates().tolist())
         held = {client: samples for client, samples in sizes.items() if samples}
         return cls(np.fromiter(held, dtype=np.int64), np.fromiter(held.values(), dtype=np.int64))
 
     def among(self, candidates: Ints) -> tuple[Ints, Ints]:
-        """Return the candidates with a known size, and their sizes."""
+        """Return the candidates whose sizes are known, and these sizes."""
         available = np.isin(self.known, candidates)
         return self.known[available], self.samples[available]
 
@@ -49,17 +49,17 @@ class Sizes:
 def ask_sizes(
     federation: Federation, clients: Iterable[int], epsilon: float | None = None, bound: int = 0
 ) -> tuple[dict[int, int], int, float]:
-    """Ask clients how many samples they hold; with ``epsilon``, under ε-local differential privacy.
+    """Ask clients for their numbers of samples; with ``epsilon``, under ε-local differential privacy.
 
     Args:
         federation: The federation, to ask the clients.
         clients: The clients to ask.
         epsilon: The privacy parameter ε; None if clients answer exactly.
-        bound: M, the public bound on a client's number of samples, which ``epsilon`` needs.
+        bound: M, the public bound on a client's number of samples; used only with ``epsilon``.
 
     Returns:
-        A mapping from each client to its answer; and the arguments ``bound`` and ``alpha`` of ``estimated_total``,
-        which are 0 and 1 without ``epsilon``.
+        Three values: a mapping from each client to its answer, and the arguments ``bound`` and ``alpha`` of
+        ``estimated_total``. Without ``epsilon``, these arguments are 0 and 1.
     """
     bound, alpha = (0, 1.0) if epsilon is None else (bound, truth_probability(epsilon, bound))
     replies = federation.ask(clients, SizeReport(federation.round, bound, alpha))
@@ -69,7 +69,7 @@ def ask_sizes(
 def allowed_sizes(
     epsilon: float | None = None, bound: int = 0, *, phase: Phase = "round", per: Literal["phase", "run"] = "phase"
 ) -> Allowed:
-    """Declare the request that ``ask_sizes`` sends. A sampler lists it in ``allowed``, and real sites then accept it.
+    """Return the declaration of the request that ``ask_sizes`` sends, which a sampler lists in ``allowed``.
 
     Args:
         epsilon: The privacy parameter ε; None if clients answer exactly.
@@ -80,13 +80,13 @@ def allowed_sizes(
     rule = replace(SizeReport.rule, phase=phase)
     if epsilon is None:
         return Allowed(SizeReport, where={"bound": 0, "alpha": 1.0}, per=per, rule=rule)
-    description = f"{rule.description}, as a random answer below {bound} that hides it (ε = {epsilon:g})"
+    description = f"{rule.description}, as a number below {bound} with local differential privacy (ε = {epsilon:g})"
     rule = replace(rule, description=description, discloses=frozenset(), epsilon=epsilon)
     return Allowed(SizeReport, where={"bound": bound, "alpha": truth_probability(epsilon, bound)}, per=per, rule=rule)
 
 
 def truth_probability(epsilon: float, bound: int) -> float:
-    """Return α = (e^ε − 1) / (e^ε + M − 2), the probability of a truthful answer; M is ``bound``.
+    """Return the probability of a truthful answer, α = (e^ε − 1) / (e^ε + M − 2), where M is ``bound``.
 
     With this α, answers satisfy ε-local differential privacy (FedSTaS, Lemma 2.4, Eq. 11).
 
@@ -98,28 +98,29 @@ def truth_probability(epsilon: float, bound: int) -> float:
 
 
 def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Generator) -> int:
-    """Return a client's answer about its size: the truth with probability ``alpha``, otherwise a random number.
+    """Return a client's answer: with probability ``alpha`` its true number of samples, otherwise a random number.
 
-    The truth is at least 1 and at most M − 1. The random number is uniform in {1, …, M − 1}.
+    The true number is clipped to the range from 1 to M − 1. The random number is uniform in {1, …, M − 1}.
 
     Args:
         size: The true number of samples.
         bound: M, the public bound on a client's number of samples.
         alpha: The probability of a truthful answer.
-        generator: Randomness.
+        generator: The random generator.
     """
     truthful, other = generator.random() < alpha, int(generator.integers(1, bound))
-    # A client without data answers 1, because 0 is outside {1, …, M − 1} and would reveal that it has none.
+    # A client without data answers 1, because the answer 0 could not be random and would reveal the truth.
     return max(1, min(size, bound - 1)) if truthful else other
 
 
 def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float:
     """Estimate the total number of samples of m clients from their randomised answers (FedSTaS, Eq. 7).
 
-    The estimate is ñ = (Σ r_k − (1 − α) M m / 2) / α, at least 1, for answers r_k, probability α (``alpha``) of a
-    truthful answer and bound M (``bound``). Without the minimum of 1, it is unbiased if no size exceeds M − 1. With
-    much noise, the minimum often applies and makes the estimate too large on average: 107 for a true total of 87 at
-    ε = 1.3, M = 20 and m = 10 (``fedstrata.papers.readings``).
+    The estimate is ñ = (Σ r_k − (1 − α) M m / 2) / α, but at least 1. The r_k are the answers, α (``alpha``) is the
+    probability of a truthful answer, and M is ``bound``. Without the minimum of 1, the estimate is unbiased if all
+    sizes lie between 1 and M − 1. With much noise, the minimum often applies and makes the estimate too large on
+    average. For example, it is 107 for a true total of 87 at ε = 1.3, M = 20 and m = 10
+    (``fedstrata.papers.readings``).
 
     >>> estimated_total([10, 20], bound=100, alpha=1.0)
     30.0

@@ -1,10 +1,10 @@
 """Clustered sampling (Fraboni et al. 2021, Clustered Sampling: Low-Variance and Improved Representativity, ICML).
 
 A round makes m draws, each from its own distribution over the clients. n_k is the size of client k (its number of
-samples), and Σn the sum of all sizes. Probabilities are stored as whole numbers, called masses: every distribution has
-the mass Σn in total, and client k has the mass m n_k, which is divided among the distributions. Each draw has the
-weight 1/m in the aggregate. The expected weight of client k is therefore exactly n_k / Σn, regardless of how its mass
-is divided. Algorithm 1 divides the masses by client size, Algorithm 2 by the similarity of the clients' updates.
+samples), and Σn is the sum of all sizes. Probabilities are stored as whole numbers, called masses. Every distribution
+has the total mass Σn. Client k has the mass m n_k, which is divided among the distributions. Each draw has the weight
+1/m in the aggregate. The expected weight of client k is therefore exactly n_k / Σn, regardless of how its mass is
+divided. Algorithm 1 divides the masses by client size, and Algorithm 2 by the similarity of the clients' updates.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from fedstrata.sampling.sketches import Sketches, no_sketches, sketch, update_sk
 Algorithm = Literal[1, 2]
 
 LARGEST = 5000
-"""The most clients for Algorithm 2. Ward's clustering needs the distances between all pairs of clients."""
+"""The largest number of clients for Algorithm 2, because Ward's clustering needs the distances between all clients."""
 
 
 @dataclass(frozen=True)
 class Distributions:
-    """m distributions over the clients, stored as one sequence of pieces of mass.
+    """m probability distributions over the clients, stored as one sequence of masses.
 
-    A *mass* is a probability times ``each``, so that it is a whole number. Each piece belongs to one client. The first
-    pieces, up to a total mass of ``each``, are the first distribution; the next pieces, up to the same total, are the
-    second; and so on.
+    A *mass* is a probability times ``each``, which makes it a whole number. Each mass in the sequence belongs to one
+    client. The first masses, with the sum ``each``, are the first distribution. The next masses, with the same sum, are
+    the second distribution, and so on.
 
     Args:
-        places: The client of each piece, as an index into the array of clients, shape (s,).
-        masses: The mass of each piece, shape (s,); their sum is ``draws`` · ``each``.
+        places: The client of each mass, as an index into the array of clients, shape (s,).
+        masses: The masses, shape (s,). Their sum is ``draws`` · ``each``.
         draws: m, the number of distributions.
         each: The total mass of each distribution: the number of samples of all clients.
     """
@@ -77,11 +77,11 @@ class ClusteredState:
 
 
 class Clustered(ClientSampler):
-    """Draws each of the m clients from its own group of similar clients, without bias.
+    """Unbiased sampling that draws each of the m clients of a round from a different group of similar clients.
 
     Args:
-        algorithm: How clients are grouped. ``1``: by size. ``2``: by the direction of their last updates, with Ward's
-            method; clients that never took part form a group of their own.
+        algorithm: How clients are grouped. ``1``: by number of samples. ``2``: by the direction of their last updates,
+            with Ward's method. Clients that never took part form their own group.
         coordinates: Length to which a random projection shortens each client's stored update. With 0, the whole update
             is stored.
     """
@@ -96,7 +96,7 @@ class Clustered(ClientSampler):
         super().check(config)
         if self.algorithm == 2 and config.clients > LARGEST:
             problem = (
-                f"computes the distances of all pairs of clients, and supports at most {LARGEST} clients, not "
+                f"computes the distances between all clients, and supports at most {LARGEST} clients, not "
                 f"{config.clients}. Use 1, or the sampler fedsts with refresh = 'participants'."
             )
             raise SpecError("method.client_sampler.algorithm", problem, self.algorithm)
@@ -106,7 +106,7 @@ class Clustered(ClientSampler):
         return self.algorithm == 2
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' sizes, which the sampler sends once."""
+        """Return the request for the clients' sizes, which the sampler sends once per run."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
@@ -141,7 +141,7 @@ class Clustered(ClientSampler):
         return replace(state, sketches=sketches)
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Return the groups of Algorithm 2; None for Algorithm 1 or without updates."""
+        """Return the groups of Algorithm 2; None for Algorithm 1, or if no client has sent an update."""
         if self.algorithm == 1 or len(state.sizes.known) == 0 or len(state.sketches.known) == 0:
             return None
         clients, sizes = state.sizes.known, state.sizes.samples
@@ -152,8 +152,8 @@ class Clustered(ClientSampler):
 def by_size(sizes: Ints, m: int) -> Distributions:
     """Build m distributions of clients of similar size (Algorithm 1).
 
-    Each client has a *mass* of m times its number of samples, and each distribution has room for the number of samples
-    of all clients. The masses of the largest clients fill the first distributions, and so on.
+    The *mass* of a client is m times its number of samples. The capacity of a distribution is the number of samples of
+    all clients. The distributions are filled one after another with the masses, in descending order of client size.
 
     Args:
         sizes: The number of samples of each client, shape (N,), positive.
@@ -173,13 +173,14 @@ def by_size(sizes: Ints, m: int) -> Distributions:
 def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     """Build m distributions from groups of clients (Algorithm 2, lines 5 to 12).
 
-    Each client has a *mass* of m times its number of samples, and each distribution has room for Σn, the number of
-    samples of all clients. A client with a mass of Σn or more first fills as many whole distributions by itself as
-    possible. The remaining mass of the client is less than Σn. If r distributions are left, the r groups with the
-    largest remaining masses start one of them each, and the clients of the other groups fill them up.
+    The *mass* of a client is m times its number of samples. The capacity of a distribution is Σn, the number of samples
+    of all clients. A client with a mass of Σn or more first fills whole distributions by itself, until its remaining
+    mass is less than Σn. Of the remaining r distributions, each gets one of the r groups with the largest remaining
+    masses. The clients of the other groups then fill these distributions up.
 
     Args:
-        groups: The group of each client, shape (N,). The remaining masses of its clients must add up to at most Σn.
+        groups: The group of each client, shape (N,). The remaining masses of the clients in a group must add up to at
+            most Σn.
         sizes: The number of samples of each client, shape (N,), positive.
         m: The number of draws, and of distributions.
     """
@@ -193,7 +194,7 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     order = np.argsort(rank, kind="stable")
     order = order[masses[order] > 0]
     first, rest = order[rank[order] < remaining], order[rank[order] >= remaining]
-    # Cut the sequence of the other groups' masses where one client's mass ends, and where a distribution is full.
+    # Cut the sequence of the other groups' masses wherever the mass of a client ends or a distribution is full.
     room = np.cumsum(total - group_masses[heaviest[:remaining]])
     ends = np.cumsum(masses[rest])
     cuts = np.union1d(ends, room[room > 0])
@@ -207,10 +208,10 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
 def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
     """Cut the tree of Ward's clustering into groups that are as large as possible (Algorithm 2, lines 1-4).
 
-    The masses of a group add up to at most Σn, the number of samples of all clients. The *mass* of a client is m times
-    its number of samples, modulo Σn: the part that ``by_group`` divides by group. Updates are scaled to length 1, so
-    that their distance depends only on the angle between them. Clients without an update have the zero vector, so that
-    the distance between them is 0.
+    The masses of a group add up to at most Σn, the number of samples of all clients. Here, the *mass* of a client is m
+    times its number of samples, modulo Σn, which is the part that ``by_group`` divides by group. Updates are scaled to
+    length 1, so that their distance depends only on the angle between them. Clients without an update have the zero
+    vector. The distance between two such clients is therefore 0.
 
     Args:
         updates: The last update of each client, shape (N, d).
@@ -231,7 +232,7 @@ def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
     weight = np.concatenate([masses, np.zeros(n - 1, dtype=np.int64)])
     for i, (a, b) in enumerate(children):
         weight[n + i] = weight[a] + weight[b]
-    # Go from the root of the tree to the leaves. The first node on each path with a mass of at most Σn is one group.
+    # Go from the root of the tree to the leaves. On each path, the first node with a mass of at most Σn forms a group.
     group_of = np.full(2 * n - 1, -1, dtype=np.int64)
     count = 0
     for node in range(2 * n - 2, -1, -1):
@@ -244,7 +245,7 @@ def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
 
 
 def _updates(sketches: Sketches, clients: Ints, length: int) -> Floats32:
-    """Return the last update of each client, shape (N, ``length``); zeros for a client that never took part."""
+    """Return the last update of each client, or zeros for a client that never took part, shape (N, ``length``)."""
     result = np.zeros((len(clients), length), dtype=np.float32)
     known = np.isin(sketches.known, clients)
     if known.any():

@@ -1,4 +1,4 @@
-"""FedSampling (Qi et al. 2023), which draws samples from all clients' data, instead of clients."""
+"""FedSampling (Qi et al. 2023), which does not draw clients but samples from the data of all clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedstrata.sampling.ldp import FedSTaSData
 
 
 class Everyone(ClientSampler):
-    """Invites all available clients in every round, whatever ``training.clients_per_round`` is."""
+    """Invites all available clients in every round and ignores ``training.clients_per_round``."""
 
     def check(self, config: FederationConfig) -> None:
         """Accept every federation, because ``training.clients_per_round`` is ignored."""
@@ -48,18 +48,19 @@ class AnswersState:
 
 
 class FedSamplingData(DataSampler):
-    """Each participant uses each of its samples with probability K/ñ, where ñ is the estimated size of all clients.
+    """Each participant uses each of its samples with probability K/ñ, so that about K samples are used per round.
 
-    ñ is an estimate of how many samples the participants hold together.
+    ñ is the server's estimate of the total number of samples of the participants.
 
     Args:
-        samples: Number K of samples that are used per round, over all participants.
-        epsilon: Privacy parameter ε: clients report their number of samples with ε-local differential privacy.
-            Participants still disclose how many samples they used. Default: clients report exact numbers.
-        bound: Public upper bound M of the numbers that clients report with ``epsilon``. Larger numbers are reported as
-            M − 1.
-        reuse: Whether each client reports its size only once, and so spends ε once. If not, participants report in
-            every round: the errors then average out, but T rounds spend T ε.
+        samples: Total number K of samples that the participants of a round use.
+        epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
+            smaller value means more noise. Participants still disclose how many samples they used. Default: clients
+            report exact numbers.
+        bound: Public upper bound M for reported numbers of samples if ``epsilon`` is set. Larger numbers are reported
+            as M − 1.
+        reuse: Whether each client reports its number of samples only once, which spends ε once. If false, participants
+            report in every round. The errors then average out, but T rounds spend T ε.
     """
 
     samples: PositiveInt = 1000
@@ -68,7 +69,7 @@ class FedSamplingData(DataSampler):
     reuse: bool = True
 
     def check(self, config: FederationConfig) -> None:
-        """Warn if a client holds more samples than the bound M allows it to report."""
+        """Warn if a client has more samples than the bound M allows it to report."""
         FedSTaSData(epsilon=self.epsilon, bound=self.bound).check(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
@@ -81,7 +82,7 @@ class FedSamplingData(DataSampler):
         return AnswersState(no_clients, no_clients)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask the clients whose answer is not known, estimate the number of samples ñ from all answers; return K/ñ."""
+        """Ask clients without a known answer for their sizes, estimate the total ñ, and return the probability K/ñ."""
         participants = sorted(clients)
         answers = dict(zip(state.known.tolist(), state.answers.tolist(), strict=True)) if self.reuse else {}
         unknown = [client for client in participants if client not in answers]

@@ -1,4 +1,4 @@
-"""FedSSAR's sampler, which clusters similar clients, and draws from each cluster in proportion to its size."""
+"""FedSSAR's sampler, which clusters similar clients and draws from each cluster in proportion to its size."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ class FedSSARState:
 class FedSSARSampler(ClientSampler):
     """Clusters clients by their model parameters, and draws from each cluster in proportion to its size.
 
-    In the first round every client trains once, so that the parameters of all clients are known. Clients that did not
-    answer are asked again in the next round. Afterwards, the stored parameters of a client change only in rounds in
-    which the client takes part (FedSSAR, Algorithm 1).
+    In the first round, every client trains once, so that the server knows the parameters of all clients. Clients that
+    did not answer are asked again in the next round. Afterwards, the stored parameters of a client change only in
+    rounds in which the client takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: Number of clients, itself included, that a client must have nearby to be a core point
+        min_samples: Number of clients, including the client itself, that must be near a client to make it a core point
             (``min_samples`` of OPTICS).
-        xi: Relative drop of reachability at which a cluster begins (``xi`` of OPTICS).
-        features: Basis of comparisons between clients. ``parameters``: the parameters of their models, as in the paper.
-            ``updates``: the changes of their models, which stay comparable if clients took part in different rounds.
-        coordinates: Length to which a random projection shortens each client's stored parameters. With 0, all
+        xi: Relative drop of the reachability distance at which a cluster begins (``xi`` of OPTICS).
+        features: Features by which clients are compared. ``parameters``: the parameters of their models, as in the
+            paper. ``updates``: their model updates, which stay comparable if clients took part in different rounds.
+        coordinates: Length to which a random projection reduces the stored parameters of each client. With 0, all
             parameters are stored.
-        optics_max: Largest number of clients that OPTICS clusters, because its time grows with the square of this
+        optics_max: Largest number of clients that OPTICS clusters. The time of OPTICS grows with the square of this
             number. If there are more clients, OPTICS clusters a random subset, and each other client joins the nearest
             cluster.
     """
@@ -100,7 +100,7 @@ class FedSSARSampler(ClientSampler):
         generator = federation.rng("client-sampling")
         selection = draw(known[available], clusters[available], sizes, allocation, np.zeros(total), False, generator)
         # ``draw`` computes probabilities among the available clients of a cluster. The factor turns them into
-        # probabilities among all its clients, which ``sizes`` counts.
+        # probabilities among all clients of the cluster, which ``sizes`` counts.
         probability = selection.probability * (available_sizes / sizes)[selection.stratum]
         metrics: dict[str, Any] = {
             "strata_sizes": sizes.tolist(),
@@ -139,17 +139,17 @@ class FedSSARSampler(ClientSampler):
 
 
 def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Generator) -> Ints:
-    """Return how many clients to draw from each cluster, shape (H,): in proportion to its size, at most ``available``.
+    """Return the number of clients to draw from each cluster: in proportion to its size, at most ``available``.
 
-    The draws are allocated by largest remainder (see ``allocate``), with at least one for each cluster that has an
-    available client. If there were fewer draws than such clusters, this rule would give all draws to the largest
-    clusters. Clusters are then drawn at random instead, so that every available client has the same probability.
+    The draws are allocated by largest remainder (see ``allocate``), with at least one draw for each cluster that has an
+    available client. If there are fewer draws than such clusters, this rule would give all draws to the largest
+    clusters. In this case, clusters are drawn at random, so that every available client has the same probability.
 
     Args:
         budget: The number of draws, at most the sum of ``available``.
         sizes: The number of clients in each cluster, shape (H,).
-        available: The number of clients of each cluster that may be invited, shape (H,).
-        generator: Randomness.
+        available: The number of clients in each cluster that may be invited, shape (H,).
+        generator: The random generator.
     """
     if (available > 0).sum() <= budget:
         return allocate(budget, available, sizes.astype(np.float64))
@@ -160,7 +160,7 @@ def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Gener
 def cluster(
     points: Floats32, min_samples: int, xi: float, limit: int, generator: np.random.Generator
 ) -> tuple[Ints, int]:
-    """Cluster points with OPTICS (Ankerst et al. 1999), so that every point belongs to a cluster.
+    """Cluster points with OPTICS (Ankerst et al. 1999) and assign every point to a cluster.
 
     Points that OPTICS labels as noise join the cluster with the nearest mean. If OPTICS finds no cluster, all points
     are one cluster.
@@ -169,12 +169,13 @@ def cluster(
         points: The points, shape (N, d).
         min_samples: See ``FedSSARSampler``.
         xi: See ``FedSSARSampler``.
-        limit: The most points for OPTICS. If there are more, OPTICS clusters a random subset, and the other points join
-            the cluster with the nearest mean.
-        generator: Randomness for the subset.
+        limit: The largest number of points for OPTICS. If there are more points, OPTICS clusters a random subset, and
+            the other points join the cluster with the nearest mean.
+        generator: The random generator for the subset.
 
     Returns:
-        The cluster of each point, shape (N,), in 0 … H − 1, where no cluster is empty; and the number of noise points.
+        Two values: the cluster of each point, shape (N,), in 0 … H − 1, where no cluster is empty; and the number of
+        points that OPTICS labelled as noise.
     """
     n = len(points)
     subset = np.arange(n) if n <= limit else np.sort(generator.choice(n, size=limit, replace=False))
@@ -189,7 +190,7 @@ def cluster(
     if unassigned.any():
         centre = points[subset].mean(axis=0, dtype=np.float64).astype(np.float32)
         means = np.stack([points[subset[labels == h]].mean(axis=0, dtype=np.float64) for h in range(count)])
-        # Differences between models are much smaller than their norms, so that distances in float32 would be
+        # Differences between models are much smaller than the models' norms, so distances in float32 would be
         # inaccurate. Subtracting the mean of all points makes the norms small.
         means = means.astype(np.float32) - centre
         result[unassigned] = np.argmin(_squares(points[unassigned] - centre, means), axis=1)
@@ -197,7 +198,7 @@ def cluster(
 
 
 def _optics(points: Floats32, min_samples: int, xi: float) -> Ints:
-    """Return the OPTICS cluster of each point; −1 for noise. The clusters are the same as those of scikit-learn."""
+    """Return the OPTICS cluster of each point; −1 for noise. The result equals scikit-learn's."""
     from sklearn.cluster import cluster_optics_xi
 
     if len(points) < max(min_samples, 3):
@@ -221,23 +222,23 @@ def _optics(points: Floats32, min_samples: int, xi: float) -> Ints:
 def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, Ints]:
     """Compute the OPTICS ordering with an unlimited neighbourhood (``max_eps`` is infinite).
 
-    The result equals that of ``sklearn.cluster.compute_optics_graph``. For a matrix of distances, this function is a
-    hundred times as fast.
+    The result equals the result of ``sklearn.cluster.compute_optics_graph``. For a matrix of distances, this function
+    is a hundred times as fast.
 
     Args:
         distances: The distance between each pair of points, shape (n, n), zero on the diagonal.
-        min_samples: How many points a point's core distance includes, counting the point itself.
+        min_samples: The number of points that the core distance of a point includes, counting the point itself.
 
     Returns:
-        Three arrays of shape (n,): the points in their order; the reachability of each point (infinite for the first
-        in the order); and the point from which each point was reached (−1 for the first).
+        Three arrays of shape (n,): the ordered points; the reachability of each point, which is infinite for the first
+        point; and the point from which each point was reached, which is −1 for the first point.
     """
     n, digits = len(distances), np.finfo(np.float64).precision
     distances = np.around(distances, digits)
     core = np.partition(distances, min_samples - 1, axis=1)[:, min_samples - 1]
     reachability, predecessor = np.full(n, np.inf), np.full(n, -1, dtype=np.int64)
     ordering = np.empty(n, dtype=np.int64)
-    # ``waiting`` holds the reachability of points that are not in the ordering yet, and infinity for the others.
+    # ``waiting`` is the reachability of points that are not in the ordering yet, and infinite for all other points.
     waiting = np.full(n, np.finfo(np.float64).max)
     for place in range(n):
         point = int(waiting.argmin())
@@ -251,7 +252,7 @@ def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, 
 
 
 def _squares(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-    """Return the squared distance of each row of ``a`` to each row of ``b``, without negative rounding errors."""
+    """Return the squared distance between each row of ``a`` and each row of ``b``; negative results are set to 0."""
     squares = (a * a).sum(axis=1)[:, None] + (b * b).sum(axis=1) - 2 * (a @ b.T)
     clipped: NDArray[Any] = np.maximum(squares, 0.0)
     return clipped

@@ -1,11 +1,12 @@
-"""k-means for a matrix in which a few rows change in every round: Lloyd's iteration continues from the last round.
+"""Incremental k-means for a matrix in which a few rows change per round: Lloyd's iteration continues between rounds.
 
 A cluster of k-means is called a *stratum*, and its centre is the mean of its rows. When rows change, the sums of their
-strata are updated. Bounds on distances (Hamerly 2010, Making k-means even faster) show which rows may be nearer to
-another centre after the centres moved, and only these rows are compared with the centres. The cost of a round therefore
-depends on how much changed, but the result is the same as if every row had been compared with every centre.
+strata are updated. When centres move, some rows may become nearer to another centre. Bounds on distances (Hamerly 2010,
+Making k-means even faster) show which rows these are, and only these rows are compared with the centres. The cost of a
+round therefore depends on the number of changes. The result is the same as if every row had been compared with every
+centre.
 
-With 10,000 clients of which 100 change, this is 25 times as fast as k-means from the start
+With 10,000 clients of which 100 change per round, this is 25 times as fast as k-means from scratch
 (``benchmarks/fast_paths.py``).
 """
 
@@ -22,7 +23,7 @@ from fedstrata.base.records import record
 from fedstrata.sampling.row_store import RowStore
 
 STEPS = 5
-"""The most steps of Lloyd's iteration in one round. If it has not converged after them, the next round continues it."""
+"""The largest number of steps of Lloyd's iteration per round; without convergence, the next round continues it."""
 
 UNASSIGNED = -1
 """The label of a row without a stratum."""
@@ -38,7 +39,7 @@ class Clusters:
         sizes: The number of rows of each stratum, shape (H,), int64.
         labels: The stratum of each row, or ``UNASSIGNED``, shape (n,), int64.
         upper: An upper bound on the distance of each row to the centre of its stratum, shape (n,), float64.
-        lower: A lower bound on the distance of each row to any other centre, shape (n,), float64.
+        lower: A lower bound on the distance of each row to the centre of any other stratum, shape (n,), float64.
         renewed: The number of rows that were replaced or added since k-means last started from scratch.
     """
 
@@ -62,18 +63,18 @@ class Clusters:
         sums = np.stack([matrix[labels == h].sum(axis=0, dtype=np.float64) for h in range(count)])
         sizes = np.bincount(labels, minlength=count)
         centres = (sums / sizes[:, None]).astype(np.float32)
-        # A row that is nearer to another centre than to its own has upper > lower, so that ``converged`` checks it
-        # first.
+        # If a row is nearer to another centre than to its own centre, then upper > lower, and ``converged`` checks this
+        # row first.
         scale = _scale(rows.norms)
         upper, lower = (scale * bound for bound in _bounds(_distances(rows, None, centres, scale), labels))
         return cls(centres, sums, sizes, labels, upper, lower)
 
     def without(self, places: Ints, before: Floats32) -> Clusters:
-        """Return a copy in which some rows have no stratum, because their values are about to change.
+        """Return a copy in which the given rows have no stratum, because their values will change.
 
         Args:
             places: The indices of the rows, shape (c,).
-            before: The old values of the rows, which are subtracted from the strata's sums, shape (c, d).
+            before: The old values of these rows, shape (c, d), which are subtracted from the sums of the strata.
         """
         assigned = self.labels[places] != UNASSIGNED
         places, before = places[assigned], before[assigned]
@@ -84,10 +85,10 @@ class Clusters:
         return replace(self, sums=sums, sizes=sizes, labels=labels, renewed=self.renewed + len(places))
 
     def among(self, places: Ints, count: int) -> Clusters:
-        """Return a copy for more rows, of which the new ones have no stratum yet.
+        """Return a copy for a matrix with more rows; the added rows have no stratum yet.
 
         Args:
-            places: The new index of each row that is there already.
+            places: The new index of each old row.
             count: The new number of rows.
         """
         labels, upper, lower = np.full(count, UNASSIGNED), np.zeros(count), np.zeros(count)
@@ -95,7 +96,7 @@ class Clusters:
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
     def converged(self, rows: RowStore) -> Clusters:
-        """Iterate until every row has its nearest centre, but at most ``STEPS`` times; return the new state."""
+        """Iterate until each row belongs to its nearest centre, at most ``STEPS`` times; return the new state."""
         scale = _scale(rows.norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()
         labels, upper, lower = self.labels.copy(), self.upper.copy(), self.lower.copy()
@@ -114,7 +115,7 @@ class Clusters:
             sizes -= np.bincount(old[assigned], minlength=len(sizes))
             labels[suspects] = nearest
             upper[suspects], lower[suspects] = _bounds(distances, nearest)
-            # The centre of an empty stratum does not move.
+            # If a stratum is empty, its centre does not move.
             means = np.where(sizes[:, None] > 0, sums / np.maximum(sizes, 1)[:, None], centres)
             shift = np.linalg.norm((means - centres) / scale, axis=1) * scale
             centres = means.astype(np.float32)
@@ -124,7 +125,7 @@ class Clusters:
         return replace(self, centres=centres, sums=sums, sizes=sizes, labels=labels, upper=upper, lower=lower)
 
     def spread(self, norms: Floats) -> tuple[Floats, float]:
-        """Return the spread S_h of each stratum, shape (H,), and the spread S of all rows; see ``allocation.spread``.
+        """Return each stratum's spread, shape (H,), and the spread of all rows together; see ``allocation.spread``.
 
         Args:
             norms: The norm of every row, shape (n,).
@@ -135,7 +136,7 @@ class Clusters:
         sums = self.sums / scale
 
         def deviation(squares: Floats, lengths: Floats, sizes: NDArray[Any]) -> Floats:
-            # This uses the identity Σ‖z − mean‖² = Σ‖z‖² − ‖Σz‖² / n.
+            # Use the identity Σ‖z − mean‖² = Σ‖z‖² − ‖Σz‖² / n.
             n = np.maximum(sizes, 1)
             spread: Floats = scale * np.sqrt(np.maximum(squares - lengths / n, 0.0) / (n * d))
             return spread
@@ -146,14 +147,14 @@ class Clusters:
 
 
 def _scale(norms: Floats) -> float:
-    """Return a divisor for all rows with which their squares stay within the range of float32."""
+    """Return a number by which all rows are divided, so that their squares stay within the range of float32."""
     return float(norms.max()) or 1.0
 
 
 def _distances(rows: RowStore, indices: Ints | None, centres: Floats32, scale: float) -> Floats:
-    """Return the distance of each row at ``indices`` (None: of all rows) to each centre, divided by ``scale``.
+    """Return the distances between rows and centres, divided by ``scale``, shape (rows, H).
 
-    The shape is (rows, H).
+    The rows are the rows at ``indices``, or all rows if ``indices`` is None.
     """
     scaled = centres / np.float32(scale)
     products = rows.times(scaled.T) if indices is None else rows.take(indices) @ scaled.T
@@ -164,7 +165,7 @@ def _distances(rows: RowStore, indices: Ints | None, centres: Floats32, scale: f
 
 
 def _bounds(distances: Floats, labels: Ints) -> tuple[Floats, Floats]:
-    """Return the distance of each row to its own centre, and to the nearest other centre (infinite if H = 1)."""
+    """Return each row's distance to its own centre and to the nearest other centre (infinite with only one centre)."""
     rows = np.arange(len(labels))
     others = distances.copy()
     others[rows, labels] = np.inf

@@ -1,4 +1,4 @@
-"""FedSTaS's data sampler: clients train on a requested number of samples, and can hide their sizes (FedSTaS §2.4)."""
+"""FedSTaS's data sampler: clients use about a requested number of samples, and can hide their sizes (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedstrata.sampling.client_sizes import Epsilon, allowed_sizes, ask_sizes, e
 
 @record("FedSTaSDataState")
 class FedSTaSDataState:
-    """The running mean of the estimates of how many samples a round's participants hold together.
+    """The running mean of the estimated total number of samples of a round's participants.
 
     Args:
         total: The sum of the estimates so far.
@@ -29,18 +29,19 @@ class FedSTaSDataState:
 
 
 class FedSTaSData(DataSampler):
-    """Each participant uses each of its samples with the same probability, so that about n* are used in total.
+    """Each participant uses each of its samples with the same probability, so that about n* samples are used in total.
 
-    ñ is the server's estimate of how many samples the round's participants hold together.
+    The probability is n*/ñ, where ñ is the server's estimate of the participants' total number of samples.
 
     Args:
-        fraction: Share of the participants' samples that is used per round. n*, the number of samples to use, is this
-            share of the estimated number of samples, averaged over all rounds so far.
-        samples: Number n* of samples that are used per round. Set either ``samples`` or ``fraction``.
-        epsilon: Privacy parameter ε: clients report their number of samples with ε-local differential privacy. A client
-            spends ε in each round in which it takes part. Default: clients report exact numbers.
-        bound: Public upper bound M of the numbers that clients report with ``epsilon``. Larger numbers are reported as
-            M − 1. The estimated total is then too low, and clients use more samples than requested.
+        fraction: Fraction of the participants' samples that is used per round. The number of samples to use, n*, is
+            this fraction of the mean of ñ over all rounds so far.
+        samples: Total number n* of samples that the participants of a round use. Default: determined by ``fraction``.
+        epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
+            smaller value means more noise. A client spends ε in each round in which it takes part. Default: clients
+            report exact numbers.
+        bound: Public upper bound M for reported numbers of samples if ``epsilon`` is set. Larger numbers are reported
+            as M − 1. The estimated total is then too low, and clients use more samples than requested.
     """
 
     fraction: float = Field(default=0.1, gt=0, le=1)
@@ -50,11 +51,11 @@ class FedSTaSData(DataSampler):
 
     @property
     def private(self) -> bool:
-        """True if clients keep their sizes private, which they do if ``epsilon`` is set."""
+        """True if clients keep their numbers of samples private, which is the case if ``epsilon`` is set."""
         return self.epsilon is not None
 
     def check(self, config: FederationConfig) -> None:
-        """Warn if a client holds more samples than the bound M allows it to report."""
+        """Warn if a client has more samples than the bound M allows it to report."""
         if self.epsilon is not None and config.sizes is not None and (config.sizes >= self.bound).any():
             clipped = int((config.sizes >= self.bound).sum())
             warnings.warn(
@@ -65,7 +66,7 @@ class FedSTaSData(DataSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the participants' sizes, which is sent in every round."""
+        """Return the request for the participants' sizes, which the sampler sends in every round."""
         return [allowed_sizes(self.epsilon, self.bound)]
 
     def init(self, federation: Federation) -> Tree:
@@ -73,7 +74,7 @@ class FedSTaSData(DataSampler):
         return FedSTaSDataState(0.0, 0)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask the participants for their sizes; return the wanted number of samples divided by the estimated number."""
+        """Ask the participants for their sizes; return the requested number of samples over the estimated total."""
         sizes, bound, alpha = ask_sizes(federation, clients, self.epsilon, self.bound)
         if not sizes:
             return self.fraction, state, {}
@@ -83,7 +84,8 @@ class FedSTaSData(DataSampler):
         keep = min(1.0, wanted / estimate)
         metrics = {"estimated_samples": estimate, "requested_samples": wanted, "keep": keep}
         if (true_sizes := federation.config.sizes) is not None:
-            # The true sizes are known only in simulations. Record the expected number of samples, so that methods can
-            # be compared at equal numbers. It exceeds n*: slightly because 1/ñ is convex, and by far if M clips sizes.
+            # The true sizes are known only in simulations. Record the expected number of used samples, so that methods
+            # can be compared at equal numbers. This number exceeds n*: slightly because 1/ñ is convex, and by far if M
+            # clips sizes.
             metrics["expected_samples"] = keep * float(true_sizes[list(sizes)].sum())
         return keep, state, metrics

@@ -1,4 +1,4 @@
-"""The samplers' requests to clients: for sizes, compressed gradients, sketches of models, and losses."""
+"""The samplers' requests to clients for sizes, compressed gradients, sketches of models, and losses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ MOST_SAMPLES = 2**31
 
 
 def sketch_length(params: Params, coordinates: int) -> int:
-    """Return the length of a sketch (random projection) of a model: ``coordinates``, or its number of parameters.
+    """Return the length of a sketch (random projection) of a model.
 
-    The length is the smaller of these two numbers. If ``coordinates`` is 0, it is the number of parameters.
+    The length is ``coordinates`` or the number of parameters, whichever is smaller. If ``coordinates`` is 0, the length
+    is the number of parameters.
     """
     d = sum(map(torch.numel, params.values()))
     return min(d, coordinates or d)
@@ -32,7 +33,7 @@ class SizeReply(Reply):
     """The client's number of samples, or a random answer that hides this number.
 
     Args:
-        samples: The number, or the random answer.
+        samples: The number of samples, or the random answer.
     """
 
     samples: int
@@ -40,12 +41,12 @@ class SizeReply(Reply):
 
 @record("SizeReport")
 class SizeReport(Request):
-    """A request for a client's number of samples, which local differential privacy hides if ``bound`` is positive.
+    """A request for a client's number of samples, with local differential privacy if ``bound`` is positive.
 
     Args:
         round: The round, counted from 1.
         bound: M, the public bound on the number of samples; 0 asks for the exact number.
-        alpha: The probability with which the client answers truthfully (at most M − 1), and not with a random number;
+        alpha: The probability that the client answers truthfully (with at most M − 1) instead of with a random number;
             see ``fedstrata.sampling.client_sizes``.
     """
 
@@ -59,7 +60,7 @@ class SizeReport(Request):
     def check(self, reply: SizeReply) -> None:
         """Refuse a size outside the possible range."""
         if not 0 <= reply.samples <= MOST_SAMPLES or (self.bound and not 1 <= reply.samples < self.bound):
-            raise ReplyRefusedError(f"the size {reply.samples} is impossible")
+            raise ReplyRefusedError(f"the number of samples {reply.samples} is impossible")
 
 
 @record("CompressReply")
@@ -68,8 +69,8 @@ class CompressReply(Reply):
 
     Args:
         centres: X, the values that occur in the quantized gradient, shape (d',), float32.
-        codes: λ, the index in X of every coordinate's value, uint8. If d' ≤ 16, each byte holds two indices, the first
-            one in the high half.
+        codes: λ, the index into X for every coordinate, uint8. If d' ≤ 16, each byte contains two indices, the first
+            index in the high four bits.
         length: The number of coordinates.
     """
 
@@ -88,18 +89,18 @@ class CompressReply(Reply):
 
 @record("Compress")
 class Compress(ModelRequest):
-    """A request for the gradient of a client's loss at ``weights``, quantized (FedSTaS, information squeeze).
+    """A request for the quantized gradient of a client's loss at the global model (FedSTaS, information squeeze).
 
     Args:
         round: The round, counted from 1.
         weights: The global model.
         centres: d', the largest number of different values in the quantized gradient.
-        coordinates: The length to which a random projection first reduces the gradient (K_desired in the paper); 0 for
-            no projection.
+        coordinates: The length to which a random projection reduces the gradient before quantization (K_desired in the
+            paper); 0 for no projection.
     """
 
     reply_type: ClassVar[type[Reply]] = CompressReply
-    rule = RequestRule("the gradient over its samples")
+    rule = RequestRule("the gradient of the loss over its samples")
 
     round: int
     weights: Weights
@@ -135,10 +136,10 @@ class SketchReply(Reply):
 
 @record("Sketch")
 class Sketch(ModelRequest):
-    """A request to train once, starting at ``weights``, and to send a sketch of the trained parameters (FedSSAR).
+    """A request to train once from the global model, and to send a sketch of the trained parameters (FedSSAR).
 
-    The client trains with plain cross-entropy on all its samples. The method's objective is not used, because it may
-    have a state at the client, which must change only in rounds in which the client takes part.
+    The client trains with plain cross-entropy on all its samples. The objective of the method is not used, because it
+    may have a state at the client. This state must change only in rounds in which the client takes part.
 
     Args:
         round: The round, counted from 1.
@@ -161,7 +162,7 @@ class Sketch(ModelRequest):
 
 @record("LossReply")
 class LossReply(Reply):
-    """The loss of the global model at a client.
+    """The loss of the global model on a client's samples.
 
     Args:
         loss: Mean cross-entropy over the client's samples.
@@ -188,4 +189,4 @@ class LossReport(ModelRequest):
     def check(self, reply: LossReply) -> None:
         """Refuse a negative loss."""
         if reply.loss < 0:
-            raise ReplyRefusedError(f"the loss {reply.loss} is impossible")
+            raise ReplyRefusedError(f"the loss {reply.loss} is negative")

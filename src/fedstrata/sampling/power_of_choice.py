@@ -1,4 +1,4 @@
-"""Power-of-choice (Cho et al. 2020, Client Selection in Federated Learning): selection of clients with a large loss."""
+"""Power-of-choice (Cho et al. 2020, Client Selection in Federated Learning): sampling of clients with a large loss."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from fedstrata.sampling.messages import LossReport
 
 
 class PowerOfChoice(ClientSampler):
-    """Draws d candidates by size, asks for their loss, and invites the m candidates with the largest loss.
+    """Draws d candidates by size, asks for their losses, and invites the m candidates with the largest losses.
 
-    The sampler is biased on purpose: the expected aggregate is not the mean over all clients.
+    The sampler is biased on purpose: clients with a large loss count more in the aggregate than in the mean over all
+    clients.
 
     Args:
-        candidates: Number of candidates d. Default: twice the number of clients per round, or all if there are fewer.
+        candidates: Number d of candidates. A larger value means a stronger preference for clients with a large loss.
+            Default: twice the number of clients per round, or all clients if there are fewer.
     """
 
     tells_sizes = True
@@ -30,7 +32,7 @@ class PowerOfChoice(ClientSampler):
     candidates: PositiveInt | None = None
 
     def check(self, config: FederationConfig) -> None:
-        """Require at least as many candidates as a round invites, and at most as many as there are clients."""
+        """Require that the number of candidates lies between the clients per round and all clients."""
         super().check(config)
         m, key = config.training.invited(config.clients), "method.client_sampler.candidates"
         if self.candidates is not None and self.candidates > config.clients:
@@ -43,7 +45,7 @@ class PowerOfChoice(ClientSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return two requests: for the clients' sizes, once, and for the loss of candidates, in every round."""
+        """Return two requests: once for the clients' sizes, and in every round for the candidates' losses."""
         return [allowed_sizes(phase="enrolment"), Allowed(LossReport)]
 
     def init(self, federation: Federation) -> Tree:
@@ -51,7 +53,7 @@ class PowerOfChoice(ClientSampler):
         return Sizes.ask(federation)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Draw candidates, ask them for their loss, and select those with the largest loss; ties break at random."""
+        """Draw candidates, ask for their losses, and select the clients with the largest; ties break at random."""
         config = federation.config
         clients, sizes = state.among(federation.candidates())
         m = min(config.training.invited(config.clients), len(clients))

@@ -1,4 +1,4 @@
-"""Compression of a gradient to a few values and a small code for each coordinate (FedSTaS, information squeeze)."""
+"""Compression of a gradient to a few values and one small code per coordinate (FedSTaS, information squeeze)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from fedstrata.base.rng import rng
 
 
 def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
-    """Project gradients to fewer coordinates with a seeded random projection, the same for every client.
+    """Project gradients to fewer coordinates with a random projection that is the same for every client.
 
     The projection is a count sketch (Charikar et al. 2002): each coordinate is added to a bucket with a random sign.
-    Because of the signs, inner products stay the same in expectation. The cost is O(d), and not O(d K) as for a dense
-    projection to K coordinates. Coordinate i is added to bucket i mod p, so that memory is read in order. p is the
-    largest prime up to K. Because it does not divide the width of a layer, the weights of one input or output spread
-    evenly over all buckets. Buckets p … K − 1 stay 0.
+    Because of the signs, inner products stay the same in expectation. The cost is O(d). A dense projection to K
+    coordinates would cost O(d K). Coordinate i is added to bucket i mod p, where p is the largest prime up to K, so
+    that memory is read in order. Because p does not divide the width of a layer, the weights of one input or output
+    spread evenly over all buckets. Buckets p … K − 1 stay 0.
 
     Args:
         gradients: One gradient, shape (d,), or several, shape (n, d).
-        coordinates: K; a gradient with at most K coordinates stays unchanged, and 0 keeps every gradient unchanged.
+        coordinates: The number K of coordinates after projection. Gradients with at most K coordinates are not
+            projected. With 0, no gradient is projected.
         seed: The experiment's seed.
 
     Returns:
@@ -45,7 +46,7 @@ def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _signs(d: int, seed: int) -> Tensor:
-    """Return the random sign of every coordinate, ±1, float32, shape (d,)."""
+    """Return a random sign (±1) for every coordinate, float32, shape (d,)."""
     return torch.from_numpy(rng(seed, "projection").integers(2, size=d, dtype=np.int8)).float().mul_(2).sub_(1)
 
 
@@ -56,15 +57,15 @@ def _prime(most: int) -> int:
 
 
 def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8]]:
-    """Quantize a vector: replace each value by the mean of its cluster, found by exact one-dimensional k-means.
+    """Quantize a vector: exact one-dimensional k-means clusters its values, and cluster means replace the values.
 
     Args:
         values: The vector, shape (d,).
         centres: d', the largest number of clusters, at most 255.
 
     Returns:
-        The means, ascending, shape (d',), or fewer if there are fewer different values; and for every coordinate the
-        index of its mean, shape (d,).
+        Two arrays: the means, ascending, shape (d',), or fewer if the vector has fewer different values; and the index
+        of the mean for every coordinate, shape (d,).
 
     >>> X, codes = quantize(np.array([0.0, 9.0, 0.2, 8.8], dtype=np.float32), 2)
     >>> X.round(2).tolist(), codes.tolist()
@@ -94,15 +95,15 @@ def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
 
 
 def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats32:
-    """Return the quantized gradient, shape (length,): for each coordinate, the centre that its code names.
+    """Return the quantized gradient, shape (length,), in which each code is replaced by its centre.
 
-    ``packed`` has the codes (indices of centres), as ``pack`` returns them.
+    ``packed`` contains the codes (indices of centres), as ``pack`` returns them.
 
     Raises:
         ValueError: The codes do not fit the length or the centres.
     """
     codes = np.stack([packed >> 4, packed & 15], axis=1).ravel()[:length] if len(centres) <= 16 else packed
     if len(codes) != length or (length and codes.max() >= len(centres)):
-        raise ValueError(f"{len(packed)} bytes of codes do not name {length} of {len(centres)} centres")
+        raise ValueError(f"{len(packed)} bytes of codes do not fit {length} coordinates and {len(centres)} centres")
     restored: Floats32 = centres[codes]
     return restored

@@ -1,4 +1,4 @@
-"""Storage of a large matrix in which a few rows are replaced in every round."""
+"""Storage for a large matrix in which a few rows are replaced in every round."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.records import record
 
 SHARE = 8
-"""The whole matrix is copied when more than 1/``SHARE`` of its rows were replaced since the last copy."""
+"""The whole matrix is copied when more than 1/``SHARE`` of its rows have been replaced since the last copy."""
 
 
 @record("RowStore")
 class RowStore:
-    """An immutable matrix in which some rows can be replaced without a copy of all others.
+    """An immutable matrix that can be copied cheaply when only a few of its rows are replaced.
 
-    Replaced rows are stored beside the old matrix, until they are too many; see ``SHARE``.
+    New rows are stored beside the old matrix until there are too many of them; see ``SHARE``.
 
     Args:
-        base: All rows as they were at the last copy of the whole matrix, shape (n, d).
-        places: The indices of the rows that were replaced after that, ascending, shape (c,).
-        newer: The current values of these rows, shape (c, d).
+        base: All rows at the time of the last copy of the whole matrix, shape (n, d).
+        places: The indices of the rows that were replaced after the last copy, ascending, shape (c,).
+        newer: The current values of the replaced rows, shape (c, d).
         norms: The Euclidean norm of every row, shape (n,). It is float64, because squares of very small values are zero
             in float32.
     """
@@ -32,7 +32,7 @@ class RowStore:
 
     @classmethod
     def of(cls, matrix: Floats32, norms: Floats | None = None) -> RowStore:
-        """Return a store of a matrix, which must not change afterwards."""
+        """Return a store for a matrix. The caller must not change the matrix afterwards."""
         places = np.empty(0, dtype=np.int64)
         return cls(matrix, places, matrix[:0], lengths(matrix) if norms is None else norms)
 
@@ -53,20 +53,20 @@ class RowStore:
         return matrix
 
     def take(self, indices: Ints) -> Floats32:
-        """Return some rows, shape (len(indices), d)."""
+        """Return the rows at the given indices, shape (len(indices), d)."""
         rows: Floats32 = self.base[indices]
         replaced = np.flatnonzero(np.isin(indices, self.places))
         rows[replaced] = self.newer[np.searchsorted(self.places, indices[replaced])]
         return rows
 
     def times(self, matrix: Floats32) -> Floats32:
-        """Return the product of the rows and ``matrix``, shape (n, k), for a matrix of shape (d, k)."""
+        """Return the product of the stored matrix and ``matrix``, shape (n, k), for ``matrix`` of shape (d, k)."""
         product: Floats32 = self.base @ matrix
         product[self.places] = self.newer @ matrix
         return product
 
     def renewed(self, places: Ints, rows: Floats32) -> RowStore:
-        """Return a store in which the rows at some indices are replaced.
+        """Return a store in which the rows at the given indices are replaced.
 
         Args:
             places: The indices, ascending, shape (c,).
@@ -88,7 +88,7 @@ class RowStore:
         return RowStore(self.base, replaced, newer, norms)
 
     def joined(self, known: Ints, clients: Ints, rows: Floats32) -> tuple[Ints, RowStore]:
-        """Replace the rows of some clients, and add rows for clients that have none.
+        """Replace the rows of the given clients, and add rows for clients without a row.
 
         Args:
             known: The client of each row, ascending, shape (n,).

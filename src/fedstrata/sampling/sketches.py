@@ -2,8 +2,8 @@
 
 A sketch is a random projection of the model's parameters to K numbers; see ``quantization.project``. The projection is
 linear, so the sketch of an update is the difference of two sketches. On average, the squared distance between two
-sketches equals that between the models; its relative standard deviation is √(2/K), which is 3 % for K = 2,048 and
-models of any size. A model of at most K parameters is stored unchanged.
+sketches equals the squared distance between the models. The relative standard deviation is √(2/K), which is 3 % for K =
+2,048 and models of any size. A model of at most K parameters is stored unchanged.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from fedstrata.sampling.row_store import RowStore
 
 @record("Sketches")
 class Sketches:
-    """The last sketch of each client that has sent a model.
+    """The latest sketch of each client that has sent a model.
 
     Args:
         known: The clients with a sketch, ascending, int64.
-        rows: The sketches of these clients: one row of length K for each client in ``known``.
-        sent: The sketch of the global model that was sent last, shape (K,), float32; empty before the first round.
+        rows: The sketches: one row of length K for each client in ``known``.
+        sent: The sketch of the global model that the server sent last, shape (K,), float32; empty before the first
+            round.
     """
 
     known: Ints
@@ -41,7 +42,7 @@ class Sketches:
         return self.rows.whole()
 
     def with_rows(self, clients: Ints, points: Floats32) -> Sketches:
-        """Return a copy with new sketches of some clients.
+        """Return a copy in which the given clients have new sketches.
 
         Args:
             clients: Clients with a new sketch, ascending, shape (n,).
@@ -52,7 +53,7 @@ class Sketches:
 
 
 def no_sketches() -> Sketches:
-    """Return sketches of no clients: the state before the first client sends a model."""
+    """Return an empty collection of sketches, which is the state before the first client sends a model."""
     return Sketches(np.empty(0, dtype=np.int64), RowStore.empty(), np.empty(0, dtype=np.float32))
 
 
@@ -75,20 +76,19 @@ def sketch(params: Params, coordinates: int, seed: int) -> Floats32:
 def update_sketches(
     state: Sketches, replies: Mapping[int, FitReply], coordinates: int, seed: int, updates: bool
 ) -> Sketches:
-    """Store sketches of the models that the participants of a round returned.
+    """Store sketches of the models that the participants of a round sent back.
 
     Args:
         state: The sketches so far.
-        replies: A mapping from participant to its reply, with the trained model.
+        replies: A mapping from each participant to its reply, which contains the trained model.
         coordinates: K, the length of a sketch; 0 for all parameters.
         seed: The experiment's seed.
-        updates: Whether to store sketches of the updates (the model minus the global model that was sent) and not of
-            the models.
+        updates: Whether to store sketches of updates (trained minus received model) instead of sketches of models.
 
     Returns:
-        The sketches so far, with new ones of the participants that trained.
+        The sketches so far, with new sketches for the participants that trained.
     """
-    # A client that took no step returned the model that it received, which says nothing about its data.
+    # A client that took no step sent back the model that it received, which says nothing about the client's data.
     models = {client: reply.weights.params for client, reply in replies.items() if reply.trained}
     if not models:
         return state

@@ -1,7 +1,8 @@
-"""FedSTS, which divides clients by their compressed gradients into strata, and draws from each (FedSTaS, Alg. 1 and 2).
+"""FedSTS, which divides clients into strata by their compressed gradients (FedSTaS, Algorithms 1 and 2).
 
-Symbols, as in the paper: Z_k is the compressed gradient of client k. Of H strata (groups of clients), stratum h has N_h
-clients and gets m_h draws; S_h is the standard deviation of Z in stratum h. Neyman's allocation is m_h ∝ N_h S_h.
+The symbols are those of the paper. Z_k is the compressed gradient of client k. A stratum is a group of clients, and
+there are H strata. Stratum h has N_h clients and gets m_h draws, and S_h is the standard deviation of Z in it. Neyman's
+allocation is m_h ∝ N_h S_h.
 """
 
 from __future__ import annotations
@@ -36,30 +37,30 @@ Compared = Literal["restored", "centroids"]
 Start = Literal["k-means++", "random"]
 
 LARGE = 1000
-"""Up to this number of clients, all gradients are renewed in every round by default; see ``Stratified.refresh``."""
+"""The largest number of clients for which, by default, all clients send new gradients in every round."""
 
 FITTED = 1000
-"""The largest number of clients for which k-means, and the spread of each stratum, use all clients.
+"""The largest number of clients for which k-means and the spread of each stratum use all clients.
 
-Of more clients, both use a random subset of this size, and the others join the stratum with the nearest centre.
+With more clients, both use a random subset of this size. All other clients join the stratum with the nearest centre.
 """
 
 
 @record("StratifiedState")
 class StratifiedState:
-    """The sampler's state: the last compressed gradient of each client.
+    """The sampler's state, which contains the last compressed gradient of each client.
 
     Args:
         known: Clients with a known gradient, ascending, int64.
-        rows: The gradients of these clients: one row of length d for each client in ``known``.
-        participants: Clients that returned a model in the last round, ascending, int64.
-        sent: A random projection of the last round's global model, shape (d,); empty if updates are not used as
+        rows: The gradients: one row of length d for each client in ``known``.
+        participants: Clients that sent back a model in the last round, ascending, int64.
+        sent: A random projection of the global model of the last round, shape (d,); empty if updates are not used as
             gradients.
         lr: The learning rate of the last round.
-        steps: The number of local steps, if it is the same for all clients; otherwise 1.
+        steps: The number of local steps if it is the same for all clients; otherwise 1.
         seed: The experiment's seed, on which sketches depend.
-        clusters: The state of k-means from round to round. None if k-means starts from scratch in every round: for at
-            most ``FITTED`` clients, or if all gradients are renewed.
+        clusters: The state of k-means between rounds. None if k-means starts from scratch in every round. This is the
+            case for at most ``FITTED`` clients, and if all clients send new gradients in every round.
     """
 
     known: Ints
@@ -77,9 +78,9 @@ class StratifiedState:
         return self.rows.whole()
 
     def learned(self, clients: Ints, points: Floats32) -> StratifiedState:
-        """Return a copy with new compressed gradients of some clients.
+        """Return a copy in which the given clients have new compressed gradients.
 
-        ``clients`` are ascending, shape (n,), and ``points`` are their new gradients, shape (n, d).
+        ``clients`` are the clients, ascending, shape (n,). ``points`` are their new gradients, shape (n, d).
         """
         known, rows = self.rows.joined(self.known, clients, points)
         clusters = self.clusters
@@ -94,32 +95,34 @@ class StratifiedState:
 
 
 class Stratified(ClientSampler):
-    """Divides clients into strata (groups) with similar gradients; large and diverse strata get more draws.
+    """Divides clients into strata (groups of clients with similar gradients); large and diverse strata get more draws.
 
     Args:
         strata: Number of strata.
-        centres: Number d' of different values in a compressed gradient.
-        coordinates: Length to which a random projection shortens each gradient before compression (our reading of the
-            paper's K_desired). With 0, gradients are not projected.
+        centres: Number d' of different values in a compressed gradient. A larger value means less compression.
+        coordinates: Length to which a random projection reduces each gradient before compression (our reading of
+            K_desired in the paper). With 0, gradients are not projected.
         refresh: Clients that send a new compressed gradient in each round. ``all``: all clients, as in the paper
             (default up to 1,000 clients). ``participants``: the clients that take part in the round.
-        gradients: Source of the gradients. ``asked``: each client computes its gradient at the global model, in a pass
-            over its data. With ``refresh = "participants"``, each round also asks clients that have not sent a gradient
-            yet, at most as many as it invites. ``updates``: the updates of participants, divided by the learning rate
-            times the number of steps; clients that never took part form one stratum. Default: ``asked`` with ``refresh
-            = "all"``, otherwise ``updates``.
-        compared: Basis of comparisons between clients. ``restored``: the whole compressed gradient, as in the paper.
-            ``centroids``: only its d' different values, as in FedSTaS's code; requires ``gradients = "asked"``.
-        start: Gradients at which k-means starts. ``random``: those of random clients, as in the paper. ``k-means++``
+        gradients: Source of the gradients. ``asked``: each client computes the gradient of the global model in one pass
+            over its data. With ``refresh = "participants"``, each round then also asks clients that have not sent a
+            gradient yet, up to the number of clients per round. ``updates``: the updates of participants, divided by
+            the learning rate times the number of steps. Clients that never took part then form one stratum. Default:
+            ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+        compared: Features by which clients are compared. ``restored``: the whole compressed gradient, as in the paper.
+            ``centroids``: only the d' different values of the compressed gradient, as in FedSTaS's code. ``centroids``
+            requires ``gradients = "asked"``.
+        start: Initial centres of k-means. ``random``: the gradients of random clients, as in the paper. ``k-means++``
             (default): gradients that lie far apart.
-        replacement: Whether a client may be drawn twice from its stratum. Without replacement, Horvitz-Thompson weights
-            are biased.
-        allocation: Number of clients that are drawn from each stratum. ``neyman``: in proportion to its size times its
-            spread, rounded by largest remainder; a stratum may get none, which biases the result. ``neyman-random``:
-            like ``neyman``, but rounded at random, which is unbiased; the expected number is at least half of an equal
-            share. ``neyman-at-least-one``: like ``neyman``, but at least one. ``proportional``: in proportion to its
-            size, but at least one. Default: ``neyman-random`` with replacement. Without replacement: ``neyman`` if
-            ``refresh`` is ``all``, otherwise ``neyman-at-least-one``.
+        replacement: Whether a client may be drawn more than once from its stratum. Without replacement,
+            Horvitz-Thompson weights are biased.
+        allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to the stratum's size
+            times its spread, rounded by largest remainder. A stratum may then get no draw, which biases the result.
+            ``neyman-random``: like ``neyman``, but rounded at random, which is unbiased. The expected number is then at
+            least half of an equal allocation; this minimum is at most 1. ``neyman-at-least-one``: like ``neyman``, but
+            at least one draw per stratum. ``proportional``: in proportion to the stratum's size, but at least one draw.
+            Default: ``neyman-random`` with replacement. Without replacement, ``neyman`` if ``refresh`` is ``all``,
+            otherwise ``neyman-at-least-one``.
     """
 
     strata: PositiveInt = 10
@@ -133,7 +136,7 @@ class Stratified(ClientSampler):
     allocation: Allocation | None = None
 
     def rule(self, config: FederationConfig) -> Allocation:
-        """Return the allocation rule in use."""
+        """Return the allocation rule that applies, which is the setting ``allocation`` or its default."""
         if self.allocation is not None:
             return self.allocation
         if self.replacement:
@@ -141,13 +144,13 @@ class Stratified(ClientSampler):
         return "neyman" if self._refreshes(config) == "all" else "neyman-at-least-one"
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse settings that do not fit each other, the clients or the model; warn about fewer draws than strata."""
+        """Refuse settings that do not fit together, the clients or the model; warn about fewer draws than strata."""
         super().check(config)
         if self._refreshes(config) == "all" and self.gradients == "updates":
-            problem = "only participants send updates. Set refresh = 'participants', or use 'asked'."
+            problem = "only participants send updates. Set method.refresh = 'participants', or use 'asked'."
             raise SpecError("method.gradients", problem, self.gradients)
         if self.compared == "centroids" and self._uses_updates(config):
-            problem = "updates are not compressed, and have no centroids. Use 'restored', or set gradients = 'asked'."
+            problem = "updates are not compressed and have no centroids. Use 'restored', or set gradients = 'asked'."
             raise SpecError("method.compared", problem, self.compared)
         if self._uses_updates(config) and not config.training.optimizer.is_sgd:
             problem = "updates divided by lr × steps are mean gradients only if clients use SGD. Use 'sgd', "
@@ -155,7 +158,9 @@ class Stratified(ClientSampler):
             raise SpecError("training.optimizer", problem, config.training.optimizer.label)
         if self.strata > config.clients:
             raise SpecError(
-                "method.strata", f"is more than the number of clients. Use at most {config.clients}.", self.strata
+                "method.strata",
+                f"the partition has {config.clients} clients. Use at most {config.clients}.",
+                self.strata,
             )
         d = sketch_length(config.model.params(), self.coordinates)
         if self.centres > d:
@@ -163,19 +168,19 @@ class Stratified(ClientSampler):
         m = config.training.invited(config.clients)
         if m < self.strata and self.rule(config) in ("neyman-at-least-one", "proportional"):
             warnings.warn(
-                f"training.clients_per_round = {m}: is lower than method.strata = {self.strata}, so that each round "
-                f"leaves out some strata, which biases the aggregate. Set it to at least {self.strata}.",
+                f"training.clients_per_round = {m}: is lower than method.strata = {self.strata}. Each round therefore "
+                f"leaves out some strata, which biases the aggregate. Use at least {self.strata}.",
                 stacklevel=2,
             )
 
     def check_private(self, config: FederationConfig) -> None:
-        """Refuse to use updates as gradients if their norms would disclose how many samples clients hold.
+        """Refuse to use updates as gradients if they would disclose the clients' numbers of samples.
 
-        The norm of an update depends on the number of local steps. If ``training.local_steps`` is not set, this number
-        depends on how many samples the client holds.
+        The norm of an update depends on the number of local steps. If ``training.local_steps`` is not set, the number
+        of local steps depends on the client's number of samples.
         """
         if self._uses_updates(config) and config.training.local_steps is None:
-            problem = "updates would disclose a client's size, which data_sampler keeps private"
+            problem = "updates would disclose a client's size, which method.data_sampler keeps private"
             accepted = "Use 'asked', or set training.local_steps."
             raise SpecError("method.gradients", f"{problem}. {accepted}", "updates")
 
@@ -184,7 +189,7 @@ class Stratified(ClientSampler):
         return self._uses_updates(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for compressed gradients in every round; none if updates are used as gradients."""
+        """Return the request for compressed gradients; no request if updates are used as gradients."""
         if self._uses_updates(agreed):
             return []
         where = {"centres": self.centres, "coordinates": self.coordinates}
@@ -198,7 +203,7 @@ class Stratified(ClientSampler):
         return StratifiedState(no_clients, RowStore.empty(), no_clients)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Renew the compressed gradients, divide the clients into strata, allocate the draws to them, and draw."""
+        """Renew the gradients, divide the clients into strata, allocate the draws to the strata, and draw clients."""
         config, candidates = federation.config, federation.candidates()
         state, candidates = self._refresh(federation, state, weights, candidates)
         is_known = np.isin(candidates, state.known)
@@ -207,7 +212,7 @@ class Stratified(ClientSampler):
         clients = np.concatenate([known, unseen])
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
-        # Clients without a gradient form one stratum. The number of other strata is proportional to the share of
+        # Clients without a gradient form one stratum. The number of all other strata is in proportion to the share of
         # clients that have a gradient.
         count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
         available = np.searchsorted(state.known, known)
@@ -236,12 +241,12 @@ class Stratified(ClientSampler):
         return replace(selection, stratum_chance=random, metrics=metrics), state
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """Store the participants, and their updates if these are used as gradients."""
-        # A client that used no sample took no step, so that its update says nothing about its gradient.
+        """Store the participants, and also their updates if updates are used as gradients."""
+        # A client without samples took no step, so its update says nothing about its gradient.
         trained = {client: reply for client, reply in replies.items() if reply.trained} if len(state.sent) else {}
         if trained:
-            # If sizes are private, replies lack the number of steps. ``check_private`` ensures that it is equal for all
-            # clients.
+            # If sizes are private, replies lack the number of steps. ``check_private`` ensures that all clients then
+            # take the same number of steps.
             steps = [reply.steps or state.steps for reply in trained.values()]
             models = np.stack(
                 [sketch(reply.weights.params, self.coordinates, state.seed) for reply in trained.values()]
@@ -251,7 +256,7 @@ class Stratified(ClientSampler):
         return replace(state, participants=np.array(sorted(replies), dtype=np.int64))
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Return the k-means strata of all known gradients."""
+        """Return the strata into which k-means divides all clients with a known gradient."""
         if len(state.known) == 0:
             return None
         points = state.points
@@ -273,12 +278,12 @@ class Stratified(ClientSampler):
             count: The largest number of strata.
 
         Returns:
-            The new state; the stratum of each available client, shape (n,); and the spread of the gradients (see
-            ``allocation.spread``) in each stratum, shape (H,), and over all clients.
+            Four values: the new state; the stratum of each available client, shape (n,); the spread of the gradients in
+            each stratum (see ``allocation.spread``), shape (H,); and the spread over all clients.
         """
         seed, round, rows, clusters = federation.config.seed, federation.round, state.rows, state.clusters
         if len(rows) > FITTED and self._refreshes(federation.config) != "all":
-            # Few rows change per round, so k-means continues from the last round's centres. It starts from scratch
+            # Few rows change per round, so k-means continues from the centres of the last round. It starts from scratch
             # when half of the rows have been renewed, when a stratum is empty, or when the number of strata changes.
             stale = clusters is None or 2 * clusters.renewed > len(rows) or not clusters.sizes.all()
             if clusters is None or stale or len(clusters.sizes) != count:
@@ -299,7 +304,8 @@ class Stratified(ClientSampler):
         """Renew the compressed gradients.
 
         Returns:
-            The new state; and the candidates, without those that did not answer if all were asked.
+            The new state, and the candidates. If all candidates were asked, candidates that did not answer are left
+            out.
         """
         config = federation.config
         refresh, training = self._refreshes(config), config.training
@@ -321,13 +327,15 @@ class Stratified(ClientSampler):
             return state, candidates[:0] if refresh == "all" else candidates
         answered = np.array(sorted(replies), dtype=np.int64)
         points = np.stack([self._point(replies[int(client)]) for client in answered])
-        # If all were asked, leave out those that did not answer, because they would probably not train either.
+        # If all clients were asked, leave out clients that did not answer, because they would probably not train
+        # either.
         return state.learned(answered, points), answered if refresh == "all" else candidates
 
     def _point(self, reply: CompressReply) -> Floats32:
-        """Return the vector by which a client is compared with others, as the setting ``compared`` says.
+        """Return the vector by which a client is compared with other clients; see the setting ``compared``.
 
-        This is the compressed gradient, shape (d,), or the values in it, shape (d',); the last one may be repeated.
+        The vector is the compressed gradient, shape (d,), or the values that occur in it, shape (d',). If there are
+        fewer than d' values, the last value is repeated.
         """
         if self.compared == "restored":
             return reply.restored()
@@ -342,37 +350,37 @@ class Stratified(ClientSampler):
 
 
 def stratify(points: Floats32, count: int, seed: int, round: int, start: Start | None = None) -> Ints:
-    """Divide compressed gradients by k-means into strata.
+    """Divide clients into strata: k-means clusters their compressed gradients.
 
-    With ``start = "random"``, the first centres are the gradients of ``count`` random clients, and the iterations go on
-    until no client changes its stratum (FedSTaS, Alg. 1). scikit-learn moves the centre of a stratum without clients to
-    the client that is farthest from its own centre; the paper does not say what happens to it.
+    With ``start = "random"``, the first centres are the gradients of ``count`` random clients. The iteration ends when
+    no client changes its stratum (FedSTaS, Algorithm 1). If a stratum becomes empty, scikit-learn moves its centre to
+    the client that is farthest from its own centre. The paper does not say what happens to an empty stratum.
 
     Args:
         points: The compressed gradient of each client, shape (N, d).
-        count: The number of strata. There are fewer if there are fewer different gradients.
+        count: The number of strata. There are fewer strata if there are fewer different gradients.
         seed: The experiment's seed.
         round: The round, counted from 1.
         start: See ``Stratified``.
 
     Returns:
-        The stratum of each client, shape (N,): 0 … H − 1 for H ≤ ``count`` strata, of which none is empty.
+        The stratum of each client, shape (N,), in 0 … H − 1 with H ≤ ``count``. No stratum is empty.
     """
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
     subset = _subset(len(points), seed, round)
     fitted = points[subset]
-    # Scaling all values does not change the clusters, and keeps the squares within the range of float32.
+    # Scaling all values does not change the clusters, but keeps the squares within the range of float32.
     largest = np.float32(max(float(fitted.max()), -float(fitted.min())))
     fitted = fitted / largest if largest > 0 else fitted
     state = int(rng(seed, "strata", round).integers(2**31))
-    # Rows with different sums are different, and counting sums is much faster. Compare whole rows only if the sums do
-    # not show enough different rows.
+    # Count different rows. Rows with different sums are different, and sums are much faster to compare. Compare whole
+    # rows only if there are too few different sums.
     distinct = len(np.unique(fitted.sum(axis=1)))
     distinct = distinct if distinct >= count else len(np.unique(fitted, axis=0))
     with warnings.catch_warnings():
-        # Points may differ only in their last bits. scikit-learn then finds fewer clusters, and warns needlessly.
+        # If points differ only in their last bits, scikit-learn finds fewer clusters and warns needlessly.
         warnings.simplefilter("ignore", ConvergenceWarning)
         # The paper's k-means starts at random clients, and ends when no client changes its stratum (no tolerance).
         how = {"init": "random", "tol": 0.0} if start == "random" else {}
@@ -402,7 +410,7 @@ def draw(
     replacement: bool,
     generator: np.random.Generator,
 ) -> Selection:
-    """Draw clients from every stratum, in proportion to ``norms`` within it (uniformly if all its norms are zero).
+    """Draw clients from every stratum in proportion to ``norms``, or uniformly if all norms of the stratum are zero.
 
     Args:
         clients: The clients, ascending, shape (N,).
@@ -411,7 +419,7 @@ def draw(
         allocation: The number of draws from each stratum, shape (H,).
         norms: The norm of each client's compressed gradient, or another weight, shape (N,).
         replacement: Whether a client may be drawn more than once.
-        generator: Randomness.
+        generator: The random generator.
     """
     probability = np.zeros(len(clients))
     times = np.zeros(len(clients), dtype=np.int64)
@@ -425,8 +433,8 @@ def draw(
         if replacement:
             times[members] = generator.multinomial(allocation[h], p)
             continue
-        # Without replacement, clients with a positive probability are drawn first, with these probabilities. If there
-        # are fewer such clients than draws, the remaining draws are uniform among the other clients.
+        # Without replacement, first draw clients with a positive probability, according to these probabilities. If
+        # there are fewer such clients than draws, the remaining draws are uniform among the other clients.
         weighted = min(int(allocation[h]), int((p > 0).sum()))
         chosen = generator.choice(members, size=weighted, replace=False, p=p)
         times[chosen] = 1

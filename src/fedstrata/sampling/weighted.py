@@ -1,4 +1,4 @@
-"""Sampling by size or with replacement (Li et al. 2020, On the Convergence of FedAvg on Non-IID Data)."""
+"""Sampling in proportion to client size (Li et al. 2020, On the Convergence of FedAvg on Non-IID Data)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class Weighted(ClientSampler):
     """Draws m clients per round in proportion to their numbers of samples, which each client sends once.
 
     The aggregators ``size`` and ``stratum`` give all draws the same weight. The expected weight of client k is then n_k
-    / Σn, so that the aggregate is an unbiased estimate of the mean over all clients, weighted by size.
+    / Σn, where n_k is its number of samples and Σn the sum over all clients. The aggregate is therefore an unbiased
+    estimate of the mean over all clients, weighted by size.
 
     Args:
-        replacement: Whether a client may be drawn twice per round. If not, clients with more than 1/m of all samples
-            are always drawn, and the others by systematic sampling (Madow 1949).
+        replacement: Whether a client may be drawn more than once per round. If false, clients with more than 1/m of all
+            samples are always drawn, and all other clients are drawn by systematic sampling (Madow 1949).
     """
 
     tells_sizes = True
@@ -30,7 +31,7 @@ class Weighted(ClientSampler):
     replacement: bool = True
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' sizes, which are asked for once."""
+        """Return the request for the clients' sizes, which the sampler sends once per run."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
@@ -48,15 +49,16 @@ class Weighted(ClientSampler):
 
 
 def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random.Generator) -> Selection:
-    """Draw m different clients, each with the probability min(1, c n_k), where c makes these probabilities add up to m.
+    """Draw m different clients with probabilities in proportion to size, but at most 1.
 
-    Each client with probability 1 is a stratum of its own; all other clients are stratum 0.
+    Client k has the probability min(1, c n_k), where the factor c makes the probabilities add up to m. Each client with
+    probability 1 forms its own stratum. All other clients form stratum 0.
 
     Args:
         clients: The clients, ascending, shape (N,).
         sizes: The number of samples n_k of each client k, shape (N,), positive.
-        m: Number of clients to draw. If there are fewer clients, all are drawn.
-        generator: Randomness.
+        m: The number of clients to draw. If there are fewer clients, all clients are drawn.
+        generator: The random generator.
     """
     m = min(m, len(clients))
     certain = certainties(sizes, m)
@@ -79,11 +81,10 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 
 
 def certainties(sizes: Ints, m: int) -> Bools:
-    """Return True for clients that are certain to be drawn if m are drawn in proportion to size, shape (N,).
+    """Return which clients are always drawn if m clients are drawn in proportion to size, shape (N,).
 
-    A client is certain if its size times m is at least Σn, the sum of all sizes. These clients and their draws are set
-    aside. The test is repeated for the other
-    clients, with the remaining draws as m and the sum of their sizes as Σn, until it finds no further client.
+    A client is always drawn if its size times m is at least Σn, the sum of all sizes. Such clients and their draws are
+    set aside. The test is then repeated for the remaining clients and draws until it finds no further client.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
     [True, False, False, False]

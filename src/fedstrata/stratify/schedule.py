@@ -95,7 +95,7 @@ def schedule(frequency: Ints, generator: np.random.Generator) -> Ints:
 
     Args:
         frequency: f_l, the number of samples of each label to train in the epoch, shape (P,).
-        generator: Randomness.
+        generator: The random generator.
 
     Returns:
         The label of each entry of the schedule, as an index into ``frequency``, shape (Σ f_l,).

@@ -44,7 +44,7 @@ def assign_runs(
             selection.
         chunk_size: The number of positions in a chunk.
         retain: The share of a placeholder's available clients that may train it in a chunk, in (0, 1].
-        generator: Randomness.
+        generator: The random generator.
 
     Returns:
         The client of every position, −1 if none is available, shape (L,).
@@ -82,7 +82,7 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
         able: Whether each client is available for each label, shape (…, N).
         weights: The number of samples that each client has of each label, the same shape; None for uniform selection.
         retain: The share of the available clients to draw, in (0, 1].
-        generator: Randomness.
+        generator: The random generator.
 
     Returns:
         Whether each client was drawn for each label, the same shape.
@@ -149,7 +149,7 @@ def _walk(covers: Bools, generator: np.random.Generator) -> Ints:
 
     Args:
         covers: Whether each of N clients may train each position of each chunk, shape (chunks, size, N).
-        generator: Randomness, to break ties.
+        generator: The random generator, to break ties.
 
     Returns:
         The client of each position, as an index on the last axis of ``covers``; −1 if no client may train the position.
@@ -187,7 +187,7 @@ def select_batch(
         available: A mapping from each placeholder to the clients that have samples of it.
         weights: A mapping from each placeholder to the weights of these clients, in the same order; None for uniform
             selection.
-        generator: Randomness.
+        generator: The random generator.
 
     Returns:
         The client of every position, −1 if none is available, shape (B,).
@@ -209,7 +209,7 @@ def select_batches(
         batch_of: The index of the batch to which each position belongs, ascending, shape (L,).
         available: A mapping from each placeholder to the clients that have samples of it.
         weights: A mapping from each placeholder to these clients' weights, or None; see ``select_batch``.
-        generator: Randomness.
+        generator: The random generator.
 
     Returns:
         The client of every position, −1 if none is available, shape (L,).
@@ -242,7 +242,7 @@ def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, gener
         shares: The weight of each client, shape (``clients``,); None for uniform draws. A weighted draw gives each
             client a random key Exp(1) / share, and takes those with the smallest keys (Efraimidis and Spirakis 2006).
         most: The number of clients to draw for a group; all clients if there are fewer.
-        generator: Randomness.
+        generator: The random generator.
 
     Returns:
         The indices of the clients in the order in which they were drawn, shape (G, min(``most``, ``clients``)); zeros
