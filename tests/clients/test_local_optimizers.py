@@ -335,11 +335,11 @@ def test_a_state_that_cannot_be_stored_is_refused(monkeypatch):
 BATCHNORM = {"model": "resnet20"}
 NEEDS = {
     "scaffold": ({"method": "scaffold"}, "SCAFFOLD's control variates"),
-    "feddyn": ({"method": "feddyn"}, "FedDyn's corrections"),
-    "an objective": ({"method": {"name": "fedsts", "strata": 2, "objective": "feddyn"}}, "FedDyn's corrections"),
+    "feddyn": ({"method": "feddyn"}, "FedDyn treats the update"),
+    "an objective": ({"method": {"name": "fedsts", "strata": 2, "objective": "feddyn"}}, "FedDyn treats the update"),
     "fedtan": ({"method": "fedtan", **BATCHNORM}, "FedTAN's clients"),
-    "stratify": ({"method": "stratify"}, "Stratify takes steps of SGD"),
-    "single samples": ({"method": {"name": "stratify", "mode": "single"}}, "Stratify takes steps of SGD"),
+    "stratify": ({"method": "stratify"}, "Stratify's clients take plain SGD steps"),
+    "single samples": ({"method": {"name": "stratify", "mode": "single"}}, "Stratify's clients take plain SGD steps"),
     "updates": (
         {"method": {"name": "fedsts", "strata": 2, "refresh": "participants", "gradients": "updates"}},
         "updates divided by lr × steps",

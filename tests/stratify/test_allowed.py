@@ -43,14 +43,14 @@ def test_an_epoch_in_order() -> None:
 def test_a_batch_for_which_nothing_was_set_aside(batch: int) -> None:
     order = Epoch()
     told(order, reserve(0, 1, 3), reply(False, False, True))
-    assert "set aside" in told(order, Gradient(1, batch, MODEL)) or batch == -1
+    assert "no samples were reserved" in told(order, Gradient(1, batch, MODEL)) or batch == -1
 
 
 def test_parts_that_were_merged_are_where_the_client_said() -> None:
     order = Epoch()
     answer = GatheredReply(torch.tensor([False, True]), NONE, torch.tensor([5, 7]), torch.tensor([False, True]))
     told(order, reserve(0, 1), answer)
-    assert told(order, Gradient(1, 0, MODEL)) == "no samples were set aside for batch 0"
+    assert told(order, Gradient(1, 0, MODEL)) == "no samples were reserved for batch 0"
     assert told(order, Gradient(1, 5, MODEL)) == ""
     assert "batch 5 came after batch 5" in told(order, Gradient(1, 5, MODEL))
 
@@ -69,7 +69,7 @@ def test_an_epoch_begins_once() -> None:
         late = Steps(1, torch.tensor([0]), NONE, False)
         assert "has not begun" in told(order, late)
         assert told(order, first, reply(False)) == ""
-        assert "began already" in told(order, more)
+        assert "has already begun" in told(order, more)
         assert told(order, late) == ""
 
 

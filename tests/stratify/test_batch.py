@@ -552,7 +552,7 @@ def test_the_learning_rate_follows_the_size_of_a_batch(start, balanced, rule, fa
         ({"lr_rule": "linear"}, "lr_rule = 'linear': has no effect, because method.batch_size is not set"),
         (
             {"mode": "single", "local_steps": 2},
-            "local_steps = 2: has no effect, because this mode does not use batches",
+            "local_steps = 2: has no effect, because method.mode = 'single' does not use batches",
         ),
     ],
 )

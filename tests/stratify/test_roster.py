@@ -42,7 +42,10 @@ def test_a_placeholder_without_holders_is_an_event(roster: Roster) -> None:
     roster.remove([1])
     assert not roster.refill(1, 4)
     (event,) = roster.federation.events
-    assert (event["kind"], event["reason"]) == ("label skipped", "4 positions of placeholder 1: no holder is there")
+    assert (event["kind"], event["reason"]) == (
+        "label skipped",
+        "4 positions of placeholder 1: no client with this label is present",
+    )
 
 
 def test_a_request_names_placeholders_by_their_numbers(roster: Roster) -> None:

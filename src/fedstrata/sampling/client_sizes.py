@@ -80,7 +80,7 @@ def allowed_sizes(
     rule = replace(SizeReport.rule, phase=phase)
     if epsilon is None:
         return Allowed(SizeReport, where={"bound": 0, "alpha": 1.0}, per=per, rule=rule)
-    description = f"{rule.description}, as a number below {bound} with local differential privacy (ε = {epsilon:g})"
+    description = f"{rule.description}, hidden by a random answer below {bound} (local ε = {epsilon:g})"
     rule = replace(rule, description=description, discloses=frozenset(), epsilon=epsilon)
     return Allowed(SizeReport, where={"bound": bound, "alpha": truth_probability(epsilon, bound)}, per=per, rule=rule)
 

@@ -51,7 +51,7 @@ class SizeReport(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = SizeReply
-    rule = RequestRule("how many samples it holds", discloses=frozenset({"sizes"}))
+    rule = RequestRule("its number of samples", discloses=frozenset({"sizes"}))
 
     round: int
     bound: int

@@ -1,1 +1,1 @@
-"""Stratify: a schedule decides on which label to train next, and the server asks only clients that hold this label."""
+"""Stratify: a schedule says which label to train next, and the server asks only clients with samples of it."""

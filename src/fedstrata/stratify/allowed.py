@@ -21,29 +21,29 @@ from fedstrata.stratify.messages import Gradient, GradientSteps, LabelReport, Re
 
 
 def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, rounds: range | None) -> list[Allowed]:
-    """Declare the requests that train in batches: to reserve samples, and to compute gradients.
+    """Return the requests of batch mode: to reserve samples, and to compute gradients.
 
     Args:
         size: The number of samples in a batch, over all clients.
-        window: The condition on ``Reserve.window``, the share (from, to) of a client's samples that may be used.
+        window: The condition on ``Reserve.window``, the range (from, to) of a client's samples that may be used.
         lr: The condition on the learning rate of the clients' steps; unused if ``local_steps`` is 1.
-        local_steps: The number of steps that a client takes on its own samples of a batch.
+        local_steps: The number of steps that a client takes on its samples of a batch.
         rounds: The rounds that train in batches; None for all rounds.
     """
     reserve = Allowed(Reserve, where={"window": window}, times=None, rounds=rounds)
     limit = SampleLimit(size, f"uses a part of a batch of {size} sample{'s' * (size > 1)}")
     if local_steps == 1:
         return [reserve, Allowed(Gradient, times=None, rounds=rounds, limit=limit)]
-    rule = replace(Gradient.rule, description=f"{Gradient.rule.description}; along {local_steps} steps on them")
+    rule = replace(Gradient.rule, description=f"{Gradient.rule.description}, summed over {local_steps} local steps")
     where = {"steps": local_steps, "lr": lr}
     return [reserve, Allowed(GradientSteps, where=where, times=None, rounds=rounds, limit=limit, rule=rule)]
 
 
 def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) -> list[Allowed]:
-    """Declare the request that trains sample by sample.
+    """Return the request of single-sample mode.
 
     Args:
-        window: The condition on ``Steps.window``, the share (from, to) of a client's samples that may be used.
+        window: The condition on ``Steps.window``, the range (from, to) of a client's samples that may be used.
         longest: The largest number of samples in one request.
         rounds: The rounds that train sample by sample; None for all rounds.
     """
@@ -53,11 +53,11 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
 
 
 def allowed_in_enrolment(masking: str, *, weighted: bool, classes: int | None) -> list[Allowed]:
-    """Declare the requests of enrolment, in which the server learns which clients share a label before the first round.
+    """Return the requests of enrolment, by which the server learns which clients have samples of the same label.
 
     Args:
         masking: How labels are hidden from the server; see ``Stratify``.
-        weighted: Whether clients are drawn in proportion to their number of samples.
+        weighted: Whether clients are drawn in proportion to their numbers of samples.
         classes: C, the number of classes; None if it is not known.
     """
     if masking == "none":

@@ -40,8 +40,9 @@ def rate(training: Training, server: ServerOptimizer | None, scale: float, round
     """Return the learning rate of the batches of a round: the product of three factors.
 
     Args:
-        training: The settings of training, which give the first factor: the learning rate of the round.
-        server: The server's optimiser, whose ``lr`` (and its decay over rounds) is the second factor; None for 1.
+        training: The training settings. The first factor is the learning rate of the round.
+        server: The server's optimiser. The second factor is its ``lr``, decayed by its schedule, or 1 if there is no
+            optimiser.
         scale: The third factor; see ``BatchMode.scale``.
         round: The round, counted from 1.
     """
@@ -51,7 +52,7 @@ def rate(training: Training, server: ServerOptimizer | None, scale: float, round
 
 @dataclass(frozen=True)
 class BatchMode:
-    """The mode that trains batches of samples of many clients; ``Stratify`` describes the fields."""
+    """Batch mode, in which each batch consists of samples of many clients; ``Stratify`` describes the fields."""
 
     batch_size: int | None
     lr_rule: LRRule
@@ -59,29 +60,29 @@ class BatchMode:
     server: ServerOptimizer | None
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if BatchNorm would see a single sample."""
+        """Raise ``SpecError`` if BatchNorm would get batches of one sample."""
         if has_batchnorm(config.model.module) and (self.batch_size or config.training.batch_size) == 1:
             key = "training.batch_size" if self.batch_size is None else "method.batch_size"
             raise SpecError(key, "BatchNorm requires at least two samples in a batch. Use at least 2.", 1)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode, tuple[float, float]]:
-        """Return this mode, which trains every round, and the share (from, to) of the samples to use: all of them."""
+        """Return this mode for every round, and the range (from, to) of the samples to use, which is all samples."""
         return self, ALL
 
     def scale(self, training: Training) -> float:
-        """Return the factor for the learning rate that follows from ``batch_size`` and ``lr_rule``."""
+        """Return the factor of the learning rate that ``batch_size`` and ``lr_rule`` determine."""
         ratio = (self.batch_size or training.batch_size) / training.batch_size
         return float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule])
 
     def run_epoch(
         self, roster: Roster, wanted: Ints, weights: Weights, optimizer: Tree
     ) -> tuple[Weights, Tree, dict[str, Any]]:
-        """Train an epoch: one request to the clients and one step of the server's optimiser per batch.
+        """Train one epoch, with one request to clients and one step of the server's optimiser per batch.
 
         Args:
             roster: The clients that can be asked.
-            wanted: The label to train at each position of the schedule, as an index in ``roster.holders.placeholders``,
-                shape (L,).
+            wanted: The label to train at each position of the schedule, as an index into
+                ``roster.holders.placeholders``, shape (L,).
             weights: The global model.
             optimizer: The state of the server's optimiser.
 
@@ -116,7 +117,7 @@ class BatchMode:
             weight += reply.size
             loss += reply.loss
             transfers += len(total.clients)
-            # Free this gradient before the next one arrives, because both do not fit into the processor's cache.
+            # Free this gradient before the next gradient arrives, because the processor's cache has no room for both.
             del total, reply
         # Copy the tensors, because the stepper would change them in its next step.
         weights = Weights({name: w.clone() for name, w in weights.params.items()}, weights.buffers)
@@ -128,21 +129,21 @@ class BatchMode:
     def _sum_of_batch(self, plan: BatchPlan, request: Gradient, together: bool) -> Summed | None:
         """Return the sum of the clients' replies for one batch; None if no client is left.
 
-        A client that fails is left out of this batch. Other clients' samples replace its samples of later batches.
+        A client that fails is left out of this batch. In later batches, samples of other clients replace its samples.
         """
         federation, steps = plan.roster.federation, self.local_steps
         while samples := plan.work(request.batch):
             if together and sum(samples.values()) < 2:
-                # The only client that is left did nothing wrong, so it stays in the plan for later batches.
-                federation.note("batch skipped", samples, "a single sample is left of it, and BatchNorm needs two")
+                # The remaining client did not fail, so it stays in the plan for later batches.
+                federation.note("batch skipped", samples, "it has only one sample left, but BatchNorm needs two")
                 return None
             work = samples if steps == 1 else {client: steps * count for client, count in samples.items()}
             total = federation.ask_sum(samples, request, together=together, work=work)
             absent = set(samples) - set(total.clients if total else ())
             if not absent:
                 return total
-            # If there is no sum, some of these clients may not be at fault. If any are logged as failed or late, remove
-            # only those.
+            # If there is no sum, not all absent clients have failed. If the log names clients that failed or were late,
+            # remove only these clients.
             lost = absent if total else (absent & federation.log.absent()) or absent
             plan.lose(lost, request.batch)
             if total:
@@ -151,38 +152,40 @@ class BatchMode:
 
 
 class BatchPlan:
-    """The plan of an epoch: which client trains each position of the schedule, with a sample that it has reserved.
+    """The plan of an epoch, which assigns a client and its reserved sample to each position of the schedule.
 
-    The schedule is the sequence of labels of the epoch; a position is one entry of it. Clients are chosen batch by
-    batch (Algorithm 2), but each client is asked once to reserve its samples for all batches. Positions for which a
-    client has no sample are given to other clients in further requests.
+    The schedule is the sequence of labels of the epoch, and a position is one entry of the schedule. Clients are chosen
+    batch by batch (Algorithm 2), but one request asks a client to reserve its samples for all batches. If a client has
+    no sample for a position, a further request asks another client.
 
-    A client must not train on fewer samples of a batch than ``privacy.min_samples``. It moves such samples to another
-    batch, or *holds them back*: it does not reserve them.
+    A client must not train on fewer than ``privacy.min_samples`` samples of a batch. If it has fewer samples, it moves
+    them to another batch, or it *holds them back*, which means that it does not reserve them.
 
     Args:
         roster: The clients that can be asked.
-        wanted: The label to train at each position, as an index in ``roster.holders.placeholders``, shape (L,).
+        wanted: The label to train at each position, as an index into ``roster.holders.placeholders``, shape (L,).
         batch_size: The number of positions in a batch.
-        pairs: Whether a batch must have at least two samples, as BatchNorm needs.
+        pairs: Whether every batch must have at least two samples, which BatchNorm requires.
     """
 
     def __init__(self, roster: Roster, wanted: Ints, batch_size: int, *, pairs: bool = False) -> None:
         self.roster, self.wanted = roster, wanted
         self.batch_of = np.arange(len(wanted)) // batch_size
         if pairs and len(wanted) > 1 and len(wanted) % batch_size == 1:
-            self.batch_of[-1] -= 1  # a last batch of a single sample joins the batch before it
+            self.batch_of[-1] -= 1  # a last batch of one sample is merged with the previous batch
         self.batches = int(self.batch_of[-1]) + 1 if len(wanted) else 0
         self.owner = np.full(len(wanted), -1, dtype=np.int64)
         self.held_back = 0
         """The number of positions that are not trained, because a client would have had too few samples in a batch."""
         self._work: list[dict[int, float]] | None = None
         self._refilled, self._waiting = np.zeros((2, len(roster.places)), dtype=bool)
-        """Two bools for each of the R pairs (label, client) of ``roster``. ``_refilled``: the client may use its
-        samples of the label again, and has not reported since that all are used. ``_waiting``: the client held samples
-        of the label back, but could train them if it got more positions."""
+        """Two bools for each of the R pairs (label, client) of ``roster``.
+
+        ``_refilled``: the client may use all its samples of the label again, and has not reported yet that it has used
+        them up. ``_waiting``: the client held back samples of the label, but could train them if it got more positions.
+        """
         self._last = np.zeros(len(roster.holders.placeholders), dtype=bool)
-        """For each label: whether its only unused samples are those that clients held back, shape (P,)."""
+        """For each label, whether clients hold back all its unused samples, shape (P,)."""
 
     def work(self, batch: int) -> dict[int, float]:
         """Return a mapping from each client of a batch to the number of its samples in the batch, sorted by client."""
@@ -204,7 +207,7 @@ class BatchPlan:
         self.reserve(later[np.argsort(self.batch_of[later], kind="stable")])
 
     def reserve(self, positions: Ints) -> None:
-        """Find a client with an unused sample for each of the positions, and let it reserve the sample."""
+        """Find, for each position, a client with an unused sample, and let the client reserve the sample."""
         self._work = None
         while len(positions):
             wanted = self.wanted[positions]
@@ -214,14 +217,14 @@ class BatchPlan:
             positions = self._ask_owners(positions[owner >= 0])
 
     def _choices(self, wanted: Ints) -> tuple[dict[int, Ints], dict[int, Floats] | None]:
-        """Return the clients with unused samples of each wanted label; if there are none, let clients reuse theirs.
+        """Return the clients with unused samples of each label; if a label has none, let clients reuse its samples.
 
         Args:
-            wanted: Labels, as indices in ``roster.holders.placeholders``.
+            wanted: The labels, as indices into ``roster.holders.placeholders``.
 
         Returns:
-            A mapping from each label (such an index) to these clients, and a mapping from each label to their weights.
-            The second is None if selection is uniform.
+            Two mappings from each label (its index): to these clients, and to the weights of these clients. The second
+            mapping is None if selection is uniform.
         """
         roster, clients, weights = self.roster, dict[int, Ints](), dict[int, Floats]()
         for place in np.unique(wanted).tolist():
@@ -239,7 +242,7 @@ class BatchPlan:
         return clients, weights if roster.weighted else None
 
     def _ask_owners(self, positions: Ints) -> Ints:
-        """Ask the clients chosen for these positions to reserve samples; return positions that still need a client."""
+        """Ask the chosen clients to reserve samples for positions; return the positions that still need a client."""
         if len(positions) == 0:
             return positions
         roster = self.roster
@@ -268,29 +271,29 @@ class BatchPlan:
                 wanted = self.wanted[theirs]
                 rows = roster.empty_rows(client, wanted[missing], reply.exhausted)
                 roster.available[rows] = False
-                # If a client has no sample of a label although it may use all of them again, it is not asked again.
+                # If a client has no sample of a label, although it may use all its samples again, do not ask it again.
                 useless = self._refilled[rows] & ~np.isin(roster.places[rows], wanted[~missing])
                 roster.present[rows[useless]] = self._refilled[rows] = False
         left = np.sort(np.concatenate(still_open))
         return left[np.argsort(self.batch_of[left], kind="stable")]
 
     def _check(self, reply: ReserveReply) -> None:
-        """Refuse a reply that moves a position of the schedule to a batch after the last one."""
+        """Refuse a reply that moves a position of the schedule to a batch after the last batch."""
         if isinstance(reply, GatheredReply) and bool((reply.batches[~reply.missing] >= self.batches).any()):
             raise ReplyRefusedError(NO_SUCH_BATCH)
 
     def _give_up(self, client: int, theirs: Ints, missing: Bools, held: Bools) -> Bools:
-        """Decide which of the positions that a client held back are given up: no client trains them.
+        """Decide which positions are given up, so that no client trains them, because a client held its samples back.
 
-        A client holds a sample back if it has too few samples for a batch. A position is given up if clients hold back
-        all unused samples of its label. (Otherwise, a client would train a sample a second time.) Other clients are
-        asked to train the remaining positions.
+        A client holds back a sample if it has too few samples for a batch. A position is given up if clients hold back
+        all unused samples of its label. Without this rule, a client would train a sample a second time. All other
+        positions are given to other clients.
 
         Args:
             client: The client.
             theirs: The positions of the schedule for which the client should reserve samples, shape (n,).
             missing: For each position: whether the client reserved no sample for it, shape (n,).
-            held: For each position: whether the client has a sample for it, but holds it back, shape (n,).
+            held: For each position: whether the client has a sample for it, but holds the sample back, shape (n,).
 
         Returns:
             For each position: whether it is given up, shape (n,).
@@ -298,14 +301,14 @@ class BatchPlan:
         wanted = self.wanted[theirs]
         none_left = np.unique(wanted[missing & ~held])
         for place in np.unique(wanted[held]).tolist():
-            # A client is chosen a second time. If it has too few samples again, its positions are given up.
+            # The client will be chosen a second time. If it then has too few samples again, its positions are given up.
             if not self._last[place] or place not in none_left:
                 rows = self.roster.rows_of(place)
                 self._waiting[rows] |= self.roster.holders.clients[rows] == client
         given_up: Bools = held & self._last[wanted]
         if count := int(given_up.sum()):
             self.held_back += count
-            reason = f"{count} positions: too few samples would go with them"
+            reason = f"{count} positions: the client has too few samples in the batch"
             self.roster.federation.note("held back", [client], reason)
         return given_up
 

@@ -1,4 +1,4 @@
-"""Stratify's batch mode at the client: reserve samples of each label, and compute gradients of their loss.
+"""Stratify's batch mode on a client, which reserves samples of each label and computes gradients of their loss.
 
 A *placeholder* is a number that stands for a label. A client's *part* of a batch consists of the samples that the
 client reserved for this batch.
@@ -43,8 +43,11 @@ from fedstrata.stratify.messages import (
 Q = TypeVar("Q", bound=Gradient)
 _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
-"""Keys of a client's state. ``STATE``: its used, unused and reserved samples. ``PLACEHOLDERS``: a mapping from each
-placeholder (a number that stands for a label) to the label."""
+"""Two keys of a client's state.
+
+``STATE``: the client's used, unused and reserved samples. ``PLACEHOLDERS``: a mapping from each placeholder (a number
+that stands for a label) to the label.
+"""
 
 
 @record("Pool")
@@ -52,9 +55,9 @@ class Pool:
     """A client's samples of one label, which are drawn in random order without replacement.
 
     Args:
-        order: The indices of the samples among the client's samples, shuffled.
-        used: The number of samples that were drawn already, from the beginning of ``order``.
-        refills: How often all samples were shuffled and made available again in this epoch.
+        order: Shuffled indices into the client's samples.
+        used: The number of used samples, which are the first entries of ``order``.
+        refills: The number of times that all samples were shuffled and made available again in this epoch.
     """
 
     order: Ints
@@ -80,16 +83,16 @@ class Reserved:
 
     @cached_property
     def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Two mappings from the index of a batch: to where its samples begin in ``places``, and to where they end.
+        """Two mappings from the index of a batch: to the first of its positions in ``places``, and to the end of them.
 
-        The values are plain numbers and not pairs, because the garbage collector does not track dicts of numbers.
+        The values are numbers and not pairs, because the garbage collector does not track dicts of numbers.
         """
         batches, begins = np.unique(self.batches, return_index=True)
         numbers, first = batches.tolist(), begins.tolist()
         return dict(zip(numbers, first, strict=True)), dict(zip(numbers, [*first[1:], len(self.batches)], strict=True))
 
     def part(self, batch: int) -> Ints:
-        """Return the samples reserved for a batch, as indices among the client's samples; empty if there are none."""
+        """Return the samples that are reserved for a batch, as indices into the client's samples; possibly empty."""
         begins, ends = self._bounds
         return self.places[begins.get(batch, 0) : ends.get(batch, 0)]
 
@@ -97,18 +100,18 @@ class Reserved:
 def opened(
     client: Client, pools: Mapping[int, Pool], request: Reserve | Steps, placeholders: Iterable[int]
 ) -> dict[int, Pool]:
-    """Return the client's pools: its samples of each label, shuffled, with the number of samples already used.
+    """Return the client's pools for a request: its shuffled samples of each label, and how many of them are used.
 
-    A pool belongs to a *placeholder*, a number that stands for a label. Pools that the request refills start again with
-    all samples unused, and a placeholder without a pool gets one. A pool is empty if the client does not know the
-    placeholder. It is also empty if the client holds fewer samples of the label than ``privacy.min_samples``: such a
-    label was not reported before the first round, and no request may draw from it. The order of a pool depends on the
-    label and not on the placeholder, so that training is the same with and without masking.
+    A pool belongs to a *placeholder*, a number that stands for a label. If the request refills a pool, all its samples
+    are unused again. A placeholder without a pool gets a new pool. A pool is empty if the client does not know the
+    placeholder. It is also empty if the client has fewer than ``privacy.min_samples`` samples of the label. The client
+    did not report such a label before the first round, and no request may draw from it. The order of a pool depends on
+    the label and not on the placeholder, so that training is the same with and without masking.
 
     Args:
         client: The client.
         pools: A mapping from each placeholder to its pool, before the request.
-        request: The request; it says which pools to refill, and which share (``window``) of the samples may be used.
+        request: The request, which says which pools to refill, and which range (``window``) of the samples may be used.
         placeholders: The placeholders from which the request draws samples.
 
     Raises:
@@ -141,7 +144,7 @@ def opened(
 
 @handles(Reserve)
 def reserve(client: Client, request: Reserve) -> ReserveReply:
-    """Reserve one sample for each label that the request lists, until all samples of the label are used."""
+    """Reserve one sample for each entry of the request's list of labels, while the label has unused samples."""
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Reserved) or before.round != request.round:
         before = Reserved(request.round, {}, _NONE, _NONE)
@@ -179,21 +182,21 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
 
 
 def gathered(batches: Ints, before: Ints, least: int) -> Ints:
-    """Move a client's new samples between batches, so that each batch has none or enough of the client's samples.
+    """Move a client's new samples between batches, so that no batch has too few samples of the client.
 
-    The client's samples of one batch are called a *part*. A part that is too small joins the client's next part, until
-    a part is large enough. A small part at the end joins the part before it. Samples that were reserved earlier stay in
-    their batches. No sample is moved to a batch before ``batches[0]``, because such a batch may have been trained
-    already.
+    The client's samples of one batch are called a *part*. A part that is too small is merged with the client's next
+    part until the result is large enough. A small part at the end is merged with the part before it. Samples that were
+    reserved earlier stay in their batches. No sample is moved to a batch before ``batches[0]``, because such a batch
+    may have been trained already.
 
     Args:
         batches: The batch of each new sample, ascending, shape (n,).
-        before: The batch of each sample that was reserved earlier, ascending. These samples form parts that are large
+        before: The batch of each sample that was reserved earlier, ascending. All parts of these samples are large
             enough.
         least: The smallest number of samples in a part.
 
     Returns:
-        The batch in which each new sample is trained, −1 if no part can be large enough, shape (n,).
+        The batch in which each new sample is trained, shape (n,); −1 if no part can be large enough.
 
     >>> gathered(np.array([0, 2, 2, 3, 5, 5, 8]), np.array([], dtype=int), 2).tolist()
     [2, 2, 2, 5, 5, 5, 5]
@@ -219,7 +222,7 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
 
 
 def reserved(clients: Sequence[Client], request: Gradient) -> Batch:
-    """Return the samples that clients reserved for a batch, in the order of the clients; each client augments its own.
+    """Return the samples that clients reserved for a batch, in client order and with each client's augmentation.
 
     Raises:
         WithheldError: A client reserved fewer samples than ``privacy.min_samples``.
@@ -268,8 +271,8 @@ def stepped(
     """Take several SGD steps on the client's own samples, and return the sum of the gradients of these steps.
 
     With n samples and the gradient g of their summed loss, a step is w ← w − (η / n) g. The server's step uses the sum
-    of all clients' replies, divided by the number of all samples. With the same η, it leads to the mean of the clients'
-    models, weighted by their numbers of samples.
+    of all clients' replies, divided by the number of all samples. With the same η, the server's step leads to the mean
+    of the clients' models, weighted by their numbers of samples.
     """
     first = reply = summed_gradient(context, model, params, request, batch)
     total = {name: gradient.clone() for name, gradient in first.gradient.items()}
@@ -286,8 +289,8 @@ def stepped(
 def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientId, Gradient]) -> Reply:
     """Compute the sum of all clients' gradients in one pass over the whole batch, for clients of one process.
 
-    This gives the same sums as one pass per client, and BatchNorm sees the whole batch. It is nine times as fast for
-    100 clients and an MLP (``benchmarks/fast_paths.py``).
+    The sums are the same as with one pass per client, and BatchNorm sees the whole batch. For 100 clients and an MLP,
+    this function is nine times as fast (``benchmarks/fast_paths.py``).
     """
     first = next(iter(clients.values()))
     context, request = first.context, requests[first.number]
@@ -302,7 +305,7 @@ def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER
     """Seed the random numbers of layers such as dropout; the seed depends on the batch and on ``client``.
 
     ``client`` is the server's id if the whole batch is computed in one pass. Nothing is seeded if the model has no
-    layer that draws random numbers, because seeding takes a tenth of a small batch's time.
+    layer that draws random numbers, because seeding takes a tenth of the time of a small batch.
     """
     if not context.config.random:
         return nullcontext()
@@ -310,7 +313,7 @@ def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER
 
 
 def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
-    """Return a copy of the model that stays loaded in training mode from batch to batch."""
+    """Return a copy of the model that stays loaded in training mode between batches."""
     model = context.config.model.clone()
     return model, model.load_for_good(train=True)
 

@@ -1,7 +1,7 @@
-"""Stratify's single-sample mode at the client: one SGD step on one sample for each label that a task names.
+"""Stratify's single-sample mode on a client: one SGD step on one sample for each label in a task.
 
-A *task* is one ``Steps`` request. It names labels by *placeholders*, numbers that stand for labels. A *relay* is one
-journey of the model from client to client, with one task at each client.
+A *task* is one ``Steps`` request. It lists *placeholders*, which are numbers that stand for labels. In a *relay*, the
+model travels from client to client, with one task at each client.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ model is finite."""
 
 @record("Stepped")
 class Stepped:
-    """A client's samples of each label in an epoch of single samples, used and unused, and the number of its steps.
+    """A client's used and unused samples of each label in an epoch of single-sample mode, and its number of steps.
 
     Args:
         round: The epoch, counted from 1.
@@ -53,13 +53,13 @@ class Stepped:
 
 
 def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]:
-    """Draw one unused sample for each label that a task names; a label without unused samples gives none.
+    """Draw one unused sample for each label in a task, except for labels without unused samples.
 
     Returns:
-        The indices of the samples in the data set, in order; the number of steps that the client took earlier in this
-        epoch; and the reply, with a loss of 0 because the samples are not trained yet.
+        Three values: the indices of the samples in the data set, in order; the number of steps that the client took
+        earlier in this epoch; and the reply, with a loss of 0 because the samples are not trained yet.
     """
-    client.authorize_release(1)  # the model that leaves the client may have been changed by a single sample
+    client.authorize_release(1)  # a single sample may have changed the model that leaves the client
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Stepped) or before.round != request.round:
         before = Stepped(request.round, {}, 0)
@@ -96,11 +96,11 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 
 @handles_relay(Steps)
 class FusedSteps:
-    """Training of a relay (a journey of the model from client to client) whose clients share one process.
+    """Training of a relay, in which the model travels from client to client, for clients that share one process.
 
-    Each task only draws its samples. The steps on them are taken later, for many tasks at once (a *block*). The steps
-    are the same as if each client took its own, so that the model is equal bit by bit. If the model is not finite after
-    a block, the block is repeated task by task, and tasks after which the model is not finite are undone.
+    At first, each task only draws its samples. The steps for a *block* of many tasks are taken later, all at once. The
+    model is bit for bit the same as if each client took its steps itself. If the model is not finite after a block, the
+    block is repeated task by task. A task is then undone if the model is not finite after it.
 
     Args:
         context: The context that the clients share.
@@ -121,7 +121,7 @@ class FusedSteps:
         self._block = max(1, BLOCK_BYTES // context.data.sample_bytes)
 
     def hop(self, client: Client, task: Steps) -> StepsReply:
-        """Let a client draw the samples of its task in the relay; the steps on them are taken later."""
+        """Let a client draw the samples of its task in the relay; the steps on these samples are taken later."""
         indices, steps, reply = draw_samples(client, task)
         self._last = (client.number, steps, indices), reply, task.round
         return reply
@@ -138,7 +138,7 @@ class FusedSteps:
         self._last = None
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Train the remaining tasks; return the model, and a reply with its loss or a failure for each task."""
+        """Train the remaining tasks; return the model and, for each task, a reply with the loss or a failure."""
         self._flush()
         # If all tasks failed, the original model is returned.
         moved = any(not isinstance(outcome, Failure) for outcome in self._done)
@@ -176,7 +176,7 @@ class FusedSteps:
 
 
 def stepper_of(context: ClientContext, model: Model) -> Stepper:
-    """Return the fastest stepper that works for the model; it is cached until a call for another model."""
+    """Return the fastest stepper that works for the model; the stepper is cached until a call with another model."""
     last = context.cached(_Last)
     if last.stepper is None or last.model is not model:
         last.model, last.stepper = model, _make_stepper(context, model)
@@ -184,7 +184,7 @@ def stepper_of(context: ClientContext, model: Model) -> Stepper:
 
 
 class _Last:
-    """A cache of one stepper (an object that takes SGD steps) and its model: the last stepper that was made."""
+    """A cache of the last stepper (an object that takes SGD steps) and of its model."""
 
     def __init__(self, _: ClientContext) -> None:
         self.model: Model | None = None
@@ -193,7 +193,7 @@ class _Last:
 
 def _make_stepper(context: ClientContext, model: Model) -> Stepper:
     plain = AutogradStepper(context, model)
-    # A traced step supports neither clipping, which needs the norm over all gradients, nor buffers that change, as in
+    # Traced steps support neither clipping, which needs the norm over all gradients, nor buffers that change, as in
     # BatchNorm.
     if context.config.training.clip is None and not model.buffers():
         try:
@@ -208,7 +208,7 @@ def _make_stepper(context: ClientContext, model: Model) -> Stepper:
 def _agree(traced: Stepper, plain: Stepper, context: ClientContext, model: Model) -> bool:
     """Return True if two steppers take equal steps on some samples.
 
-    A trace assumes that every step does the same operations as the first, which is wrong for some models.
+    A trace assumes that every step does the same operations as the first step, which is wrong for some models.
     """
     start = Weights(model.params(), model.buffers())
     where = torch.linspace(0, len(context.data.y_train) - 1, TRIAL).long()
@@ -303,7 +303,7 @@ class AutogradStepper:
 
 
 Stepper = TracedStepper | AutogradStepper
-"""An object that holds a model, and changes it by one SGD step per sample."""
+"""An object that contains a model and changes it by one SGD step per sample."""
 
 
 def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, Ints]], round: int) -> Tensor:
@@ -311,7 +311,7 @@ def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, I
 
     Args:
         context: The context that the clients share.
-        stepper: The stepper, which holds the model.
+        stepper: The stepper, which contains the model.
         parts: For each task: the client's id, the number of its earlier steps in this epoch, and the indices of its
             samples in the data set.
         round: The epoch, counted from 1.

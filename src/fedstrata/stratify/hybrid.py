@@ -1,4 +1,4 @@
-"""Stratify's hybrid mode: rounds of batches, then rounds of single samples on data that arrive later."""
+"""Stratify's hybrid mode: rounds in batch mode, then rounds in single-sample mode on data that arrive later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedstrata.stratify.single import SingleMode
 
 @dataclass(frozen=True)
 class HybridMode:
-    """The mode that trains rounds of batches, then rounds of single samples; ``Stratify`` describes the fields."""
+    """Hybrid mode: rounds in batch mode, then rounds in single-sample mode. ``Stratify`` describes the fields."""
 
     batches: BatchMode
     singles: SingleMode
@@ -21,7 +21,7 @@ class HybridMode:
     stream: float
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if training on single samples is impossible, or if there would be no such rounds."""
+        """Raise ``SpecError`` if single-sample mode is impossible, or if no rounds are left for it."""
         self.singles.check(config, "hybrid")
         before, rounds = self.batch_rounds(config), config.training.rounds
         if before >= rounds:
@@ -29,13 +29,14 @@ class HybridMode:
             raise SpecError("method.pretraining", problem, before)
 
     def batch_rounds(self, agreed: Agreed) -> int:
-        """Return how many of the first rounds train in batches."""
+        """Return the number of rounds in batch mode, which come first."""
         return self.pretraining or max(1, agreed.training.rounds // 2)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode | SingleMode, tuple[float, float]]:
-        """Return the object that trains a round, and the share of each client's samples that the round may use.
+        """Return the mode that trains a round, and the range of each client's samples that the round may use.
 
-        The share is (from, to), in [0, 1]: for each label, the samples are sorted by their time of arrival.
+        The range is a pair of fractions (from, to) in [0, 1]. It applies to the client's samples of each label, sorted
+        by their time of arrival.
         """
         before = self.batch_rounds(agreed)
         if round <= before:

@@ -13,12 +13,12 @@ from fedstrata.stratify.messages import LabelReport
 
 @record("LabelCounts")
 class LabelCounts:
-    """How many samples of each class the clients hold.
+    """The number of samples of each class at each client.
 
     Args:
         known: The clients that reported their counts, ascending, shape (n,).
-        counts: The number of samples of each of C classes at each client in ``known``, shape (n, C). A class of which a
-            client has fewer than ``privacy.min_samples`` samples counts as 0.
+        counts: The number of samples of each of C classes at each client in ``known``, shape (n, C). A number below
+            ``privacy.min_samples`` is replaced by 0.
     """
 
     known: Ints
@@ -26,9 +26,9 @@ class LabelCounts:
 
     @classmethod
     def ask(cls, federation: Federation) -> LabelCounts:
-        """Ask every client for its label counts, in the enrolment before the first round.
+        """Ask every client for its label counts during enrolment, before the first round.
 
-        A sampler or method that calls this in ``init`` lists ``allowed_label_counts()`` in ``allowed``.
+        A sampler or method that calls this function in ``init`` must list ``allowed_label_counts()`` in ``allowed``.
         """
         replies = federation.ask(federation.candidates().tolist(), LabelReport())
         counts = np.zeros((len(replies), federation.config.strata), dtype=np.int64)
@@ -37,11 +37,11 @@ class LabelCounts:
         return cls(np.fromiter(replies, dtype=np.int64), counts)
 
     def among(self, candidates: Ints) -> tuple[Ints, Ints]:
-        """Return the candidates with known counts, shape (m,), and their counts, shape (m, C)."""
+        """Return the candidates with known counts, shape (m,), and these counts, shape (m, C)."""
         available = np.isin(self.known, candidates)
         return self.known[available], self.counts[available]
 
 
 def allowed_label_counts() -> Allowed:
-    """Declare the request that ``LabelCounts.ask`` sends, so that real sites accept it."""
+    """Return the declaration of the request that ``LabelCounts.ask`` sends, so that real sites accept the request."""
     return Allowed(LabelReport)

@@ -1,4 +1,4 @@
-"""The requests of Stratify: report labels, reserve samples for batches, compute gradients, and take SGD steps.
+"""The requests of Stratify, for labels, reserved samples, gradients and SGD steps.
 
 The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule, at which
 a client trains on one sample of the label. A *placeholder* is a number that stands for a label, so that the server need
@@ -31,12 +31,12 @@ from fedstrata.federation.reply_checks import require_shape
 from fedstrata.stratify.masking.messages import CountReport
 
 MOST_SAMPLES = 2**40
-"""The most samples of one label that a client may report, so that sums over millions of clients fit into 64 bits."""
+"""The largest number of samples of a label that a client may report, so that sums over clients fit into 64 bits."""
 
 ALL = (0.0, 1.0)
-"""The share (from, to) of each client's samples that may be used, if all may be; see ``Reserve.window``."""
+"""The range (from, to) that includes all samples of a client; see ``Reserve.window``."""
 
-NO_SUCH_BATCH = "a position in a batch that is over, or that there is not"
+NO_SUCH_BATCH = "a sample was moved to a batch that is over or does not exist"
 """The reason for refusing a reply to ``Reserve`` that moves a sample to a batch that is over or does not exist."""
 
 
@@ -53,24 +53,25 @@ class Epoch(Order):
         self._last = -1
 
     def refusal(self, request: Any) -> str:
-        """Return why a request is refused; an empty string if it is accepted.
+        """Return the reason why a request is refused; an empty string if it is accepted.
 
-        Refused are malformed requests, batches that are over or out of order, and batches without reserved samples.
+        The client refuses malformed requests, batches that are over or out of order, and batches without reserved
+        samples.
         """
         if isinstance(request, Gradient):
             if request.batch <= self._last:
-                return f"batch {request.batch} came after batch {self._last}, but each batch may come once, in order"
-            return "" if request.batch in self._set_aside else f"no samples were set aside for batch {request.batch}"
+                return f"batch {request.batch} came after batch {self._last}, but batches must come in order and once"
+            return "" if request.batch in self._set_aside else f"no samples were reserved for batch {request.batch}"
         if not (_numbers(request.labels) and _numbers(request.refill) and len(request.labels)):
             return "labels and refill must be lists of whole numbers, and labels must not be empty"
         if request.fresh == self._begun:
-            again = "began already" if self._begun else "has not begun"
+            again = "has already begun" if self._begun else "has not begun"
             return f"fresh = {request.fresh}, but the epoch {again}"
         if isinstance(request, Reserve):
             if not _numbers(request.batches) or len(request.batches) != len(request.labels):
                 return "batches must name a batch for each label"
             if (first := int(request.batches.min())) <= self._last:
-                return f"batch {first} gets positions, but batch {self._last} was already trained"
+                return f"samples are requested for batch {first}, but batch {self._last} was already trained"
         return ""
 
     def asked(self, request: Any) -> None:
@@ -93,7 +94,7 @@ def _numbers(tensor: Tensor) -> bool:
 
 @record("LabelReply")
 class LabelReply(Reply):
-    """The labels that a client holds, and the client's number of samples of each label.
+    """The labels of a client's samples, and the client's number of samples of each label.
 
     Args:
         labels: The labels, int64, in random order.
@@ -106,11 +107,11 @@ class LabelReply(Reply):
 
 @record("LabelReport")
 class LabelReport(Request):
-    """Report the labels that the client holds, and the number of samples of each label."""
+    """A request for the labels of a client's samples, and for the number of samples of each label."""
 
     reply_type: ClassVar[type[Reply]] = LabelReply
     rule = RequestRule(
-        "which labels it holds and how many samples of each, in the clear",
+        "its labels and its number of samples of each label, without encryption",
         phase="enrolment",
         discloses=frozenset({"labels", "sizes"}),
     )
@@ -130,8 +131,8 @@ class ReserveReply(Reply):
     """The entries of a request's list of labels for which a client could not reserve a sample.
 
     Args:
-        missing: One bool per entry: True if the client reserved no sample, because all its samples of the label are
-            used.
+        missing: One bool per entry: True if the client reserved no sample, because it has already used all its samples
+            of the label.
         exhausted: The placeholders (numbers that stand for labels) of which the client has used all samples after this
             request, int64.
     """
@@ -159,22 +160,22 @@ class GatheredReply(ReserveReply):
 
 @record("Reserve")
 class Reserve(Request):
-    """Reserve samples for the batches of an epoch (Stratify, Algorithm 4: training request).
+    """A request to reserve samples for the batches of an epoch (Stratify, Algorithm 4: training request).
 
     Args:
         round: The epoch, counted from 1.
         batches: For each sample that the client is asked to reserve: the index of its batch, int64, ascending.
         labels: For each of these samples: the placeholder, a number that stands for the sample's label, int64.
-        refill: The placeholders of which all samples become unused again before any is reserved, int64.
-        fresh: True for the client's first request of the epoch. The client then discards what it reserved in an
+        refill: The placeholders of which all samples become unused again before samples are reserved, int64.
+        fresh: True for the client's first request of the epoch. The client then discards its reservations from an
             earlier, interrupted attempt at the epoch.
-        window: The share (from, to) of the client's samples of each label that may be used, in [0, 1]. The samples are
-            sorted by their time of arrival.
+        window: The range of the client's samples of each label that may be used: two fractions (from, to) in [0, 1].
+            The samples are sorted by their time of arrival.
     """
 
     reply_type: ClassVar[type[Reply]] = ReserveReply
     rule = RequestRule(
-        "for which of the positions that it was asked to fill it has no sample left",
+        "the requested positions for which it has no sample left",
         order=Epoch,
         after=CountReport,
         discloses=frozenset({"sizes"}),
@@ -228,7 +229,7 @@ class GradientReply(Reply):
 
     @property
     def size(self) -> float:
-        """The number by which the gradient is divided for a step."""
+        """The number by which the summed gradient is divided for a step."""
         return self.samples
 
 
@@ -244,13 +245,13 @@ class WeightedGradientReply(GradientReply):
 
     @property
     def size(self) -> float:
-        """The sum of the weights."""
+        """The sum of the samples' weights."""
         return self.weight
 
 
 @record("Gradient")
 class Gradient(ModelRequest):
-    """Compute the gradient of the summed loss over the samples reserved for one batch (Stratify, Algorithm 4).
+    """A request for the gradient of the summed loss over the samples reserved for a batch (Stratify, Algorithm 4).
 
     Args:
         round: The epoch, counted from 1.
@@ -260,7 +261,7 @@ class Gradient(ModelRequest):
 
     reply_type: ClassVar[type[Reply]] = GradientReply
     rule = RequestRule(
-        "the summed gradient over its samples in a batch, perhaps a single one, with their number and summed loss",
+        "the summed gradient over its samples in a batch (possibly only one), their number and their summed loss",
         order=Epoch,
         after=CountReport,
         together=True,
@@ -285,11 +286,11 @@ class Gradient(ModelRequest):
 
 @record("GradientSteps")
 class GradientSteps(Gradient):
-    """Take several SGD steps on the client's own samples in a batch, and return the sum of their gradients.
+    """A request for several SGD steps on the client's samples in a batch, and for the sum of their gradients.
 
     Args:
         steps: The number of steps, at least 2.
-        lr: The learning rate of the server's step, which clients use for their own steps too.
+        lr: The learning rate of the server's step, which clients also use for their local steps.
     """
 
     steps: int = 2
@@ -298,10 +299,11 @@ class GradientSteps(Gradient):
 
 @record("StepsReply")
 class StepsReply(Reply):
-    """The labels for which a client had no sample to train on, and the loss of the others.
+    """The labels for which a client had no unused sample, and the summed loss of the trained samples.
 
     Args:
-        missing: One bool per label of the request: True if no sample was trained, because all are used.
+        missing: One bool per label of the request: True if no sample was trained, because all samples of the label are
+            used.
         exhausted: The placeholders (numbers that stand for labels) of which the client has used all samples after this
             request, int64.
         loss: The sum of the samples' losses, each computed before the step on the sample; a scalar, float32.
@@ -314,7 +316,7 @@ class StepsReply(Reply):
 
 @record("Steps")
 class Steps(Request):
-    """Take one SGD step on one sample for each label in a list (Stratify, Algorithm 3).
+    """A request to take one SGD step on one sample for each label in a list (Stratify, Algorithm 3).
 
     The steps change the model that travels from client to client.
 
@@ -322,14 +324,14 @@ class Steps(Request):
         round: The epoch, counted from 1.
         labels: The labels to train, in order, as placeholders (numbers that stand for labels), int64.
         refill: The placeholders of which all samples become unused again before the first step, int64.
-        fresh: True for the client's first request of the epoch. The client then discards what it drew in an earlier,
+        fresh: True for the client's first request of the epoch. The client then discards its draws from an earlier,
             interrupted attempt at the epoch.
-        window: The share (from, to) of the client's samples of each label that may be used; see ``Reserve``.
+        window: The range (from, to) of the client's samples of each label that may be used; see ``Reserve``.
     """
 
     reply_type: ClassVar[type[Reply]] = StepsReply
     rule = RequestRule(
-        "the travelling model after a step on each of a few samples, one by one, with their summed loss",
+        "the travelling model after one SGD step per sample on a few samples, and their summed loss",
         order=Epoch,
         after=CountReport,
         relay=True,

@@ -1,4 +1,4 @@
-"""Stratify: training follows a random sequence of labels, in batches over all clients or sample by sample."""
+"""Stratify, which trains on a random sequence of labels, in batches over all clients or sample by sample."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedstrata.stratify.single import SingleMode
 
 @record("StratifyState")
 class StratifyState:
-    """The global model, the clients that hold each label, and the state of the server's optimiser."""
+    """The global model, the clients with samples of each label, and the state of the server's optimiser."""
 
     weights: Weights
     holders: Holders
@@ -38,54 +38,57 @@ class StratifyState:
 
 
 class Stratify(Method):
-    """Trains one epoch per round on a schedule of labels that gives each class its share of every batch.
+    """Trains one epoch per round on a random schedule of labels, which mixes the classes in every batch.
 
-    The schedule is a random sequence of labels. At each of its positions, a client that holds the label trains on one
-    sample of this label. In mode ``batch``, a batch consists of samples of many clients. Each batch is one step on the
-    mean gradient over its samples: the same step as in a centralised run on these samples. In mode ``single``, the
-    model travels from client to client, and each client takes one SGD step per sample.
+    The schedule is a random sequence of labels. At each position of the schedule, a client trains on one of its samples
+    of this label. In mode ``batch``, a batch consists of samples of many clients. Each batch is one step on the mean
+    gradient over its samples, which is the same step as in centralised training on these samples. In mode ``single``,
+    the model travels from client to client, and each client takes one SGD step per sample.
 
-    Mode ``hybrid`` begins with rounds of batches, and continues with rounds of single samples on new data. The samples
-    of each client and label are put in a random order of arrival. The last part of them, ``stream``, arrives in equal
-    shares, one before each round of single samples, and that round trains the share. All other samples are available
-    from the start. (Shares are rounded down at each client, and a sample may be used twice to fill the schedule.)
+    In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. Each
+    client's samples of each label get a random order of arrival. The last samples, which are the fraction ``stream``,
+    arrive in equal portions. One portion arrives before each round of single-sample mode, and this round trains it. All
+    other samples are available from the start. Each client rounds its portions down, and a sample may be used twice to
+    fill the schedule.
 
-    A round is an epoch over the schedule: ``training.clients_per_round`` and ``training.local_epochs`` have no effect,
-    and ``training.batch_size`` is the size of a batch over all clients. Clients' optimisers other than SGD are refused.
+    A round is one epoch over the schedule. ``training.clients_per_round`` and ``training.local_epochs`` have no effect.
+    ``training.batch_size`` is the number of samples in a batch over all clients. Client optimisers other than SGD are
+    refused.
 
     Args:
-        mode: How clients train. ``batch``: the clients that hold the samples of a batch compute its gradient together.
-            ``single``: the model goes from client to client, with one step per sample. ``hybrid``: the first rounds use
-            batch mode; the later ones use single-sample mode, with data that were not available before.
+        mode: How clients train. ``batch``: many clients compute the gradient of a batch together. ``single``: the model
+            travels from client to client, with one step per sample. ``hybrid``: first rounds in batch mode, then rounds
+            in single-sample mode on data that were not available before.
         schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: all samples, but
             at most ``cap``. ``uniform``: for every label, the mean number of samples per label.
-        cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median, over
-            the labels, of the number of samples.
-        selection: How a client is drawn among those that hold a label. ``uniform``: all have the same probability.
-            ``weighted``: the probability is proportional to the client's number of samples of the label.
-        batch_size: Number of samples in a batch, over all clients. Larger batches need fewer exchanges, but also give
-            fewer steps. Default: ``training.batch_size``.
-        lr_rule: Factor of the learning rate, if ``batch_size`` is r times ``training.batch_size``. ``none``: 1.
+        cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median of the
+            labels' numbers of samples.
+        selection: How a client is drawn from the clients with samples of a label. ``uniform``: all these clients have
+            the same probability. ``weighted``: the probability is proportional to the client's number of samples of the
+            label.
+        batch_size: Number of samples in a batch, over all clients. A larger value means fewer exchanges with clients,
+            but also fewer steps. Default: ``training.batch_size``.
+        lr_rule: Factor of the learning rate if ``batch_size`` is r times ``training.batch_size``. ``none``: 1.
             ``linear``: r. ``sqrt``: √r.
-        local_steps: Only in batch mode: number of steps that a client takes on its part of a batch. With 1, a batch
+        local_steps: Number of steps that a client takes on its samples of a batch; only in batch mode. With 1, a batch
             equals one step of centralised SGD. With more steps, the clients' models drift apart.
-        server: Only in batch mode: optimiser of the server. Its ``lr`` (default 1) is multiplied by ``training.lr``.
+        server: Optimiser of the server; only in batch mode. Its ``lr`` (default 1) is multiplied by ``training.lr``.
             Default: SGD with the momentum and the weight decay of ``training``.
-        chunk_size: Only in single-sample mode: number of labels in a *chunk*, a part of the schedule. The server cuts
-            the schedule into chunks. In each chunk, the server chooses the client that can train on most of the labels,
-            so that the model is transferred less often.
-        retain: Only in single-sample mode: share of the holders of a label that may train on this label in a chunk. The
-            server draws them at random for each chunk. A larger share needs fewer transfers, but favours clients with
-            many labels.
-        pretraining: Only in hybrid mode: number of rounds in batch mode, which come first. Default: half of all rounds.
-        stream: Only in hybrid mode: share of each client's samples that becomes available only in the rounds in
-            single-sample mode.
-        masking: Form in which the server sees labels. ``none``: unchanged. ``prf``: as keyed hashes. ``ckks``:
-            encrypted. With the same keys, all three modes train the same model.
+        chunk_size: Number of consecutive labels in a *chunk* of the schedule; only in single-sample mode. In each
+            chunk, the server chooses clients that can train as many consecutive labels as possible. A larger value
+            means fewer transfers of the model.
+        retain: Fraction of the clients with samples of a label that may train this label in a chunk; only in
+            single-sample mode. The server draws these clients at random for each chunk. A larger value means fewer
+            transfers, but favours clients with many labels.
+        pretraining: Number of rounds in batch mode, which come first; only in hybrid mode. Default: half of all rounds.
+        stream: Fraction of each client's samples that arrive during the rounds in single-sample mode; only in hybrid
+            mode.
+        masking: Form in which the server sees labels. ``none``: as they are. ``prf``: as keyed hashes. ``ckks``:
+            encrypted. With the same keys, all three values train the same model.
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"
-    needs_sgd = "Stratify takes steps of SGD, each on one batch; in batch mode, method.server has other optimisers"
+    needs_sgd = "Stratify's clients take plain SGD steps, each on one batch; in batch mode, method.server offers other optimisers"
 
     needs_strata = True
 
@@ -104,15 +107,15 @@ class Stratify(Method):
     masking: Masking = "none"
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if masking lacks its extra, or if a setting does not fit the model or the mode."""
+        """Raise ``SpecError`` if masking lacks a package, or if a setting does not fit the model or the mode."""
         check_masking(self.masking, config.strata)
         if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
-            problem = "Stratify computes BatchNorm's statistics over batches of all clients. Use 'average'."
+            problem = "Stratify computes BatchNorm statistics over batches of all clients. Use 'average'."
             raise SpecError("training.batch_norm", problem, "local")
         if self.mode == "single":
             problem = (
-                "has no effect, because this mode does not use batches. Remove it, or use method.mode = "
-                "'batch' or 'hybrid'."
+                "has no effect, because method.mode = 'single' does not use batches. Remove the key, or use "
+                "method.mode = 'batch' or 'hybrid'."
             )
             for name, default in (("lr_rule", "none"), ("local_steps", 1)):
                 if getattr(self, name) != default:
@@ -134,7 +137,7 @@ class Stratify(Method):
         return frozenset({"labels"} if self.masking != "none" else ())
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the requests before the first round, and those of training: in batches, sample by sample, or both."""
+        """Return the requests of enrolment, and the requests of training in batches, sample by sample, or both."""
         training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
         requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.strata)
         mode = self._mode
@@ -156,14 +159,14 @@ class Stratify(Method):
 
     @property
     def _mode(self) -> BatchMode | SingleMode | HybridMode:
-        """The object that implements the chosen ``mode``, and trains the rounds."""
+        """The object that implements the chosen ``mode`` and trains the rounds."""
         singles = SingleMode(self.chunk_size, self.retain)
         if self.mode == "hybrid":
             return HybridMode(self._batches, singles, self.pretraining, self.stream)
         return self._batches if self.mode == "batch" else singles
 
     def init(self, federation: Federation, weights: Weights) -> StratifyState:
-        """Learn which clients hold which label. With masking, the server sees only a number in place of each label."""
+        """Find out which clients have samples of which label. With masking, the server sees numbers for labels."""
         roll = enrol(federation, self.masking, weighted=self.selection == "weighted")
         return StratifyState(weights, roll.holders(), None)
 

@@ -18,18 +18,18 @@ from fedstrata.stratify.schedule import Holders
 class Roster:
     """The clients that can be asked in an epoch, and which of them have unused samples of each label.
 
-    - A *placeholder* is a number that stands for a label. Its *holders* are the clients with samples of that label.
+    - A *placeholder* is a number that stands for a label. Its *holders* are the clients with samples of this label.
     - A placeholder's *place* is its index in ``holders.placeholders``.
     - A *row* is an index of a pair (placeholder, holder). There are R pairs, in the order of ``holders.clients``.
-    - A client's *pool* of a placeholder contains its samples of that label that are not used yet in the epoch. A
-      *refill* makes all of them usable again.
+    - A client's *pool* of a placeholder contains the client's samples of this label that are not used yet in the epoch.
+      A *refill* makes all samples of the label usable again.
 
     Args:
         federation: The federation, which lists the available clients and records events.
-        holders: The clients that hold each placeholder.
-        weighted: Whether clients are drawn in proportion to their number of samples, instead of uniformly.
-        window: The share (from, to) of each label's samples at each client that may be used, in [0, 1], in their order
-            of arrival.
+        holders: The holders of each placeholder.
+        weighted: Whether clients are drawn in proportion to their numbers of samples; False for uniform draws.
+        window: The range of each client's samples of a label that may be used: two fractions (from, to) in [0, 1] of
+            the samples in their order of arrival.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Roster:
         self.generator = federation.rng("client-sampling")
         self.places: Ints = np.repeat(np.arange(len(holders.placeholders)), np.diff(holders.offsets))
         """For each pair (placeholder, holder): the index of the placeholder in ``holders.placeholders``, shape (R,)."""
-        # Absences that were announced are known now. Other absences show only when the client is asked.
+        # Announced absences are already known. Other absences become known only when a client is asked.
         self.present = np.isin(holders.clients, federation.candidates())
         """For each pair (placeholder, holder): whether the client is present and has samples of the label, used or not,
         shape (R,)."""
@@ -49,21 +49,23 @@ class Roster:
         self.answered: set[int] = set()
         """The clients that answered a request of this epoch."""
         self.refills: dict[int, set[int]] = {}
-        """A mapping from each client to the labels of which it may use all samples again from its next request on. A
-        label is given as an index in ``holders.placeholders``."""
+        """A mapping from each client to the labels of which it may use all samples again, from its next request on.
+
+        A label is given as an index into ``holders.placeholders``.
+        """
         self._by_client = np.argsort(holders.clients, kind="stable")
         self._begins = np.searchsorted(holders.clients[self._by_client], np.arange(federation.config.clients + 1))
 
     def rows_of(self, place: int) -> slice:
-        """Return the slice, in arrays over all pairs (placeholder, holder), of those with ``placeholders[place]``."""
+        """Return the rows of the placeholder ``placeholders[place]``, as a slice of arrays over all rows."""
         return slice(self.holders.offsets[place], self.holders.offsets[place + 1])
 
     def empty_rows(self, client: int, missing: Ints, exhausted: Tensor) -> Ints:
-        """Return the indices of the pairs (placeholder, ``client``) for which the client has no unused samples left.
+        """Return the rows (indices of pairs) of ``client`` for which the client has no unused samples left.
 
         Args:
             client: The client that replied.
-            missing: The labels for which the client had no sample, as indices in ``holders.placeholders``.
+            missing: The labels for which the client had no sample, as indices into ``holders.placeholders``.
             exhausted: The labels of which the client has used all samples according to its reply. They are given as the
                 placeholders themselves, not as indices.
         """
@@ -80,20 +82,20 @@ class Roster:
             self.available[rows] = self.present[rows] = False
 
     def refill(self, place: int, positions: int) -> bool:
-        """Let the clients that hold a label, and are present, use all their samples of it again from the next request.
+        """Let the present holders of a label use all their samples of the label again, from the next request on.
 
         Args:
             place: The index of the label's placeholder in ``holders.placeholders``.
-            positions: The number of entries of the schedule that need a sample of the label. It is reported in an event
-                if none of these clients is present.
+            positions: The number of entries of the schedule that need a sample of the label. An event reports this
+                number if no holder is present.
 
         Returns:
-            True if one of these clients is present.
+            True if a holder is present.
         """
         rows = self.rows_of(place)
         clients = self.holders.clients[rows][self.present[rows]].tolist()
         if not clients:
-            reason = f"{positions} positions of placeholder {place}: no holder is there"
+            reason = f"{positions} positions of placeholder {place}: no client with this label is present"
             self.federation.note("label skipped", reason=reason)
             return False
         self.available[rows] = self.present[rows]
@@ -102,12 +104,12 @@ class Roster:
         return True
 
     def request(self, client: int, places: Ints, refill: Iterable[int]) -> dict[str, Any]:
-        """Return the fields of a request that ``Reserve`` and ``Steps`` have in common, as a mapping from their names.
+        """Return the fields that the requests ``Reserve`` and ``Steps`` have in common, as a mapping from names.
 
         Args:
             client: The client to ask.
-            places: The label of each sample that is wanted, as an index in ``holders.placeholders``.
-            refill: The labels of which the client may use all samples again, as such indices.
+            places: The label of each requested sample, as an index into ``holders.placeholders``.
+            refill: The labels of which the client may use all samples again, as indices into ``holders.placeholders``.
         """
         numbers = self.holders.placeholders
         return {

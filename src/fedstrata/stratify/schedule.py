@@ -1,4 +1,4 @@
-"""The order of the labels in an epoch (the schedule), and the clients that hold each label.
+"""The order of the labels in an epoch (the schedule), and the clients with samples of each label.
 
 The schedule is the random sequence of labels of Stratify §III. At each position, a client trains on one sample of the
 label.
@@ -22,16 +22,16 @@ Rule = Literal["capped", "uniform", "uncapped"]
 
 @record("Holders")
 class Holders:
-    """The clients that have samples of each label (its *holders*), and their numbers of samples.
+    """The clients with samples of each label (the label's *holders*), and their numbers of samples.
 
     Args:
         placeholders: The numbers that stand for the labels in requests to clients (placeholders), shape (P,). Other
-            arrays of the server represent a placeholder by its *place*, the index in this array.
+            arrays of the server represent a placeholder by its *place*, which is its index in this array.
         offsets: The index at which each placeholder's entries begin in ``clients`` and ``counts``; the last offset is
-            the length of these two arrays. Shape (P + 1,).
-        clients: The holders of the first placeholder, then of the second, and so on; ascending for each placeholder,
-            shape (offsets[-1],).
-        counts: The number of samples that each holder in ``clients`` has of the placeholder, the same shape.
+            the length of ``clients`` and ``counts``. Shape (P + 1,).
+        clients: The holders of the first placeholder, then the holders of the second placeholder, and so on. They are
+            ascending for each placeholder. Shape (offsets[-1],).
+        counts: The number of samples of the label at each holder in ``clients``, the same shape.
     """
 
     placeholders: Ints
@@ -60,13 +60,13 @@ class Holders:
         return np.add.reduceat(self.counts, self.offsets[:-1])
 
     def of_placeholder(self, place: int) -> tuple[Ints, Ints]:
-        """Return the clients with samples of the label ``placeholders[place]``, and how many samples each has of it."""
+        """Return the holders of ``placeholders[place]``, and the number of samples of the label at each holder."""
         part = slice(self.offsets[place], self.offsets[place + 1])
         return self.clients[part], self.counts[part]
 
 
 def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> Ints:
-    """Return how many samples of each label are trained in an epoch: f_l for label l (Stratify §III-A).
+    """Return the number of samples of each label to train in an epoch, f_l for label l (Stratify §III-A).
 
     Args:
         totals: The number of samples of each label, shape (P,).

@@ -1,9 +1,9 @@
-"""Client selection: choose the client that trains each position of the schedule.
+"""Client selection for Stratify, which chooses the client that trains each position of the schedule.
 
 The schedule is the sequence of labels of an epoch. A *position* is one entry of the schedule, at which a client trains
-on one sample of the label. A *placeholder* is a number that stands for a label; here it is 0 … P−1. ``assign_runs``
-gives each client a *run*: consecutive positions (Stratify, Algorithm 1). ``select_batch`` chooses the clients of a
-batch (Algorithm 2).
+on one sample of the label. A *placeholder* is a number that stands for a label. In this module, placeholders are the
+numbers 0 … P−1. ``assign_runs`` gives each client a *run* of consecutive positions (Stratify, Algorithm 1).
+``select_batch`` chooses the clients of a batch (Algorithm 2).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def assign_runs(
 ) -> Ints:
     """Choose the client that trains each position of a schedule (Stratify, Algorithm 1).
 
-    The schedule is cut into chunks of consecutive positions. A position names a placeholder (a number that stands for a
-    label). In each chunk, only a random part of the clients with samples of a placeholder may train it; see
-    ``retained``. The chunk is filled from its first position on. At position i, the client is chosen that may train the
-    longest run of consecutive positions i, i + 1, … of the chunk. Ties break at random. The client gets the whole run,
-    and the next client is chosen for the position after it.
+    The schedule is cut into chunks of consecutive positions. Each position has a placeholder (a number that stands for
+    a label). In each chunk, only a random subset of the clients with samples of a placeholder may train it; see
+    ``retained``. The positions of a chunk are assigned in order. At position i, the server chooses the client that may
+    train the longest run of positions i, i + 1, … in the chunk. Ties break at random. The client gets the whole run,
+    and the next client is chosen for the position after the run.
 
-    All chunks are filled at the same time, so that the work is a few operations on arrays of positions × clients.
+    For speed, all chunks are processed at the same time, with a few operations on arrays of positions × clients.
 
     Args:
         wanted: The placeholder of every position, in 0 … P−1, shape (L,).
@@ -43,11 +43,11 @@ def assign_runs(
         weights: The number of samples that each client has of each placeholder, shape (P, N); None for uniform
             selection.
         chunk_size: The number of positions in a chunk.
-        retain: The share of a placeholder's available clients that may train it in a chunk, in (0, 1].
+        retain: The fraction of a placeholder's available clients that may train it in a chunk, in (0, 1].
         generator: The random generator.
 
     Returns:
-        The client of every position, −1 if none is available, shape (L,).
+        The client of every position, −1 if no client is available, shape (L,).
 
     >>> both = np.array([[True, True], [True, False]])  # placeholder 0: clients 0 and 1; placeholder 1: client 0
     >>> assign_runs(np.array([0, 1, 0]), both, chunk_size=3, retain=1.0, generator=np.random.default_rng(0)).tolist()
@@ -71,17 +71,17 @@ def assign_runs(
 
 
 def retained(able: Bools, weights: Floats | None, retain: float, generator: np.random.Generator) -> Bools:
-    """Draw a part of the available clients, without replacement, for each of several labels.
+    """Draw a subset of the available clients, without replacement, for each of several labels.
 
     Of n available clients, r = max(1, ceil(retain · n)) are drawn. If selection is uniform, all clients are equally
-    likely. If it is weighted, the clients are drawn one after another, each with probability proportional to its weight
-    among those that are left. This is done by drawing a key Exp(1) / weight for each client, and choosing the r clients
-    with the smallest keys (Efraimidis and Spirakis 2006).
+    likely. If selection is weighted, clients are drawn one after another, with probabilities in proportion to the
+    weights of the remaining clients. To do this, each client gets a random key Exp(1) / weight, and the r clients with
+    the smallest keys are drawn (Efraimidis and Spirakis 2006).
 
     Args:
         able: Whether each client is available for each label, shape (…, N).
         weights: The number of samples that each client has of each label, the same shape; None for uniform selection.
-        retain: The share of the available clients to draw, in (0, 1].
+        retain: The fraction of the available clients to draw, in (0, 1].
         generator: The random generator.
 
     Returns:
@@ -100,15 +100,15 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
 
 
 def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
-    """Divide a schedule into tasks: consecutive positions of a chunk with the same client (Algorithm 3, line 8).
+    """Divide a schedule into tasks, each for consecutive positions of one client in a chunk (Algorithm 3, line 8).
 
     Args:
         owner: The client of every position of the schedule, shape (L,); −1 for positions without a client.
         chunk_size: The number of positions in a chunk.
 
     Returns:
-        The first position of each task, and the position after its last, shape (T,) each. Positions without a client
-        are in no task.
+        Two arrays of shape (T,): the first position of each task, and the position after its last position. Positions
+        without a client belong to no task.
 
     >>> [part.tolist() for part in tasks_of(np.array([2, 2, -1, 1, 1]), chunk_size=4)]
     [[0, 3, 4], [2, 4, 5]]
@@ -125,15 +125,15 @@ def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
 def _covers(
     wanted: Ints, able: Bools, weights: Floats | None, chunk_size: int, retain: float, generator: np.random.Generator
 ) -> Bools:
-    """Draw the clients that may train each position of the schedule, with ``retained``.
+    """Draw, by ``retained``, the clients that may train each position of the schedule.
 
     Returns:
-        Whether each client may train each position of each chunk, shape (chunks, size, N). ``size`` is ``chunk_size``,
-        or ``len(wanted)`` if that is smaller. A short last chunk is padded with False.
+        Whether each client may train each position of each chunk, shape (chunks, size, N). ``size`` is the smaller of
+        ``chunk_size`` and ``len(wanted)``. A short last chunk is padded with False.
     """
     length = len(wanted)
     chunk = np.arange(length) // chunk_size
-    # Clients are drawn once for each pair of a chunk and a label, not for each position.
+    # Clients are drawn once for each pair of a chunk and a label, and not for each position.
     pools, pool_of = np.unique(chunk * len(able) + wanted, return_inverse=True)
     of_placeholder = pools % len(able)
     kept = retained(able[of_placeholder], None if weights is None else weights[of_placeholder], retain, generator)
@@ -178,9 +178,8 @@ def select_batch(
 ) -> Ints:
     """Choose the client that trains each position of one batch (Stratify, Algorithm 2).
 
-    A position names a placeholder p (a number that stands for a label). For each p, as many clients are drawn from
-    ``available[p]`` as the batch has positions of p. They are drawn with replacement only if there are fewer clients
-    than positions.
+    Each position has a placeholder p (a number that stands for a label). For each position with p, one client is drawn
+    from ``available[p]``. Clients are drawn with replacement only if there are fewer clients than positions with p.
 
     Args:
         wanted: The placeholder of every position, shape (B,).
@@ -190,7 +189,7 @@ def select_batch(
         generator: The random generator.
 
     Returns:
-        The client of every position, −1 if none is available, shape (B,).
+        The client of every position, −1 if no client is available, shape (B,).
     """
     return select_batches(wanted, np.zeros(len(wanted), dtype=np.int64), available, weights, generator)
 
@@ -212,7 +211,7 @@ def select_batches(
         generator: The random generator.
 
     Returns:
-        The client of every position, −1 if none is available, shape (L,).
+        The client of every position, −1 if no client is available, shape (L,).
     """
     chosen = np.full(len(wanted), -1, dtype=np.int64)
     for p in np.unique(wanted).tolist():
@@ -234,13 +233,14 @@ def select_batches(
 
 
 def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, generator: np.random.Generator) -> Ints:
-    """Draw up to ``most`` clients without replacement for each group: the positions of one label in one batch.
+    """Draw, for each group (the positions of one label in one batch), up to ``most`` clients without replacement.
 
     Args:
         groups: True for the groups for which clients are drawn, shape (G,).
         clients: The number of clients.
         shares: The weight of each client, shape (``clients``,); None for uniform draws. A weighted draw gives each
-            client a random key Exp(1) / share, and takes those with the smallest keys (Efraimidis and Spirakis 2006).
+            client a random key Exp(1) / share, and draws the clients with the smallest keys (Efraimidis and Spirakis
+            2006).
         most: The number of clients to draw for a group; all clients if there are fewer.
         generator: The random generator.
 
@@ -254,7 +254,7 @@ def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, gener
     if clients == 1:
         return orders
     if shares is None and clients > 32 * most:
-        # If few of many clients are drawn, one call per group costs less than a random key for every client.
+        # If only a few of many clients are drawn, one call per group costs less than a random key for every client.
         for row in rows.tolist():
             orders[row] = generator.choice(clients, size=most, replace=False)
         return orders

@@ -22,21 +22,27 @@ from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import assign_runs, tasks_of
 
 MOST_CELLS = 2**31
-"""The largest value of ``chunk_size`` × clients. It limits memory: each pair of them takes five bytes in the table that
-plans a chunk."""
+"""The largest product of ``chunk_size`` and the number of clients.
+
+It limits memory, because the table that plans a chunk takes five bytes for each pair of a position and a client.
+"""
 
 QUEUE = 2
-"""The number of tasks (a client and the samples that it trains) that are decided in advance, so that a client knows
-where to send the model next (Algorithm 3, line 5)."""
+"""The number of tasks (a client and the samples that it trains) that are decided in advance.
+
+A client therefore knows where to send the model next (Algorithm 3, line 5).
+"""
 
 FIRST_BLOCK, LARGEST_BLOCK = 8, 1024
-"""How many chunks of the schedule get their clients at once: 8 at first and after a change of plan, then twice as many
-each time, up to 1024."""
+"""The number of chunks of the schedule for which clients are chosen at once.
+
+It is 8 at first and after a change of plan. It then doubles each time, up to 1,024.
+"""
 
 
 @dataclass(frozen=True)
 class SingleMode:
-    """The mode in which the model travels from client to client; ``Stratify`` describes the fields."""
+    """Single-sample mode, in which the model travels from client to client; ``Stratify`` describes the fields."""
 
     chunk_size: int
     retain: float
@@ -45,7 +51,7 @@ class SingleMode:
         """Raise ``SpecError`` if a setting does not allow training on single samples."""
         if config.privacy.min_samples > 1:
             problem = (
-                f"method.mode = {mode!r} sends the model on after steps on single samples. Use 1, or "
+                f"method.mode = {mode!r} passes the model on after steps on single samples. Use 1, or "
                 "method.mode = 'batch'."
             )
             raise SpecError("privacy.min_samples", problem, config.privacy.min_samples)
@@ -56,11 +62,11 @@ class SingleMode:
         if has_batchnorm(config.model.module):
             raise SpecError("method.mode", "BatchNorm cannot normalise batches of one sample. Use 'batch'.", mode)
         if config.training.momentum > 0:
-            problem = "in single-sample mode, clients pass on the model without momentum. Use 0."
+            problem = "in single-sample mode, clients cannot pass momentum on with the model. Use 0."
             raise SpecError("training.momentum", problem, config.training.momentum)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[SingleMode, tuple[float, float]]:
-        """Return this mode, which trains every round, and the share (from, to) of the samples to use: all of them."""
+        """Return this mode for every round, and the range (from, to) of the samples to use, which is all samples."""
         return self, ALL
 
     def run_epoch(
@@ -68,13 +74,13 @@ class SingleMode:
     ) -> tuple[Weights, Tree, dict[str, Any]]:
         """Let the model travel until the schedule is trained; ``BatchMode.run_epoch`` describes arguments and results.
 
-        This mode does not use a server optimiser: ``optimizer`` is ignored, and None is returned as its state.
+        This mode does not use a server optimiser. It ignores ``optimizer``, and returns None as the optimiser's state.
         """
         federation, route = roster.federation, Route(roster, wanted, chunk_size=self.chunk_size, retain=self.retain)
         loss, samples, hops = torch.zeros(()), 0, federation.log.hops
         while route.open():
-            # Usually one relay, in which the model passes from client to client, trains the whole schedule. Another is
-            # needed if the engine notices the failure of a client only after the relay has ended.
+            # Usually, one relay (one path of the model from client to client) trains the whole schedule. Another relay
+            # is needed if the engine notices the failure of a client only after the relay has ended.
             relayed = federation.relay(
                 route.tasks(), weights, on_reply=route.on_reply, work=lambda task, _: float(len(task.labels))
             )
@@ -90,12 +96,12 @@ class SingleMode:
 class Task:
     """A client, and the consecutive entries of the schedule that it trains.
 
-    A label is represented by the index of its placeholder in ``Roster.holders.placeholders``.
+    Labels are indices into ``Roster.holders.placeholders``.
 
     Args:
         client: The client's id.
-        places: The label of each of these entries, as such an index, shape (n,).
-        refill: The labels of which the client may use all samples again, as such indices.
+        places: The label of each of these entries, shape (n,).
+        refill: The labels of which the client may use all samples again.
     """
 
     client: int
@@ -104,18 +110,18 @@ class Task:
 
 
 class Route:
-    """The path of the model from client to client: the part of the schedule that is left, and the queue of tasks.
+    """The path of the model from client to client, which consists of the remaining schedule and a queue of tasks.
 
-    The schedule is cut into chunks of consecutive positions. Several chunks get their clients in advance, because this
-    choice depends only on the available clients. It is repeated when a client becomes unavailable, or when positions
-    that were not trained are put back.
+    The schedule is cut into chunks of consecutive positions. The clients of several chunks are chosen in advance,
+    because the choice depends only on the available clients. The choice is repeated when a client becomes unavailable,
+    or when positions that were not trained are put back.
 
     Args:
         roster: The clients that can be asked.
-        wanted: The label to train at each position of the schedule, as an index in ``roster.holders.placeholders``,
+        wanted: The label to train at each position of the schedule, as an index into ``roster.holders.placeholders``,
             shape (L,).
         chunk_size: The number of positions in a chunk; see ``selection.assign_runs``.
-        retain: The part of a label's available clients that may train it in a chunk, in (0, 1].
+        retain: The fraction of a label's available clients that may train it in a chunk, in (0, 1].
     """
 
     def __init__(self, roster: Roster, wanted: Ints, *, chunk_size: int, retain: float) -> None:
@@ -129,12 +135,12 @@ class Route:
         self._planned: deque[list[tuple[int, Ints]]] = deque()
         self._block = FIRST_BLOCK
         self._sent: list[Task] = []
-        """The tasks of this relay (one journey of the model from client to client), in order."""
+        """The tasks of this relay (one path of the model from client to client), in order."""
         self._trained: dict[int, Ints] = {}
         """A mapping from a task's index in ``_sent`` to the labels that it trained, as in ``Task.places``."""
 
     def open(self) -> bool:
-        """Prepare for another journey of the model; return True if positions of the schedule are left to train."""
+        """Prepare for another relay; return True if positions of the schedule are left to train."""
         self._sent, self._trained = [], {}
         return len(self._left) > 0 or len(self._queue) > 0
 
@@ -158,8 +164,8 @@ class Route:
 
         Args:
             position: The index of the task among the tasks that were sent.
-            reply: The client's reply; None if the task failed. This may be called with None after a reply, if the
-                failure is noticed later.
+            reply: The client's reply; None if the task failed. If a failure is noticed later, a second call with None
+                follows.
         """
         task, roster = self._sent[position], self.roster
         if reply is None:
@@ -183,9 +189,9 @@ class Route:
         self._put_back(task.places[missing])
 
     def _put_back(self, places: Ints) -> None:
-        """Put labels that were not trained back into the rest of the schedule, each at a random position.
+        """Put labels that were not trained back into the remaining schedule, each at a random position.
 
-        This is line 17 of Algorithm 3. ``places`` are the indices of the labels, as in ``Task.places``.
+        This is line 17 of Algorithm 3. ``places`` are the labels, as in ``Task.places``.
         """
         if len(places):
             self._replan()
@@ -212,8 +218,8 @@ class Route:
     def _plan_block(self) -> None:
         """Choose the clients of the next chunks.
 
-        If all samples of a label are used, its clients may use them again. If none of its clients is present, the label
-        is removed from the schedule.
+        If all samples of a label are used, the clients may use them again. If no client with samples of the label is
+        present, the label is removed from the schedule.
         """
         roster = self.roster
         while len(block := self._left[: self._block * self.chunk_size]):
