@@ -142,8 +142,8 @@ class BatchMode:
             absent = set(samples) - set(total.clients if total else ())
             if not absent:
                 return total
-            # If there is no sum, not all absent clients have failed. If the log names clients that failed or were late,
-            # remove only these clients.
+            # If there is no sum, some absent clients may not have failed. If the log names clients that failed or were
+            # late, remove only these clients.
             lost = absent if total else (absent & federation.log.absent()) or absent
             plan.lose(lost, request.batch)
             if total:

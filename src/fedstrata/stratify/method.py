@@ -88,7 +88,10 @@ class Stratify(Method):
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"
-    needs_sgd = "Stratify's clients take plain SGD steps, each on one batch; in batch mode, method.server offers other optimisers"
+    needs_sgd = (
+        "Stratify's clients take plain SGD steps, each on one batch; in batch mode, method.server offers other "
+        "optimisers"
+    )
 
     needs_strata = True
 

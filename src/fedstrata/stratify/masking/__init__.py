@@ -1,1 +1,1 @@
-"""Masking: the server learns which clients have labels in common, but not the labels."""
+"""Masking of labels: the server learns which clients have labels in common, but not what the labels are."""

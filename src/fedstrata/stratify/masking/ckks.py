@@ -1,9 +1,9 @@
-"""Encryption of vectors with CKKS, which can add and multiply encrypted numbers; it uses TenSEAL (extra ``he``).
+"""Encryption of vectors with CKKS, which can add and multiply encrypted numbers, by TenSEAL (extra ``he``).
 
-There are two sets of parameters, each with 128 bits of security. Ciphertexts of ``COUNTING`` can only be added. Those
-of ``COMPARING`` can also be multiplied once by plain numbers. Numbers are multiplied by a scale before encryption, so
-that a product of two numbers has the square of the scale. Products are not divided by the scale (*rescaled*): CKKS
-would divide by a prime that differs slightly from the scale, and the result would not be exact.
+There are two sets of parameters, each with 128 bits of security. Ciphertexts of ``COUNTING`` can only be added.
+Ciphertexts of ``COMPARING`` can also be multiplied once by plain numbers. Numbers are multiplied by a scale before
+encryption, so that a product of two numbers has the square of the scale. Products are not divided by the scale
+(*rescaled*): CKKS would divide by a prime that differs slightly from the scale, and the result would not be exact.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Parameters:
     """The parameters of CKKS.
 
     Args:
-        degree: The degree of the polynomials; half of it is the number of slots.
-        primes: The sizes in bits of the primes whose product is the modulus; the last prime is reserved for keys.
-        scale: The binary logarithm of the scale, by which numbers are multiplied before they are rounded and encrypted.
+        degree: The degree of the polynomials, which is twice the number of slots.
+        primes: The sizes, in bits, of the primes whose product is the modulus. The last prime is reserved for keys.
+        scale: The binary logarithm of the scale. Numbers are multiplied by the scale before they are rounded and
+            encrypted.
     """
 
     degree: int
@@ -42,7 +43,7 @@ class Parameters:
 
     @property
     def slots(self) -> int:
-        """The number of slots of a ciphertext; each holds one number."""
+        """The number of slots of a ciphertext. Each slot contains one number."""
         return self.degree // 2
 
 
@@ -63,7 +64,7 @@ def tenseal() -> Any:
 
 
 def generate(parameters: Parameters) -> tuple[bytes, bytes]:
-    """Generate keys from the operating system's randomness; return the secret and the public context, serialised."""
+    """Generate keys from the operating system's randomness; return the secret and the public context as bytes."""
     ts = tenseal()
     context = ts.context(ts.SCHEME_TYPE.CKKS, parameters.degree, -1, list(parameters.primes), n_threads=1)
     context.global_scale = 2.0**parameters.scale
@@ -78,14 +79,14 @@ def _exact(context: Any) -> None:
 
 
 class Sealer:
-    """A public key: it encrypts, adds and multiplies, but cannot decrypt.
+    """A public key, which can encrypt numbers, and add and multiply ciphertexts, but cannot decrypt them.
 
     Args:
         public: A serialised context without the secret key.
         parameters: The expected parameters.
 
     Raises:
-        ReplyRefusedError: The bytes are not a context, have other parameters, or hold a secret key.
+        ReplyRefusedError: The bytes are not a context, have other parameters, or contain a secret key.
     """
 
     def __init__(self, public: bytes, parameters: Parameters) -> None:
@@ -111,9 +112,9 @@ class Sealer:
         """Encrypt one number per slot.
 
         Args:
-            values: The numbers, at most ``Parameters.slots`` of them.
-            product: Whether to use the scale of a product, which is squared, so that the ciphertext can be added to a
-                product.
+            values: At most ``Parameters.slots`` numbers.
+            product: Whether to use the scale of a product, which is the squared scale, so that the ciphertext can be
+                added to a product.
         """
         numbers = np.asarray(values, dtype=np.float64).tolist()
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))
@@ -131,7 +132,7 @@ class Sealer:
             ReplyRefusedError: The bytes are not a ciphertext, or its size, scale or level is wrong.
         """
         if not 0 < len(data) <= LARGEST:
-            raise ReplyRefusedError(f"the ciphertext has {len(data)} bytes, which is impossible")
+            raise ReplyRefusedError(f"the ciphertext has {len(data)} bytes, expected 1 to {LARGEST}")
         try:
             cipher = tenseal().ckks_vector_from(self.context, data)
             parts = cipher.ciphertext()
@@ -144,19 +145,19 @@ class Sealer:
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))
         levels = len(self.parameters.primes) - 1
         if (part.size(), part.coeff_modulus_size(), part.scale) != (2, levels, scale) or part.is_transparent():
-            raise ReplyRefusedError("the ciphertext has another scale, level or size")
+            raise ReplyRefusedError("the ciphertext has the wrong scale, level or size")
         return cipher
 
 
-# In a small federation, loading and checking a context takes longer than everything else. So keep the last contexts.
+# Cache the last contexts, because loading and checking a context takes most of the time in a small federation.
 @lru_cache(maxsize=4)
 def sealer(public: bytes, parameters: Parameters) -> Sealer:
-    """Return the sealer of a public key; see ``Sealer``."""
+    """Return the ``Sealer`` of a public key, from a cache if possible."""
     return Sealer(public, parameters)
 
 
 class Opener(Sealer):
-    """A secret key, which also decrypts. Only clients have it.
+    """A secret key, which can also decrypt ciphertexts. Only clients have secret keys.
 
     Args:
         secret: A serialised context with the secret key.
@@ -174,13 +175,13 @@ class Opener(Sealer):
 
         Args:
             cipher: The ciphertext.
-            tolerance: The largest distance of a decrypted number from an integer that is accepted, at most 0.25.
+            tolerance: The largest accepted distance of a decrypted number from an integer, at most 0.25.
 
         Returns:
             The integers, one per slot, int64.
 
         Raises:
-            FedstrataError: A number is further from an integer, so that rounding could give a wrong result.
+            FedstrataError: A number is further away from an integer, so that rounding could give a wrong result.
         """
         values = np.array(cipher.decrypt(), dtype=np.float64)
         whole = np.rint(values)

@@ -1,8 +1,7 @@
-"""Enrolment (before the first round) at the client: it reports its labels, and decrypts totals over all clients.
+"""A client's part of enrolment, before the first round: it reports its labels, and decrypts totals over clients.
 
-A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels.
-
-The secret keys come from the key ring of the client's context (``key_store.KeyRing``). No reply contains them.
+A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels. The
+secret keys come from the key ring of the client's context (``key_store.KeyRing``). No reply contains a secret key.
 """
 
 from __future__ import annotations
@@ -43,15 +42,17 @@ from fedstrata.stratify.masking.slot_layout import TOLERANCE, SlotLayout
 from fedstrata.stratify.messages import LabelReply, LabelReport
 
 _WHOLE = 0.1
-"""The largest accepted distance of a decrypted total from an integer. The encryption's error is below 0.001 for 1,000
-clients."""
+"""The largest accepted distance of a decrypted total from an integer.
+
+The error of the encryption is below 0.001 for 1,000 clients.
+"""
 
 
 def presented(client: Client) -> tuple[Ints, Ints]:
-    """Return a client's labels in random order, and the number of samples of each, shape (L,) each.
+    """Return a client's labels in random order, and the number of samples of each label, both of shape (L,).
 
-    The order is the same in every request of a run. Labels with fewer than ``privacy.min_samples`` samples are left out
-    and are not trained.
+    The order is the same in every request of a run. Labels with fewer than ``privacy.min_samples`` samples are left
+    out. Such labels are not trained.
     """
     labels, counts = np.unique(client.labels, return_counts=True)
     context = client.context
@@ -72,7 +73,7 @@ def report_labels(client: Client, request: LabelReport) -> LabelReply:
 
 @handles(Assign)
 def assign(client: Client, request: Assign) -> Assigned:
-    """Store which label each placeholder (a number of the server) stands for."""
+    """Store which label each placeholder (a number that the server uses) stands for."""
     labels, _ = presented(client)
     _remember(client, labels, request.placeholders.numpy())
     return Assigned(len(labels))
@@ -81,14 +82,14 @@ def assign(client: Client, request: Assign) -> Assigned:
 def _remember(client: Client, labels: Ints, placeholders: Ints) -> None:
     if len(placeholders) != len(labels) or len(np.unique(placeholders)) != len(placeholders):
         raise FedstrataError(
-            f"there are {len(placeholders)} placeholders for {len(labels)} labels, or one occurs twice"
+            f"there are {len(placeholders)} placeholders for {len(labels)} labels, or a placeholder occurs twice"
         )
     client.state[PLACEHOLDERS] = dict(zip(placeholders.tolist(), labels.tolist(), strict=True))
 
 
 @handles(OpenKeys)
 def open_keys(client: Client, request: OpenKeys) -> PublicKeys:
-    """Send the public keys that all clients share; make the keys if there are none."""
+    """Send the public keys that all clients share; create the keys if there are no keys yet."""
     keys = ring_of(client.context).make()
     return PublicKeys(keys.name, keys.counting_public, keys.comparing_public if request.comparing else b"")
 
@@ -104,7 +105,7 @@ def report_tags(client: Client, request: TagReport) -> TagReply:
 
 @handles(SealLabels)
 def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
-    """Send all labels, encrypted, so that the server can compare them with its encrypted list of labels."""
+    """Send all labels in encrypted form, so that the server can compare them with its encrypted list of labels."""
     keys = ring_of(client.context).open()
     labels, _ = presented(client)
     sheets = SlotLayout(request.classes).sheets_of(labels)
@@ -113,7 +114,7 @@ def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
 
 @handles(Compare)
 def compare(client: Client, request: Compare) -> CompareReply:
-    """Decrypt the scrambled differences between labels and the server's list of labels; report which are zero."""
+    """Decrypt the scrambled differences between labels and the server's list; report which differences are zero."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     opener = keys.comparing
@@ -126,7 +127,7 @@ def compare(client: Client, request: Compare) -> CompareReply:
 
 @handles(Enlist)
 def enlist(client: Client, request: Enlist) -> Enlisted:
-    """Send the labels that the request names, encrypted so that the server can add them to its list of labels."""
+    """Send the requested labels in encrypted form, so that the server can add them to its list of labels."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     pages = grid.entries(labels[request.labels.numpy()], request.places.numpy())
@@ -158,6 +159,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report the number of the client's samples of each of its labels, divided by that of all clients."""
+    """Report, for each of the client's labels, the client's fraction of all clients' samples of this label."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

@@ -1,7 +1,7 @@
-"""Count samples under encryption: the server adds up the clients' encrypted counts, and a client decrypts the totals.
+"""Counts under encryption: the server adds up the clients' encrypted counts, and a client decrypts the totals.
 
 A *placeholder* is a number that stands for a label. The server numbers the placeholders 0 … P − 1. Clients know each
-placeholder by another, random number, its *name*.
+placeholder by another, random number, which is called its *name*.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOGETHER = 64
 
 
 def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) -> tuple[Held, tuple[bytes, ...]]:
-    """Tell clients the numbers that stand for their labels (placeholders), and add up their encrypted counts.
+    """Tell clients the placeholders (numbers) that stand for their labels, and add up their encrypted counts.
 
     Args:
         federation: The federation, to ask clients.
@@ -32,8 +32,9 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
         names: The random number by which clients know each placeholder, shape (P,).
 
     Returns:
-        The entries of ``held`` for the clients that answered; and the encrypted number of samples of each placeholder,
-        summed over exactly these clients. The numbers are sorted by name, and each ciphertext contains many.
+        Two values: the entries of ``held`` for the clients that answered; and the encrypted number of samples of each
+        placeholder, summed over exactly these clients. The numbers are sorted by name, and each ciphertext contains
+        many numbers.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
@@ -56,7 +57,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
     Args:
         federation: The federation, to ask clients.
-        pages: The ciphertexts of these totals, sorted by name.
+        pages: The ciphertexts of the totals, which are sorted by name.
         held: A mapping from each client whose samples were counted to its placeholders (numbers that stand for labels).
         names: The random number by which clients know each placeholder, shape (P,).
 
@@ -78,7 +79,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
 
 def shares(federation: Federation, held: Held, totals: Ints) -> Held:
-    """Ask clients for their shares of the totals; return each client's number of samples of each of its labels.
+    """Ask clients for their fractions of the totals; return each client's number of samples of each of its labels.
 
     Args:
         federation: The federation, to ask clients.
@@ -86,8 +87,8 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
         totals: The number of samples of each placeholder over all clients, shape (P,).
 
     Returns:
-        A mapping from each client that answered to its counts, in the order of its placeholders. It is empty if the
-        counts contradict a total.
+        A mapping from each client that answered to its counts, in the order of its placeholders. The mapping is empty
+        if the counts contradict a total.
     """
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}
     counts: Held = {}
@@ -98,7 +99,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
     unknown = _per_placeholder(silent, held, len(totals))
     wrong = (rest < unknown) | ((unknown == 0) & (rest != 0))
     if wrong.any():
-        # The sum does not show which client's share is wrong, so none is used.
+        # The sum does not show which client's share is wrong, so no share is used.
         federation.note("refused", list(counts), f"the shares of {int(wrong.sum())} placeholders do not add up")
         return {}
     return counts

@@ -1,13 +1,13 @@
-"""Enrolment: the server learns which clients share a label and how many samples there are, but not the labels.
+"""Enrolment: the server learns which clients have labels in common, and how many samples, but not the labels.
 
-The server asks clients before the first round, and again when clients join. A *placeholder* stands for a label. The
-server numbers placeholders in the order in which it discovers their labels: client after client, where each client has
-a random order of its labels. This order is the same in every mode of masking, and so is training. Clients know the
-placeholders by other, random numbers, called *names*, because the server's numbers would tell which client added a
-label. Neither this module nor its imports can access a secret key.
+The server asks clients before the first round, and again when clients join. A *placeholder* is a number that stands for
+a label. The server numbers placeholders in the order in which it discovers their labels. It goes through the clients
+one after another, and each client has a random order of its labels. The order is the same in every mode of masking, so
+that training is the same, too. Clients know the placeholders by other, random numbers, called *names*. The server's own
+numbers would tell clients which client added a label. Neither this module nor its imports can access a secret key.
 
 Reference:
-    Stratify §IV-A. ``docs/privacy/masked-labels.md`` lists what each party learns in each mode.
+    Stratify §IV-A. ``docs/privacy/masked-labels.md`` lists what each party learns in each mode of masking.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Watch = Callable[[str], None]
 
 @record("Roll")
 class Roll:
-    """The placeholders (numbers that stand for labels) that each client holds, as the server knows them.
+    """The placeholders (numbers that stand for labels) of each client, as the server knows them.
 
     Args:
         masking: The mode of masking; see ``enrol``.
         names: The random number by which clients know each of the P placeholders: a permutation of 0 … P − 1. All other
             fields use the server's numbers 0 … P − 1, in the order in which labels were discovered.
-        held: A mapping from each client to its placeholders, in the client's order of its labels.
-        counts: A mapping from each client to its number of samples of each of these placeholders. Only clients that
-            reported their counts are in it. They do so without masking, or if selection is weighted.
+        held: A mapping from each client to its placeholders, in the order of the client's labels.
+        counts: A mapping from each client to its number of samples of each of these placeholders. It contains only
+            clients that reported their counts. Clients report counts without masking, or if selection is weighted.
         totals: The number of samples of each placeholder over all clients, shape (P,).
-        register: The server's knowledge about the labels, with which it recognises the labels of clients that join
-            later: an ``OpenRegister``, ``TagRegister`` or ``PackedRegister``.
+        register: The server's knowledge about the labels, by which it recognises the labels of clients that join later.
+            It is an ``OpenRegister``, a ``TagRegister`` or a ``PackedRegister``.
     """
 
     masking: str
@@ -61,10 +61,10 @@ class Roll:
     register: Tree
 
     def holders(self) -> Holders:
-        """Return the clients that hold each placeholder (a number that stands for a label), and their sample counts.
+        """Return the clients of each placeholder (a number that stands for a label), and their sample counts.
 
-        If some of them did not report their counts, they are assumed to have equal shares of the samples that are in
-        the total but were not reported.
+        The unreported samples of a label are the total minus the reported counts. They are divided equally among the
+        clients that did not report their counts.
         """
         rest, unknown = self.totals.copy(), np.zeros_like(self.totals)
         for client, placeholders in self.held.items():
@@ -110,7 +110,7 @@ class TagRegister:
 
 
 def check(masking: Masking, classes: int) -> None:
-    """Check that a mode of masking can be used.
+    """Raise an error if a mode of masking cannot be used.
 
     Raises:
         ExtraMissingError: TenSEAL is not installed.
@@ -132,15 +132,15 @@ def enrol(
     before: Roll | None = None,
     watch: Watch = lambda phase: None,
 ) -> Roll:
-    """Ask clients which labels they hold, and give each label a placeholder, the number that stands for it.
+    """Ask clients for their labels, and give each label a placeholder, which is a number that stands for it.
 
     Args:
         federation: The federation, to ask its clients.
-        masking: What clients send: their labels (``none``), a keyed hash of each (``prf``), or encrypted labels that
-            are compared under encryption (``ckks``).
-        weighted: Whether clients also report their share of all samples of each of their labels.
-        before: The result of an earlier enrolment. Only clients that are not in it are asked, and its placeholders
-            stand for the same labels as before.
+        masking: Form in which clients send labels: as they are (``none``), as keyed hashes (``prf``), or encrypted, so
+            that labels are compared under encryption (``ckks``).
+        weighted: Whether clients also report their fraction of all samples of each of their labels.
+        before: The result of an earlier enrolment. Only clients that are missing in it are asked, and its placeholders
+            keep their labels.
         watch: A function that is called with the name of each phase when it begins: "unique list" (find all labels),
             "mapping" (find each client's labels), "counts".
 
@@ -162,7 +162,7 @@ def enrol(
         held, counts = {**before.held, **roll.held}, {**before.counts, **roll.counts}
         roll = replace(roll, held=held, counts=counts, totals=totals)
     if not roll.held:
-        raise QuorumError(f"no client could enrol ({len(clients)} were asked)")
+        raise QuorumError(f"no client could enrol ({len(clients)} clients were asked)")
     reason = f"{len(roll.totals)} placeholders, masking {masking}"
     federation.note("enrolled", reason=f"{len(roll.held)} of {federation.config.clients} clients, {reason}")
     return roll
@@ -176,7 +176,7 @@ def _in_the_clear(
     known: list[int] = before.register.labels.tolist() if before else []
     held = _discover(known, {client: reply.labels.tolist() for client, reply in replies.items()})
     watch("mapping")
-    # Labels are not hidden here, so names need not be random. Repeated runs then have the same files.
+    # Labels are not hidden in this mode, so names need not be random. Repeated runs then write the same files.
     names = np.arange(len(known))
     held = _assign(federation, held, names)
     counts = {client: replies[client].counts.numpy() for client in held}
@@ -222,7 +222,7 @@ _MODES: dict[str, _Mode] = {"none": _in_the_clear, "prf": _by_tag, "ckks": _pack
 
 
 def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | None, *, comparing: bool) -> Public:
-    """Return the clients' public keys: from an earlier enrolment, or from the first client that answers."""
+    """Return the clients' public keys, from an earlier enrolment or from the first client that answers."""
     if before:
         return Public(before.register.keys)
     _, keys = ask_until(federation, clients, OpenKeys(comparing), "send keys")
@@ -232,14 +232,14 @@ def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | 
 def _names(before: Roll | None, size: int) -> Ints:
     """Return the random numbers by which clients know the ``size`` placeholders.
 
-    Placeholders of an earlier enrolment keep theirs.
+    Placeholders of an earlier enrolment keep their random numbers.
     """
     old = before.names if before else np.empty(0, dtype=np.int64)
     return np.concatenate([old, len(old) + shuffled(size - len(old))])
 
 
 def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Held:
-    """Ask clients one by one until the list of labels has all classes, then compare all other clients with the list."""
+    """Ask clients one by one until the list of labels has all classes; then compare all other clients with the list."""
     watch("unique list")
     held, rest = unique.discover(clients)
     watch("mapping")
@@ -252,8 +252,9 @@ def _counted(
     """Add up the encrypted counts, let a client decrypt the totals, and ask for shares if selection is weighted.
 
     Returns:
-        The placeholders (numbers that stand for labels) of each client that answered; the number of samples of each
-        placeholder over all clients, shape (P,); and the counts of each client (empty if selection is not weighted).
+        Three values: the placeholders (numbers that stand for labels) of each client that answered; the number of
+        samples of each placeholder over all clients, shape (P,); and the counts of each client (empty if selection is
+        not weighted).
     """
     held, pages = sum_packed(federation, public, held, names)
     totals = open_totals(federation, pages, held, names)
@@ -264,11 +265,11 @@ def _discover(known: list[Any], presented: dict[ClientId, list[Any]]) -> Held:
     """Number labels in the order in which clients present them.
 
     Args:
-        known: The labels that are numbered already; new labels are appended.
-        presented: A mapping from client to its labels (or their hashes).
+        known: The labels that already have a number; new labels are appended.
+        presented: A mapping from each client to its labels (or to the hashes of its labels).
 
     Returns:
-        A mapping from client to the numbers of its labels.
+        A mapping from each client to the numbers of its labels.
     """
     number = {label: placeholder for placeholder, label in enumerate(known)}
     held = {}

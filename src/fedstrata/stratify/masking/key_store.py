@@ -1,8 +1,8 @@
 """The clients' secret keys: one client makes them, all clients share them, and the server never sees them.
 
-A client finds the keys in its context, as the ``KeyRing`` in ``ClientContext.keys``, which the server cannot access.
-Keys can be neither encoded into a message nor written into a checkpoint, and a pickled ring holds only the path of its
-folder. Only the public keys are sent, in a ``PublicKeys`` reply.
+A client finds the keys in its context, in the ``KeyRing`` in ``ClientContext.keys``, which the server cannot access.
+Keys can be neither encoded into a message nor written into a checkpoint. A pickled key ring contains only the path of
+its folder. Only the public keys are sent, in a ``PublicKeys`` reply.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Opener, generat
 from fedstrata.stratify.masking.prf import KEY_SIZE, order_seed
 
 VARIABLE = "FEDSTRATA_KEYS"
-"""The environment variable with the path of the folder that holds a site's keys."""
+"""The environment variable with the path of the folder that contains a site's keys."""
 
 FILE = "clients.key"
 _FORMAT = 1
@@ -42,10 +42,10 @@ class Keys:
 
     def __init__(self, parts: dict[str, bytes]) -> None:
         if parts.keys() != set(self._NAMES) or not all(isinstance(part, bytes) for part in parts.values()):
-            raise DataError(f"the set of keys has {sorted(parts)}, expected {sorted(self._NAMES)}")
+            raise DataError(f"the key file has the keys {sorted(parts)}, expected {sorted(self._NAMES)}")
         self._parts = parts
         self.counting_public, self.comparing_public = parts["counting_public"], parts["comparing_public"]
-        """The public keys: the server adds counts with the first one, and compares labels with the second one."""
+        """The public keys: the server adds counts with the first key, and compares labels with the second key."""
         self.prf = parts["prf"]
         """The key of the pseudo-random function."""
 
@@ -80,7 +80,7 @@ class Keys:
         """Write the keys to a file in ``folder`` that only its owner may read; return its path.
 
         Raises:
-            DataError: The folder has a key file already.
+            DataError: The folder already contains a key file.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Write under another name first, so that other processes of the site never read an incomplete file.
@@ -91,7 +91,7 @@ class Keys:
             os.link(draft, folder / FILE)
         except FileExistsError:
             raise DataError(
-                f"{folder / FILE} already exists, and keys are never overwritten. Give another folder."
+                f"{folder / FILE} already exists, and keys are never overwritten. Use another folder."
             ) from None
         finally:
             draft.unlink()
@@ -99,10 +99,10 @@ class Keys:
 
     @classmethod
     def read(cls, folder: Path) -> Keys:
-        """Read the keys from a folder to which ``write`` wrote them.
+        """Read the keys that ``write`` wrote to a folder.
 
         Raises:
-            DataError: The file does not exist, others may read it, or it is damaged.
+            DataError: The file does not exist, other users may read it, or it is damaged.
         """
         path = folder / FILE
         try:
@@ -111,7 +111,7 @@ class Keys:
         except OSError as error:
             raise DataError(
                 f"there are no keys at {path} ({error.strerror}). Create them with 'fedstrata keys --out DIR', copy "
-                f"them to the site of every client, and set {VARIABLE}=DIR there, but never at the server."
+                f"them to the site of every client, and set {VARIABLE}=DIR there, but never on the server."
             ) from None
         if os.name == "posix" and mode & 0o077:
             raise DataError(f"{path} can be read by other users (mode {mode:o}). Change its mode to 600.")
@@ -125,15 +125,15 @@ class Keys:
 
 
 class KeyRing:
-    """The keys that all clients share, as the clients of one process find them.
+    """The access of the clients in one process to the keys that all clients share.
 
     There are three cases:
 
-    - Without a folder, the keys are in memory, and the first client that is asked makes them. This is for simulations
-      in one process.
-    - With a folder and ``create``, the first client that is asked writes the key file. This is for simulations in
+    - Without a folder, the keys are in memory, and the first client that is asked makes them. This case is for
+      simulations in one process.
+    - With a folder and ``create``, the first client that is asked writes the key file. This case is for simulations in
       several processes.
-    - With a folder and without ``create``, an operator has put the key file there. This is for real sites.
+    - With a folder and without ``create``, an operator has put the key file there. This case is for real sites.
 
     Args:
         folder: The folder of the key file.
@@ -146,7 +146,7 @@ class KeyRing:
 
     @classmethod
     def of_site(cls) -> KeyRing:
-        """Return the ring of this machine: with the folder in ``FEDSTRATA_KEYS``, or in memory if it is not set."""
+        """Return the key ring of this machine, with the folder in ``FEDSTRATA_KEYS``, or in memory if there is none."""
         folder = os.environ.get(VARIABLE)
         return cls(Path(folder).expanduser() if folder else None)
 
@@ -173,7 +173,7 @@ class KeyRing:
         return self._keys
 
     def make(self) -> Keys:
-        """Return the keys. If there are none yet and this ring may make keys, make them."""
+        """Return the keys. If there are no keys yet and this ring may make keys, make them first."""
         if self._keys is None and (self.folder is None or (self.create and not (self.folder / FILE).exists())):
             self._keys = Keys.make()
             if self.folder is not None:
@@ -183,9 +183,10 @@ class KeyRing:
     def order_seed(self, seed: int) -> int:
         """Return the seed of the random order in which clients present their labels.
 
-        Placeholders are numbered in this order. A server that guesses the order can tell which label each placeholder
-        stands for. At real sites, the seed is therefore derived from a secret in the key file. In a simulation, nothing
-        is hidden from the user, and the seed is the experiment's seed, so that a spec always has the same result.
+        Placeholders (numbers that stand for labels) are numbered in this order. A server that guesses the order can
+        tell which label each placeholder stands for. At real sites, the seed is therefore derived from a secret in the
+        key file. In a simulation, nothing is hidden from the user. The seed is then the experiment's seed, so that a
+        spec always has the same result.
 
         Args:
             seed: The experiment's seed.

@@ -1,10 +1,10 @@
-"""The requests and replies of an enrolment, in which the server learns which clients share a label.
+"""The requests and replies of an enrolment, in which the server learns which clients have labels in common.
 
-A *placeholder* is a number that stands for a label. The *unique list* is the server's list of all labels, encrypted.
+A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels.
 Each client puts its labels in a random order (see ``presented`` in ``fedstrata.stratify.masking.client``). All arrays
-over a client's labels have this order. C is the number of classes, L the number of a client's labels, and P the number
-of placeholders. Ciphertexts are bytes that TenSEAL serialised, and ``key`` is the fingerprint of the keys with which
-they were made.
+over a client's labels have this order. C is the number of classes, L is the number of a client's labels, and P is the
+number of placeholders. Ciphertexts are bytes in TenSEAL's format. ``key`` is the fingerprint of the keys with which
+they were encrypted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PublicKeys(Reply):
     Args:
         key: The keys' fingerprint.
         counting: The public key for counts.
-        comparing: The public key for comparisons; empty if the request did not ask for it.
+        comparing: The public key for comparisons; empty if the request does not ask for this key.
     """
 
     key: str
@@ -40,10 +40,10 @@ class PublicKeys(Reply):
 
 @record("OpenKeys")
 class OpenKeys(Request):
-    """Ask a client for the public keys that all clients share; the client makes the keys if there are none.
+    """A request for the public keys that all clients share; the client makes the keys if there are no keys yet.
 
     Args:
-        comparing: Whether the key for comparisons is needed, and not only the key for counts.
+        comparing: Whether the server also needs the key for comparisons, in addition to the key for counts.
     """
 
     reply_type: ClassVar[type[Reply]] = PublicKeys
@@ -63,7 +63,7 @@ class Assigned(Reply):
     """The confirmation of ``Assign``.
 
     Args:
-        labels: The number of labels that the client holds.
+        labels: The number of labels of the client.
     """
 
     labels: int
@@ -71,21 +71,21 @@ class Assigned(Reply):
 
 @record("Assign")
 class Assign(Request):
-    """Tell a client the numbers that stand for its labels in later requests (placeholders).
+    """A request that tells a client its placeholders, the numbers that stand for its labels in later requests.
 
     Args:
-        placeholders: One such number for each of the client's labels, int64.
+        placeholders: One placeholder for each of the client's labels, int64.
     """
 
     reply_type: ClassVar[type[Reply]] = Assigned
-    rule = RequestRule("how many labels it holds", phase="enrolment")
+    rule = RequestRule("its number of labels", phase="enrolment")
 
     placeholders: Tensor
 
 
 @record("TagReply")
 class TagReply(Reply):
-    """A tag of each of the client's labels: its HMAC-SHA256 under the clients' key, cut to 16 bytes.
+    """A tag for each of the client's labels: the label's HMAC-SHA256 with the clients' key, cut to 16 bytes.
 
     Args:
         key: The keys' fingerprint.
@@ -96,7 +96,7 @@ class TagReply(Reply):
     tags: Tensor
 
     def require(self, public: Any, classes: int) -> None:
-        """Refuse tags that were made with other keys, and more tags than classes."""
+        """Refuse tags that were made with the wrong keys, and more tags than classes."""
         public.check_key(self.key)
         if len(self.tags) > classes:
             raise ReplyRefusedError(f"there are {len(self.tags)} tags, but only {classes} classes")
@@ -104,7 +104,7 @@ class TagReply(Reply):
 
 @record("TagReport")
 class TagReport(Request):
-    """Ask for a keyed hash of each of the client's labels (masking ``prf``)."""
+    """A request for a keyed hash of each of the client's labels (masking ``prf``)."""
 
     reply_type: ClassVar[type[Reply]] = TagReply
     rule = RequestRule("a keyed hash of each of its labels", phase="enrolment")
@@ -118,11 +118,12 @@ class TagReport(Request):
 
 @record("SealedLabels")
 class SealedLabels(Reply):
-    """A client's labels, encrypted.
+    """A client's labels in encrypted form.
 
     Args:
         key: The keys' fingerprint.
-        sheets: The ciphertexts. ``fedstrata.stratify.masking.slot_layout`` describes which labels each contains.
+        sheets: The ciphertexts. ``fedstrata.stratify.masking.slot_layout`` describes which labels each ciphertext
+            contains.
     """
 
     key: str
@@ -131,21 +132,21 @@ class SealedLabels(Reply):
 
 @record("SealLabels")
 class SealLabels(Request):
-    """Ask for the client's labels, encrypted, so that the server can compare them with its list (masking ``ckks``).
+    """A request for the client's encrypted labels, which the server compares with its list (masking ``ckks``).
 
     Args:
         classes: C, the number of classes.
     """
 
     reply_type: ClassVar[type[Reply]] = SealedLabels
-    rule = RequestRule("its labels, encrypted", phase="enrolment")
+    rule = RequestRule("its labels in encrypted form", phase="enrolment")
 
     classes: int
 
     def check(self, reply: SealedLabels) -> None:
-        """Refuse a reply with more ciphertexts than all classes need, or with none."""
+        """Refuse a reply without ciphertexts, or with more ciphertexts than all classes need."""
         if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
-            raise ReplyRefusedError(f"the reply has {len(reply.sheets)} sheets for {self.classes} classes")
+            raise ReplyRefusedError(f"the reply has {len(reply.sheets)} ciphertexts for {self.classes} classes")
 
 
 @record("CompareReply")
@@ -153,9 +154,9 @@ class CompareReply(Reply):
     """The entries of the server's encrypted list of labels (the unique list) that equal the client's labels.
 
     Args:
-        places: For each label of the client: i · width + c if its difference in column c of the request's ciphertext i
-            is zero, so that the label equals the list's entry there; −1 if none of its differences is zero. int64,
-            shape (L,). ``SlotLayout`` defines columns and width.
+        places: For each label of the client, the position of a zero difference, int64, shape (L,). It is i · width + c
+            if the difference in column c of the request's ciphertext i is zero, which means that the label equals an
+            entry of the list. It is −1 if the label has no zero difference. ``SlotLayout`` defines columns and width.
     """
 
     places: Tensor
@@ -163,12 +164,12 @@ class CompareReply(Reply):
 
 @record("Compare")
 class Compare(Request):
-    """Ask which scrambled differences between the client's labels and the server's list of labels are zero.
+    """A request to report which scrambled differences between the client's labels and the server's list are zero.
 
     Args:
         classes: C, the number of classes.
-        sheets: For each ciphertext of differences, the index (in ``SealedLabels.sheets``) of the client's ciphertext
-            that it compares with the list, int64.
+        sheets: For each ciphertext of differences, the index (into ``SealedLabels.sheets``) of the client's ciphertext
+            that is compared with the list, int64.
         differences: The ciphertexts of the differences.
     """
 
@@ -183,16 +184,19 @@ class Compare(Request):
         """Refuse replies about more labels than there are classes."""
         require_shape(reply.places, (-1,), torch.int64, "places")
         if len(reply.places) > self.classes:
-            raise ReplyRefusedError(f"the reply has {len(reply.places)} places for {self.classes} classes")
+            raise ReplyRefusedError(
+                f"the reply is about {len(reply.places)} labels, but there are only {self.classes} classes"
+            )
 
 
 @record("Enlisted")
 class Enlisted(Reply):
-    """New entries of the server's list of labels, encrypted.
+    """New encrypted entries for the server's list of labels.
 
     Args:
         key: The keys' fingerprint.
-        pages: A mapping from each page (ciphertext) of the list that gets an entry to the ciphertext to add to it.
+        pages: A mapping from the index of a page to the ciphertext to add to this page. A page is one ciphertext of the
+            list.
     """
 
     key: str
@@ -201,24 +205,24 @@ class Enlisted(Reply):
 
 @record("Enlist")
 class Enlist(Request):
-    """Ask for encrypted entries for the client's labels that are not on the server's list of labels yet.
+    """A request for encrypted entries for the client's labels that are not on the server's list of labels yet.
 
     Args:
         classes: C, the number of classes.
-        labels: The indices of these labels in the order of the client's labels, int64.
-        places: The index of the entry that each of them gets: page · width + column, int64. A page is one ciphertext of
-            the list; ``SlotLayout`` defines columns and width.
+        labels: The indices of these labels among the client's labels, int64.
+        places: For each of these labels, the index of its new entry, which is page · width + column, int64. A page is
+            one ciphertext of the list. ``SlotLayout`` defines columns and width.
     """
 
     reply_type: ClassVar[type[Reply]] = Enlisted
-    rule = RequestRule("those that are not, encrypted for the list", phase="enrolment")
+    rule = RequestRule("its labels that are not on the list yet, in encrypted form", phase="enrolment")
 
     classes: int
     labels: Tensor
     places: Tensor
 
     def check(self, reply: Enlisted) -> None:
-        """Refuse a reply without exactly one ciphertext for each ciphertext (page) of the list that gets an entry."""
+        """Refuse a reply that does not have exactly one ciphertext for each page of the list that gets an entry."""
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
@@ -231,8 +235,8 @@ class CountReply(Reply):
 
     Args:
         key: The keys' fingerprint.
-        pages: The ciphertexts, which together contain the client's number of samples of each of the P placeholders
-            (numbers that stand for labels): 0 for labels that the client does not hold.
+        pages: The ciphertexts. Together, they contain the client's number of samples of each of the P placeholders
+            (numbers that stand for labels), which is 0 for labels that the client lacks.
     """
 
     key: str
@@ -241,15 +245,15 @@ class CountReply(Reply):
 
 @record("CountReport")
 class CountReport(Request):
-    """Tell a client the numbers that stand for its labels (placeholders), and ask for its encrypted sample counts.
+    """A request for a client's encrypted sample counts, which also tells the client the placeholders of its labels.
 
     Args:
         placeholders: One placeholder for each of the client's labels, int64.
-        size: P, the number of placeholders: the number of labels of all clients.
+        size: P, the number of placeholders, which is the number of different labels of all clients.
     """
 
     reply_type: ClassVar[type[Reply]] = CountReply
-    rule = RequestRule("how many samples of each label it holds, encrypted", phase="enrolment")
+    rule = RequestRule("its number of samples of each label, in encrypted form", phase="enrolment")
 
     placeholders: Tensor
     size: int
@@ -257,12 +261,12 @@ class CountReport(Request):
     def check(self, reply: CountReply) -> None:
         """Refuse a reply whose number of ciphertexts does not fit the number of placeholders."""
         if len(reply.pages) != -(-self.size // COUNTING.slots):
-            raise ReplyRefusedError(f"the reply has {len(reply.pages)} pages of counts for {self.size} placeholders")
+            raise ReplyRefusedError(f"the reply has {len(reply.pages)} ciphertexts for {self.size} placeholders")
 
 
 @record("Totals")
 class Totals(Reply):
-    """The number of samples of each label over all clients, which one client has decrypted.
+    """The number of samples of each label over all clients, decrypted by one client.
 
     Args:
         totals: The totals, int64, shape (P,), in the order of the placeholders (the numbers that stand for labels).
@@ -271,29 +275,29 @@ class Totals(Reply):
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Refuse impossible totals: fewer samples of a label than clients that hold it, or samples that nobody holds.
+        """Refuse impossible totals: fewer samples of a label than clients with the label, or samples without a client.
 
         Args:
-            holders: The number of clients that hold each label, int64, shape (P,).
+            holders: The number of clients with samples of each label, int64, shape (P,).
         """
         totals = self.totals.numpy()
         if (totals < holders).any() or (totals[holders == 0] != 0).any():
             raise ReplyRefusedError(
-                "a total is smaller than the number of clients that hold the label, or no client holds the label"
+                "a total is smaller than the number of clients with the label, or no client has the label"
             )
 
 
 @record("OpenTotals")
 class OpenTotals(Request):
-    """Ask a client to decrypt the number of samples of each label over all clients.
+    """A request to decrypt the number of samples of each label over all clients.
 
     Args:
-        pages: The ciphertexts, of which each contains many of these numbers.
+        pages: The ciphertexts. Each of them contains many of these numbers.
         size: P, the number of labels.
     """
 
     reply_type: ClassVar[type[Reply]] = Totals
-    rule = RequestRule("sums over all clients, label by label under random names, which it decrypts", phase="enrolment")
+    rule = RequestRule("sample counts over all clients, decrypted, under random names of labels", phase="enrolment")
 
     pages: tuple[bytes, ...]
     size: int
@@ -305,11 +309,11 @@ class OpenTotals(Request):
 
 @record("ShareReply")
 class ShareReply(Reply):
-    """For each of a client's labels, the client's share of all samples of the label.
+    """For each of a client's labels, the client's fraction of all samples of the label.
 
     Args:
-        shares: The client's number of samples of each of its labels, divided by that of all clients, float64, shape
-            (L,).
+        shares: The client's number of samples of each of its labels, divided by the number over all clients, float64,
+            shape (L,).
     """
 
     shares: Tensor
@@ -317,9 +321,10 @@ class ShareReply(Reply):
 
 @record("ShareReport")
 class ShareReport(Request):
-    """Ask a client for its share of all samples of each of its labels.
+    """A request for a client's fraction of all samples of each of its labels.
 
-    The share is the client's number of samples divided by that of all clients. Only weighted selection needs it.
+    The fraction is the client's number of samples divided by the number over all clients. Only weighted selection needs
+    it.
 
     Args:
         totals: The number of samples over all clients, for each of the client's labels, int64, shape (L,).
@@ -327,7 +332,7 @@ class ShareReport(Request):
 
     reply_type: ClassVar[type[Reply]] = ShareReply
     rule = RequestRule(
-        "its share of all samples of each of its labels, under random names",
+        "its fraction of all samples of each of its labels, under random names of labels",
         phase="enrolment",
         discloses=frozenset({"sizes"}),
     )
@@ -335,7 +340,7 @@ class ShareReport(Request):
     totals: Tensor
 
     def check(self, reply: ShareReply) -> None:
-        """Refuse shares of less than one sample or of more than all samples."""
+        """Refuse fractions that mean less than one sample or more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
             raise ReplyRefusedError("a share is not in (0, 1], or stands for less than one sample")

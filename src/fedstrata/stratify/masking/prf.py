@@ -1,4 +1,4 @@
-"""Hiding of labels by a keyed hash, which looks like a random function (PRF) to everyone without the key."""
+"""Keyed hashes of labels, which look like a random function (PRF) to everyone without the key."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def label_bytes(name: str) -> bytes:
 
 
 def tag(key: bytes, name: str) -> bytes:
-    """Return the HMAC-SHA256 of a class name, cut to 16 bytes.
+    """Return the tag of a class name, which is its HMAC-SHA256, cut to 16 bytes.
 
-    Without the key, tags tell only which labels are equal. Two of 10,000 labels share a tag with probability 1e-31.
+    Without the key, tags tell only which labels are equal. The probability that any two of 10,000 labels have the same
+    tag is 1e-31.
 
     >>> tag(bytes(32), "cat") == tag(bytes(32), "cat"), len(tag(bytes(32), "cat"))
     (True, 16)

@@ -1,4 +1,4 @@
-"""The server's helpers for an enrolment: requests to single clients, and the clients' public keys."""
+"""Helpers of the server for an enrolment: requests to single clients, and the clients' public keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fedstrata.stratify.masking.messages import CountReply, Enlisted, PublicKeys
 
 
 def ask_one(federation: Federation, client: ClientId, request: Request, *, check: Check | None = None) -> Any:
-    """Ask one client; return its reply, or None if it fails. In that case, an event records the reason."""
+    """Ask one client; return its reply, or None if the client fails. An event then records the reason."""
     try:
         return federation.ask([client], request, check=check).get(client)
     except ClientsFailedError as error:
-        # ``ask`` raises this if all clients that it asked fail. Here, that is only one client.
+        # ``ask`` raises this error if all clients fail, and here it asks only one client.
         federation.log.failed.add(client)
         federation.note("failed", [client], str(error))
         return None
@@ -36,14 +36,14 @@ def ask_until(
     """Ask clients until one answers; return the client and its reply.
 
     Raises:
-        QuorumError: No client answers. The message gives the reason why the last client failed.
+        QuorumError: No client answers. The message says why the last client failed.
     """
     for client in clients:
         reply = ask_one(federation, client, request, check=check)
         if reply is not None:
             return client, reply
     reasons = [event["reason"] for event in federation.events if event["kind"] in ("failed", "refused")]
-    last = f". The reason of the last one: {reasons[-1]}" if reasons else ""
+    last = f". The last client's reason: {reasons[-1]}" if reasons else ""
     raise QuorumError(f"no client could {purpose}{last}")
 
 
@@ -68,14 +68,14 @@ class Public:
         return sealer(self.keys.comparing, COMPARING)
 
     def check_key(self, key: str) -> None:
-        """Refuse a reply whose data were made with other keys.
+        """Refuse a reply whose data were encrypted with other keys.
 
         Args:
             key: The fingerprint in the reply.
         """
         if key != self.keys.key:
             raise ReplyRefusedError(
-                f"the reply was encrypted with the keys {key!r}, but the others used {self.keys.key!r}"
+                f"the reply was encrypted with the keys {key!r}, but other clients used {self.keys.key!r}"
             )
 
     def check_counts(self, reply: CountReply) -> None:

@@ -1,23 +1,24 @@
 """The layout of labels in the slots of a ciphertext, and the scrambling of differences between them.
 
-A ciphertext encrypts a vector of numbers, one per slot. The *unique list* contains each label that any client has
-presented once. One subtraction of ciphertexts compares several labels of a client with the whole list. For this, the
-slots are laid out as a table. Of C classes, class y = 0 … C − 1 has the code y + 1. In a ciphertext of the list, each
-*column* holds the code of one entry, the same in all *rows*. In a ciphertext of a client, each row holds the code of
-one of its labels, the same in all columns. A client with more labels than rows sends several ciphertexts, called
-*sheets*. If C exceeds the number of slots, the list has several ciphertexts, called *pages*. Code 0 is an empty column,
-and C + 1 an unused row: neither equals the code of a label.
+A ciphertext encrypts a vector of numbers, one per slot. The *unique list* contains each label of any client exactly
+once. One subtraction of ciphertexts compares several labels of a client with the whole list. To make this possible, the
+slots are laid out as a table. There are C classes, and class y = 0 … C − 1 has the code y + 1. In a ciphertext of the
+list, each *column* contains the code of one entry, which is the same in all *rows*. In a ciphertext of a client, each
+row contains the code of one of its labels, which is the same in all columns. A client with more labels than rows sends
+several ciphertexts, called *sheets*. If C exceeds the number of slots, the list has several ciphertexts, called
+*pages*. Code 0 means an empty column, and code C + 1 means an unused row. Neither equals the code of a label.
 
-A difference d must only tell whether it is zero. Multiplication by a random number is not enough, because the product
-r·d of real numbers still shows the magnitude of d. The server therefore computes
+A client must learn only whether a difference d is zero. Multiplication by a random number is not enough, because the
+product r·d of real numbers still shows the magnitude of d. The server therefore computes
 
     z = r·d + p·s + u
 
 with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S integers and |u| ≤ 1/16. Modulo p, z is
-r·d: zero for d = 0, and exactly uniform over 1 … p − 1 for every other d. The multiple of p in z is s plus a number
-below p that depends on d. The distribution of this sum changes with d by at most p / S (2⁻¹⁹ up to 5,000 classes). The
-noise u hides CKKS's own error, which is proportional to r. Together, noise and error stay below 1/4, so that rounding
-is exact. The term p·s + u is encrypted afresh for each comparison, which hides how the ciphertext was computed.
+r·d: zero for d = 0, and exactly uniform over 1 … p − 1 for every other d. The integer quotient of z and p is s plus a
+number below p that depends on d. The distribution of this quotient changes with d by at most p / S, which is 2⁻¹⁹ for
+up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together, noise and error stay
+below 1/4, so that rounding is exact. The term p·s + u is encrypted afresh for each comparison, which hides how the
+ciphertext was computed.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from fedstrata.base.errors import FedstrataError
 from fedstrata.stratify.masking.ckks import COMPARING
 
 MOST_CLASSES = 60_000
-"""The most classes that are supported. With them, p / S is at most 2⁻¹²; see the module's docstring."""
+"""The largest supported number of classes, for which p / S is at most 2⁻¹²; see the module's docstring."""
 
 TOLERANCE = 0.25
 _FLOOD = 1 / 16
 _SPAN = 2**44
-"""An upper bound of |z|. Numbers up to this size are accurate to 1/256 after they are encoded and decoded."""
+"""An upper bound on the absolute value of z. Up to this bound, encoding and decoding is accurate to 1/256."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class SlotLayout:
     """The layout of ciphertexts for C classes; the module's docstring describes it.
 
     Args:
-        classes: C, the largest number of labels on the unique list, the encrypted list of all labels.
+        classes: C, the largest number of labels on the unique list (the encrypted list of all labels).
         slots: The number of slots of a ciphertext.
 
     >>> layout = SlotLayout(10)
@@ -59,33 +60,33 @@ class SlotLayout:
 
     @property
     def width(self) -> int:
-        """The number of columns of a page: the number of entries in one ciphertext of the unique list."""
+        """The number of columns, which is the number of entries in one ciphertext (page) of the unique list."""
         return min(self.classes, self.slots)
 
     @property
     def rows(self) -> int:
-        """The number of rows: the number of a client's labels in one of its ciphertexts (a sheet)."""
+        """The number of rows, which is the number of labels in one ciphertext (sheet) of a client."""
         return self.slots // self.width
 
     @property
     def pages(self) -> int:
-        """The number of ciphertexts (pages) that the list of different labels needs."""
+        """The number of ciphertexts (pages) that the unique list needs."""
         return -(-self.classes // self.width)
 
     @property
     def prime(self) -> int:
-        """The smallest prime above ``classes`` + 1: p in the module's docstring."""
+        """The smallest prime above ``classes`` + 1, which is called p in the module's docstring."""
         candidate = self.classes + 2
         while any(candidate % d == 0 for d in range(2, int(candidate**0.5) + 1)):
             candidate += 1
         return candidate
 
     def sheets(self, labels: int) -> int:
-        """Return the number of ciphertexts (sheets) of a client with ``labels`` labels: at least one."""
+        """Return the number of ciphertexts (sheets) of a client with ``labels`` labels, which is at least 1."""
         return max(1, -(-labels // self.rows))
 
     def sheets_of(self, labels: Ints) -> list[Floats]:
-        """Return the vectors that a client encrypts to compare its labels with the unique list: its *sheets*.
+        """Return a client's *sheets*: the vectors that it encrypts to compare its labels with the unique list.
 
         Args:
             labels: The indices of the client's classes, shape (L,).
@@ -100,16 +101,16 @@ class SlotLayout:
         return list(sheets)
 
     def entries(self, labels: Ints, places: Ints) -> dict[int, Floats]:
-        """Return the vectors that a client encrypts to add labels to the server's list of labels (the unique list).
+        """Return the vectors that a client encrypts to add labels to the unique list.
 
         Args:
             labels: The indices of the classes to add, shape (L,).
-            places: The index of the entry that each class gets in the list, shape (L,): page · width + column, where a
-                page is one ciphertext of the list.
+            places: The index of the new entry for each class, shape (L,). It is page · width + column, where a page is
+                one ciphertext of the list.
 
         Returns:
-            A mapping from each page that gets an entry to the array to add to it, of shape (slots,). The array is zero
-            in all columns without a new entry.
+            A mapping from each page that gets an entry to the array to add to this page, shape (slots,). The array is
+            zero in all columns without a new entry.
         """
         pages: dict[int, Floats] = {}
         for label, place in zip(labels.tolist(), places.tolist(), strict=True):
@@ -119,7 +120,7 @@ class SlotLayout:
         return pages
 
     def blind(self) -> tuple[Floats, Floats]:
-        """Draw the random numbers that hide differences: r and p·s + u of the module's docstring, shape (slots,) each.
+        """Draw the random numbers r and p·s + u that hide differences (see the module), both of shape (slots,).
 
         The numbers come from the operating system's randomness. If they depended on the experiment's seed, clients
         could repeat the draws, because they know the seed.
@@ -132,22 +133,22 @@ class SlotLayout:
         return factors.astype(np.float64), multiples + flood
 
     def find(self, opened: Sequence[Ints], sheets: Ints, labels: int) -> Ints:
-        """Find the labels of a client that are on the server's list of labels (the unique list).
+        """Find the labels of a client that are on the unique list.
 
-        These are the labels of which a decrypted difference to an entry of the list is zero.
+        For these labels, the decrypted difference to an entry of the list is zero.
 
         Args:
             opened: The decrypted differences, one array of shape (slots,) for each ciphertext.
-            sheets: For each ciphertext, the index of the client's sheet that it compares with the list.
+            sheets: For each ciphertext, the index of the client's sheet that is compared with the list.
             labels: L, the number of labels that the client sent.
 
         Returns:
-            For each label, where its difference is zero, shape (L,): i · width + c for column c of ciphertext i, and −1
-            if none of its differences is zero.
+            The position of a zero difference for each label, shape (L,). It is i · width + c for column c of ciphertext
+            i, and −1 if the label has no zero difference.
 
         Raises:
             FedstrataError: A label equals two entries of the list, or an unused row equals an entry. This cannot happen
-                if all parties follow the protocol under one key.
+                if all parties follow the protocol and use the same key.
         """
         places = np.full(labels, -1, dtype=np.int64)
         for number, (values, sheet) in enumerate(zip(opened, sheets.tolist(), strict=True)):
@@ -161,7 +162,7 @@ class SlotLayout:
 
 
 def below(bound: int, size: int) -> Ints:
-    """Draw ``size`` numbers in 0 … bound − 1 from the operating system's randomness, with a bias below bound / 2⁶³."""
+    """Draw ``size`` numbers in 0 … bound − 1 from the operating system's randomness; the bias is below bound / 2⁶³."""
     drawn = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(1)
     return (drawn % np.uint64(bound)).astype(np.int64)
 

@@ -1,10 +1,10 @@
-"""The unique list: the encrypted list of all different labels, with which the server finds shared labels (§IV-A).
+"""The unique list, an encrypted list of all different labels, with which the server finds common labels (§IV-A).
 
 The server compares clients with the list one after another, and adds their new labels to the list. When the list has
-all classes, the server compares all other clients with the list at once. The server subtracts ciphertexts and scrambles
-the differences, and the client decrypts them: a zero means that the labels are equal, and all other differences look
-random (``fedstrata.stratify.masking.slot_layout``). The server has public keys only. It learns the clients' replies,
-which say where the zeros are.
+all classes, the server compares all other clients with the list at once. For a comparison, the server subtracts
+ciphertexts and scrambles the differences, and the client decrypts them. A zero means that the labels are equal, and all
+other differences look random (``fedstrata.stratify.masking.slot_layout``). The server has only public keys. It learns
+from the clients' replies where the zeros are.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ TOGETHER = 8
 
 @record("PackedRegister")
 class PackedRegister:
-    """The encrypted list of all labels, which the server keeps for clients that join later (masking ``ckks``).
+    """The encrypted list of all labels, which the server stores for clients that join later (masking ``ckks``).
 
     The list is divided into *pages*. A page is one ciphertext with a fixed number of entries, its *width*.
 
     Args:
         keys: The clients' public keys.
         pages: A mapping from the index of each page to its ciphertext.
-        places: For each number that stands for a label (placeholder), the index of its entry in the list, shape (P,):
-            the index of the page times the width, plus the index within the page.
+        places: For each placeholder (a number that stands for a label), the index of its entry in the list, shape (P,).
+            It is the index of the page times the width, plus the index within the page.
     """
 
     keys: PublicKeys
@@ -48,14 +48,16 @@ class PackedRegister:
 
 
 class UniqueList:
-    """The encrypted list of all different labels, at the server. Clients' labels are compared with it, or added to it.
+    """The server's encrypted list of all different labels, with which it compares the clients' labels.
 
-    A label's *placeholder* is a number that stands for it: 0 for the label that was added first, 1 for the next, ….
+    The *placeholder* of a label is a number that stands for it. It is 0 for the label that was added first, 1 for the
+    second label, and so on.
 
     Args:
-        federation: The federation, to ask clients. Its number of classes tells when the list is complete.
+        federation: The federation, to ask clients. The list is complete when it has as many labels as the federation
+            has classes.
         public: The clients' public keys.
-        register: The list of an earlier enrolment, if there was one.
+        register: The list of an earlier enrolment; None for a new list.
     """
 
     def __init__(self, federation: Federation, public: Public, register: PackedRegister | None = None) -> None:
@@ -66,7 +68,7 @@ class UniqueList:
         stored = register.pages if register else {}
         self.pages: dict[int, Cipher] = {page: self._load(data) for page, data in stored.items()}
         self.places = register.places.tolist() if register else []
-        # A new label goes to a random free entry, so that clients cannot tell from the entry who added the label.
+        # A new label gets a random free entry, so that clients cannot tell from the entry which client added the label.
         taken = set(self.places)
         self._free = [place for place in shuffled(self.classes).tolist() if place not in taken]
 
@@ -79,7 +81,7 @@ class UniqueList:
         return PackedRegister(self.public.keys, pages, np.array(self.places, dtype=np.int64))
 
     def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, SealedLabels]:
-        """Ask clients for their encrypted labels; return a mapping from client to reply."""
+        """Ask clients for their encrypted labels; return a mapping from each client to its reply."""
         return self.ask(clients, SealLabels(self.classes), check=self.public.check_labels)
 
     def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
@@ -89,9 +91,9 @@ class UniqueList:
             clients: A mapping from each client to its encrypted labels.
 
         Returns:
-            A mapping from each client to the placeholder of each of its labels (the number that stands for the label),
-            with −1 for a label that is not on the list. Clients that do not answer, or whose answer is impossible, are
-            left out.
+            A mapping from each client to the placeholders of its labels (the numbers that stand for the labels). It has
+            −1 for a label that is not on the list. Clients without an answer, or with an impossible answer, are left
+            out.
         """
         requests, order = {}, {}
         for client, sealed in clients.items():
@@ -108,7 +110,7 @@ class UniqueList:
         for client, reply in self.ask(requests, requests).items():
             placeholders = self._resolve(reply.places.numpy(), order[client])
             if placeholders is None or self.grid.sheets(len(placeholders)) != len(clients[client].sheets):
-                self.refuse(client, "a match where the list has no entry, or another number of labels than it sent")
+                self.refuse(client, "its reply matches an empty entry, or does not fit its number of labels")
             else:
                 held[client] = placeholders
         return held
@@ -137,11 +139,11 @@ class UniqueList:
         return True
 
     def discover(self, clients: Sequence[ClientId]) -> tuple[dict[ClientId, Ints], Sequence[ClientId]]:
-        """Compare clients with the list one after another, and add their new labels, until the list is complete.
+        """Compare clients with the list one after another and add their new labels, until the list is complete.
 
         Returns:
-            A mapping from each client that answered to its placeholders, the numbers that stand for its labels; and the
-            clients that were not asked.
+            Two values: a mapping from each client that answered to its placeholders (the numbers that stand for its
+            labels); and the clients that were not asked.
         """
         held: dict[ClientId, Ints] = {}
         for position, client in enumerate(clients):
@@ -174,16 +176,17 @@ class UniqueList:
 
         Args:
             client: The client.
-            placeholders: The number that stands for each of its labels, −1 for labels that are not on the list.
+            placeholders: The number that stands for each of the client's labels, −1 for labels that are not on the
+                list.
             room: The number of labels that can still be added to the list.
         """
         known = placeholders[placeholders >= 0]
         new = len(placeholders) - len(known)
         defect = ""
         if new > room:
-            defect = f"{new} labels that are not on the list, which has room for {room} of {self.classes}"
+            defect = f"{new} labels are not on the list, which has room for only {room} of {self.classes} labels"
         elif len(np.unique(known)) != len(known):
-            defect = "two labels that are the same entry of the list"
+            defect = "two of its labels match the same entry of the list"
         if defect:
             self.refuse(client, defect)
         return not defect
@@ -200,7 +203,7 @@ class UniqueList:
         *,
         check: Check | None = None,
     ) -> dict[ClientId, Any]:
-        """Ask clients.
+        """Ask clients; return the reply of each client that answered.
 
         If a single client is asked and raises an exception, it counts as a client that did not answer.
         """
@@ -222,14 +225,13 @@ class UniqueList:
         """Find the entries of the list that equal a client's labels, from the client's answer to ``Compare``.
 
         Args:
-            places: For each label of the client: the ciphertext and the column in which the difference is zero, as one
-                number; −1 if there is none. See ``CompareReply``.
-            order: For each ciphertext of the request: the index of the client's ciphertext (sheet) and of the list's
-                ciphertext (page) that it compares.
+            places: For each label of the client, the position of a zero difference, or −1; see ``CompareReply``.
+            order: For each ciphertext of the request, the indices of the two compared ciphertexts: the client's (sheet)
+                and the list's (page).
 
         Returns:
-            The placeholder of each label (the number that stands for it), −1 if the label is not on the list; None if
-            the answer is impossible.
+            The placeholder of each label (the number that stands for the label), or −1 if the label is not on the list.
+            None if the answer is impossible.
         """
         placeholder_at = {place: placeholder for placeholder, place in enumerate(self.places)}
         placeholders = np.full(len(places), -1, dtype=np.int64)
