@@ -167,7 +167,7 @@ def test_updates_that_do_not_fit_into_memory_are_refused(method, seven):
 
     prepared(109e-9)
     problem = (
-        r"^method\.aggregator\.memory_gb = 1\.07e-07: the last updates of 3 clients take up to 0\.0 GB\. Increase it"
+        r"^method\.aggregator\.memory_gb = 1\.07e-07: the last updates of 3 clients take up to 0\.0 GB\. Use a larger"
     )
     with pytest.raises(fs.SpecError, match=problem):
         prepared(107e-9)

@@ -134,7 +134,7 @@ class Aggregator(Setting):
 
 
 def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Params:
-    """Return Σ_k a_k (w_k − w_t) for each parameter, summed in the order of ``models``."""
+    """Return the combined update Σ_k a_k (w_k − w_t) of each parameter, summed in the order of ``models``."""
     update = {name: torch.zeros_like(w) for name, w in params.items()}
     before, sums = list(params.values()), list(update.values())
     for model, factor in zip(models, a.tolist(), strict=True):

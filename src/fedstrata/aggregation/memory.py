@@ -81,8 +81,8 @@ class LastUpdates(Remembering):
     BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
-        memory_gb: The largest memory for the updates of all clients, in GB. They take the bytes of N models, on the
-            server and in each checkpoint.
+        memory_gb: Largest memory for the stored updates of all clients, in GB. The updates take the bytes of N models,
+            on the server and in each checkpoint.
     """
 
     memory_gb: PositiveFloat = 4.0
@@ -91,7 +91,9 @@ class LastUpdates(Remembering):
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         needed = config.clients * sum(w.numel() * w.element_size() for w in config.model.params().values()) / 1e9
         if needed > self.memory_gb:
-            problem = f"the last updates of {config.clients:,} clients take up to {needed:.1f} GB. Increase it, or use"
+            problem = (
+                f"the last updates of {config.clients:,} clients take up to {needed:.1f} GB. Use a larger value, or"
+            )
             raise SpecError("method.aggregator.memory_gb", f"{problem} the aggregator 'fedau'.", self.memory_gb)
 
     @override
@@ -118,8 +120,8 @@ class VarianceReduced(LastUpdates):
     round without a reply does not change the model. BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
-        memory_gb: The largest memory for the updates of all clients, in GB. They take the bytes of N models, on the
-            server and in each checkpoint.
+        memory_gb: Largest memory for the stored updates of all clients, in GB. The updates take the bytes of N models,
+            on the server and in each checkpoint.
     """
 
     @override

@@ -50,10 +50,12 @@ class ServerOptimizer(Setting):
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> Self:
         if self.momentum and self.optimizer != "sgd":
-            problem = f"has an effect only with optimizer = 'sgd', not with {self.optimizer!r}. Remove it."
+            problem = f"has an effect only with optimizer = 'sgd', not with {self.optimizer!r}. Remove the key."
             raise SpecError("momentum", problem, self.momentum)
         if self.betas != BETAS and self.optimizer not in ("adam", "yogi"):
-            problem = f"has an effect only with optimizer = 'adam' or 'yogi', not with {self.optimizer!r}. Remove it."
+            problem = (
+                f"has an effect only with optimizer = 'adam' or 'yogi', not with {self.optimizer!r}. Remove the key."
+            )
             raise SpecError("betas", problem, self.betas)
         return self
 

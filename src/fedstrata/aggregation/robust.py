@@ -211,7 +211,7 @@ class GeometricMedian(RobustAggregator):
 
     Args:
         steps: Number of steps of the algorithm. More steps give a better approximation.
-        smoothing: Smallest distance ν, which limits the weight of an update that is close to v.
+        smoothing: Smallest distance ν in the weights. It limits the weight of an update that is close to v.
     """
 
     steps: PositiveInt = Field(default=3, le=1000)

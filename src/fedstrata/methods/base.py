@@ -1,4 +1,4 @@
-"""``Method``, the base class of all methods, and ``Recipe``, the base class of methods that combine four choices."""
+"""Base classes of methods: ``Method``, and ``Recipe`` for combinations of samplers, an objective and an aggregator."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Recipe(Method):
     """
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """For settings with another name in a choice: a mapping from the name in the method to the name in the choice."""
+    """A mapping from the name of a setting in the method to its name in the choice, if the two names differ."""
 
     client_sampler: AnyClientSampler = Uniform()
     data_sampler: AnyDataSampler = AllData()
@@ -316,7 +316,8 @@ class Recipe(Method):
             why = "weight decay" if decays else "BatchNorm's running statistics"
             why = "the length of an optimiser's steps" if adaptive else why
             problem = (
-                f"is required, because with epochs, {why} would disclose a client's size, which data_sampler keeps "
+                f"is required, because with epochs, {why} would disclose a client's size, which method.data_sampler "
+                "keeps "
             )
             raise SpecError("training.local_steps", f"{problem}private. Set it to a number of steps for all clients.")
 
@@ -386,10 +387,11 @@ class Recipe(Method):
 
 
 def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
-    """Return how many clients trained, the number of sample-gradients that they computed, and their mean loss.
+    """Return the number of clients that trained, their number of sample-gradients, and their mean loss.
 
-    A client's loss is the mean over its steps; the mean over clients is weighted by their sample-gradients. If clients
-    keep their counts private, the counts are 0, and the loss is the plain mean over the clients that took a step.
+    A sample-gradient is the gradient of the loss of one sample. A client's loss is the mean over its steps. The mean
+    over clients is weighted by their numbers of sample-gradients. If clients keep their counts private, the counts are
+    0, and the loss is the plain mean over the clients that took a step.
     """
     seen = sum([reply.seen for reply in answers])
     weights = [reply.seen if seen else int(reply.trained) for reply in answers]

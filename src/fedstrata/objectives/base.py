@@ -207,11 +207,11 @@ class Objective(Setting):
         return not is_plain(self, "first_stage", "personal_stage", "stays")
 
     def first_stage(self) -> Stage | None:
-        """Return a stage that comes before the training with this objective; None if there is no such stage."""
+        """Return a stage that comes before the training with this objective; None without such a stage."""
         return None
 
     def personal_stage(self) -> Stage | None:
-        """Return the stage in which each client trains and keeps a personal model; None if there is no such stage.
+        """Return the stage in which each client trains and keeps a personal model; None without personal models.
 
         The stage comes after the training of the global model. It starts with the client's last personal model. In this
         stage, ``Context.received["global"]`` contains the parameters of the global model.
@@ -255,7 +255,7 @@ class Objective(Setting):
     def stays(self, name: str, model: Model) -> bool:
         """Return True if the parameter ``name`` is personal: the client keeps its trained value for the next round.
 
-        To the server, the client sends the value that it received. The server does not change this value.
+        The client sends the server the value that it received, and the server does not change this value.
         """
         return False
 

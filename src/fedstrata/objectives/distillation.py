@@ -1,4 +1,4 @@
-"""Distillation: objectives that compare a client's logits with those of the global model w_t, the teacher."""
+"""Distillation: objectives that compare a client's logits with the logits of the global model (the teacher)."""
 
 from __future__ import annotations
 

@@ -17,10 +17,11 @@ from fedstrata.objectives.base import Context, CrossEntropy, Trained
 class Dynamic(CrossEntropy):
     """FedDyn's loss F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖², with the cross-entropy F_k and the global model w_t.
 
-    After training, client k sets λ_k ← λ_k − α (w_k − w_t), where w_k is its trained model. The server sets h ← h −
-    (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α. S are the clients that replied, N is the number of all clients, and w̄
-    is the aggregated model (in FedDyn, the mean of the w_k). If no client replies, the model does not change.
-    Optimisers other than SGD are refused, because λ_k and h treat w_k − w_t as a sum of gradients.
+    After training, client k updates its state, λ_k ← λ_k − α (w_k − w_t), where w_k is its trained model. The server
+    updates its state, h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α. S are the clients that replied, N is the
+    number of all clients, and w̄ is the aggregated model (in FedDyn, the mean of the w_k). If no client replies, the
+    model does not change. Optimisers other than SGD are refused, because λ_k and h treat w_k − w_t as a sum of
+    gradients.
 
     Args:
         alpha: Strength α of the regulariser. The paper tries 0.1, 0.01 and 0.001.
@@ -33,7 +34,7 @@ class Dynamic(CrossEntropy):
 
     @property
     def sends(self) -> str:
-        """An empty text, because clients do not send λ_k."""
+        """An empty text, because clients do not send their states λ_k."""
         return ""
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
@@ -43,7 +44,7 @@ class Dynamic(CrossEntropy):
     def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
-        """Update h, and subtract h/α from the aggregated model."""
+        """Update the server's state h, and subtract h/α from the aggregated model."""
         if not replies:
             return state, after
         h = dict(state)
@@ -54,16 +55,16 @@ class Dynamic(CrossEntropy):
         return h, Weights(shifted, after.buffers)
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Put the client's λ_k into ``derived``; it is 0 in the client's first round."""
+        """Put the client's state λ_k into ``derived``; it is 0 in the client's first round."""
         dual = context.kept or {name: torch.zeros_like(w) for name, w in context.start.items()}
         return context.deriving(dual=dual)
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """Return −λ_k + α (w − w_t), the gradient of the terms that are added to F_k."""
+        """Return −λ_k + α (w − w_t), the gradient of the two terms that FedDyn adds to the client's loss."""
         dual: Params = context.derived["dual"]
         return {name: self.alpha * (w.detach() - context.start[name]) - dual[name] for name, w in params.items()}
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return no message, and the new λ_k as the client's state."""
+        """Return an empty message, and the client's new state λ_k."""
         dual: Params = context.derived["dual"]
         return {}, {n: dual[n] - self.alpha * (w - context.start[n]) for n, w in trained.params.items()}

@@ -15,7 +15,9 @@ from fedstrata.objectives.distillation import Distilled, divergence
 
 
 def suppression(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
-    """Return Σ_c p(c) log( mean of e^{z_c} over the samples of other classes ), a scalar.
+    """Return the logit suppression of a batch, a scalar.
+
+    It is Σ_c p(c) log( mean of e^{z_c} over the samples of other classes ).
 
     If all samples of the batch belong to class c, the summand of c is 0.
 
@@ -71,7 +73,7 @@ class Vacant(Distilled):
         )
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return L_cal + β L_sup + λ L_dis, a scalar."""
+        """Return FedVLS's loss L_cal + β L_sup + λ L_dis of a batch, a scalar."""
         logits, derived = model(params, batch.x), context.derived
         loss = F.cross_entropy(logits + derived["log_prior"], batch.y)
         if self.suppression:

@@ -70,11 +70,11 @@ class Rebalanced(PerSample):
     @property
     def sends(self) -> str:
         """A description of the prototypes that clients send; empty without augmentation."""
-        return "the mean feature vector and the number of its samples of each class" if self.mu else ""
+        return "for each class, the mean feature vector and the number of its samples" if self.mu else ""
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The client's class counts and size, because prototypes are sent with n_k(c)."""
+        """The client's class counts and size, because clients send the number of samples behind each prototype."""
         return frozenset({"labels", "sizes"} if self.mu else ())
 
     @override

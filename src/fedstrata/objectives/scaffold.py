@@ -54,7 +54,7 @@ class Scaffold(Objective):
         return config.training.local_steps is None
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
-        """Return the server's initial state, c = 0."""
+        """Return the server's initial control variate, c = 0."""
         return {name: torch.zeros_like(w) for name, w in weights.params.items()}
 
     def message(self, state: Tree) -> Extra:
@@ -68,7 +68,7 @@ class Scaffold(Objective):
     def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
-        """Set c ← c + (1/N) Σ_{k∈S} Δc_k."""
+        """Add the sum of the clients' changes Δc_k, divided by the number of all clients, to c."""
         c = dict(state)
         for reply in replies:
             for name, delta in reply.message["delta_c"].items():
@@ -76,18 +76,18 @@ class Scaffold(Objective):
         return c, after
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Put c_k and the correction c − c_k, which are constant during training, into ``derived``."""
+        """Put the client's control variate c_k and the correction c − c_k into ``derived``."""
         c = context.received["c"]
         c_k = context.kept or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
         return context.deriving(c_k=c_k, correction={name: c[name] - c_k[name] for name in c})
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """Return c − c_k, which is constant during training."""
+        """Return the difference c − c_k of the control variates, which is constant during training."""
         correction: Params = context.derived["correction"]
         return correction
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return Δc_k = c_k⁺ − c_k as the message, and c_k⁺ as the client's new state."""
+        """Return the change of the client's control variate as the message, and the new variate as the state."""
         c_k: Params = context.derived["c_k"]
         if trained.steps == 0:
             return {"delta_c": {name: torch.zeros_like(tensor) for name, tensor in c_k.items()}}, c_k

@@ -1,1 +1,1 @@
-"""Samplers: choose the clients that take part in a round, and how many of their samples they use."""
+"""Samplers, which choose the clients of a round and the fraction of its samples that each client uses."""

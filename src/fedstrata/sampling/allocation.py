@@ -47,9 +47,9 @@ def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> In
     """Divide ``budget`` draws among strata in proportion to ``weights``; return whole numbers.
 
     The numbers are rounded by largest remainder: exact shares are rounded down, and the strata with the largest
-    remainders get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1`` every stratum
-    that is not empty gets at least one draw, because a stratum without a draw biases the aggregate. If the budget is
-    smaller than the number of strata, the strata with the largest weights get one draw each.
+    remainders get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1``, every
+    stratum that is not empty gets at least one draw, because a stratum without a draw biases the aggregate. If the
+    budget is smaller than the number of strata, the strata with the largest weights get one draw each.
 
     Args:
         budget: The number of draws to allocate, at most the sum of ``sizes``.

@@ -169,7 +169,7 @@ class ClientSampler(Setting):
 
         Args:
             state: The sampler's state.
-            replies: A mapping from participant to reply.
+            replies: A mapping from each participant to its reply.
         """
         return state
 
@@ -193,7 +193,7 @@ def with_replacement(
 
 
 class Uniform(ClientSampler):
-    """Draws m clients per round, all with the same probability.
+    """Draws the clients of a round at random, all with the same probability.
 
     Args:
         replacement: Whether a client may be drawn more than once per round.

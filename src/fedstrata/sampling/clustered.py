@@ -77,7 +77,7 @@ class ClusteredState:
 
 
 class Clustered(ClientSampler):
-    """Unbiased sampling that draws each of the m clients of a round from a different group of similar clients.
+    """Unbiased sampling that draws each client of a round from a different group of similar clients.
 
     Args:
         algorithm: How clients are grouped. ``1``: by number of samples. ``2``: by the direction of their last updates,

@@ -48,9 +48,10 @@ class AnswersState:
 
 
 class FedSamplingData(DataSampler):
-    """Each participant uses each of its samples with probability K/ñ, so that about K samples are used per round.
+    """Each participant uses each sample with the same probability, so that a round uses about ``samples`` samples.
 
-    ñ is the server's estimate of the total number of samples of the participants.
+    The probability is K/ñ, where K is the setting ``samples`` and ñ is the server's estimate of the participants' total
+    number of samples.
 
     Args:
         samples: Total number K of samples that the participants of a round use.

@@ -29,9 +29,10 @@ class FedSTaSDataState:
 
 
 class FedSTaSData(DataSampler):
-    """Each participant uses each of its samples with the same probability, so that about n* samples are used in total.
+    """Each participant uses each sample with the same probability, to use about a requested number in total.
 
-    The probability is n*/ñ, where ñ is the server's estimate of the participants' total number of samples.
+    The probability is n*/ñ, where n* is the requested number and ñ is the server's estimate of the participants' total
+    number of samples.
 
     Args:
         fraction: Fraction of the participants' samples that is used per round. The number of samples to use, n*, is
@@ -60,7 +61,7 @@ class FedSTaSData(DataSampler):
             clipped = int((config.sizes >= self.bound).sum())
             warnings.warn(
                 f"method.bound = {self.bound}: clips the sizes of {clipped} of {config.clients} clients (up to "
-                f"{int(config.sizes.max())} samples), so that the estimated total is too low and clients use more "
+                f"{int(config.sizes.max())} samples). The estimated total is therefore too low, and clients use more "
                 "samples than requested. A larger bound avoids this, but adds noise.",
                 stacklevel=2,
             )

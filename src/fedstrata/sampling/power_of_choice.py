@@ -17,7 +17,7 @@ from fedstrata.sampling.messages import LossReport
 
 
 class PowerOfChoice(ClientSampler):
-    """Draws d candidates by size, asks for their losses, and invites the m candidates with the largest losses.
+    """Draws candidates in proportion to their sizes, and invites the candidates with the largest losses.
 
     The sampler is biased on purpose: clients with a large loss count more in the aggregate than in the mean over all
     clients.

@@ -57,7 +57,7 @@ def _prime(most: int) -> int:
 
 
 def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8]]:
-    """Quantize a vector: exact one-dimensional k-means clusters its values, and cluster means replace the values.
+    """Quantize a vector by exact one-dimensional k-means: the mean of a cluster replaces each value in it.
 
     Args:
         values: The vector, shape (d,).

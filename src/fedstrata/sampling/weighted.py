@@ -15,7 +15,7 @@ from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
 
 class Weighted(ClientSampler):
-    """Draws m clients per round in proportion to their numbers of samples, which each client sends once.
+    """Draws the clients of a round in proportion to their numbers of samples, which each client sends once.
 
     The aggregators ``size`` and ``stratum`` give all draws the same weight. The expected weight of client k is then n_k
     / Σn, where n_k is its number of samples and Σn the sum over all clients. The aggregate is therefore an unbiased
@@ -23,7 +23,8 @@ class Weighted(ClientSampler):
 
     Args:
         replacement: Whether a client may be drawn more than once per round. If false, clients with more than 1/m of all
-            samples are always drawn, and all other clients are drawn by systematic sampling (Madow 1949).
+            samples are always drawn, where m is the number of draws. All other clients are drawn by systematic sampling
+            (Madow 1949).
     """
 
     tells_sizes = True

@@ -47,7 +47,7 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
         longest: The largest number of samples in one request.
         rounds: The rounds that train sample by sample; None for all rounds.
     """
-    where = {"window": window, "labels": Bound(f"at most {longest} of them", lambda value, _: len(value) <= longest)}
+    where = {"window": window, "labels": Bound(f"at most {longest} labels", lambda value, _: len(value) <= longest)}
     limit = SampleLimit(1, "uses one sample at a time")
     return [Allowed(Steps, where=where, times=None, rounds=rounds, limit=limit)]
 

@@ -41,7 +41,7 @@ def rate(training: Training, server: ServerOptimizer | None, scale: float, round
 
     Args:
         training: The training settings. The first factor is the learning rate of the round.
-        server: The server's optimiser. The second factor is its ``lr``, decayed by its schedule, or 1 if there is no
+        server: The server's optimiser. The second factor is its ``lr``, decayed by its schedule, or 1 without an
             optimiser.
         scale: The third factor; see ``BatchMode.scale``.
         round: The round, counted from 1.

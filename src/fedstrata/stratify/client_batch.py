@@ -83,7 +83,7 @@ class Reserved:
 
     @cached_property
     def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Two mappings from the index of a batch: to the first of its positions in ``places``, and to the end of them.
+        """Two mappings from the index of a batch: to the start and to the end of its samples in ``places``.
 
         The values are numbers and not pairs, because the garbage collector does not track dicts of numbers.
         """

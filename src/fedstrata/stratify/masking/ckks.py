@@ -1,9 +1,10 @@
-"""Encryption of vectors with CKKS, which can add and multiply encrypted numbers, by TenSEAL (extra ``he``).
+"""Encryption of vectors with the scheme CKKS, which TenSEAL (extra ``he``) implements.
 
-There are two sets of parameters, each with 128 bits of security. Ciphertexts of ``COUNTING`` can only be added.
-Ciphertexts of ``COMPARING`` can also be multiplied once by plain numbers. Numbers are multiplied by a scale before
-encryption, so that a product of two numbers has the square of the scale. Products are not divided by the scale
-(*rescaled*): CKKS would divide by a prime that differs slightly from the scale, and the result would not be exact.
+CKKS can add and multiply encrypted numbers. There are two sets of parameters, each with 128 bits of security.
+Ciphertexts of ``COUNTING`` can only be added. Ciphertexts of ``COMPARING`` can also be multiplied once by plain
+numbers. Numbers are multiplied by a scale before encryption, so that a product of two numbers has the square of the
+scale. Products are not divided by the scale (*rescaled*): CKKS would divide by a prime that differs slightly from the
+scale, and the result would not be exact.
 """
 
 from __future__ import annotations
