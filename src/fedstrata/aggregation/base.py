@@ -78,7 +78,8 @@ class Aggregator(Setting):
         """Return the state before the first round. Default: None, because the server optimiser has no state yet.
 
         A subclass that stores values of clients between rounds overrides ``init`` and ``combine``. The state is written
-        to checkpoints. It must therefore be a tree of plain values, arrays and tensors (``fedstrata.base.records``).
+        to checkpoints. The state must therefore be a tree of plain values, arrays and tensors
+        (``fedstrata.base.records``).
         """
         return None
 
@@ -87,7 +88,7 @@ class Aggregator(Setting):
     ) -> tuple[Weights, Tree]:
         """Return the new global model and the new state. Without replies, both are unchanged.
 
-        The method is called in every round, also if no client replied. It must not change ``state`` in place.
+        The method is called in every round, also if no client replied. The method must not change ``state`` in place.
 
         Args:
             weights: The global model of the round.
@@ -228,7 +229,7 @@ class HorvitzThompson(Aggregator):
 
     N is the number of clients. Client k, which belongs to stratum h, was drawn draws_k times. m_h is the number of
     draws from this stratum, and p_k is the probability that one such draw picks client k. The weights sum to one only
-    on average. They are therefore applied to updates and not to whole models.
+    on average, so they are applied to updates and not to whole models.
     """
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:

@@ -37,7 +37,7 @@ class Intervals(Remembering):
     ω_k estimates 1 / p_k, where p_k is the probability that client k replies in a round. With the update Δ_k of client
     k, the sum Σ_k a_k Δ_k is then an estimate of the mean update of all N clients. An interval ends when the client
     replies, or when the interval has lasted ``cutoff`` rounds. ω_k is the mean length of the intervals that ended
-    before the current round. It is 1 before the first interval ends. A client that was not invited counts as absent.
+    before the current round. Before the first interval ends, ω_k is 1. A client that was not invited counts as absent.
 
     Args:
         cutoff: Longest interval between two replies, in rounds (K). A smaller value limits the weight of clients that
@@ -76,7 +76,7 @@ class Intervals(Remembering):
 class LastUpdates(Remembering):
     """The mean of the last updates of all N clients (MIFA): w ← w_t + (1/N) Σ_k y_k.
 
-    y_k is the last update that client k sent. It is zero before the client's first reply. Stored updates are not
+    y_k is the last update that client k sent. Before the client's first reply, y_k is zero. Stored updates are not
     rescaled if the clients' learning rate changes. The model also changes in rounds in which no client replies.
     BatchNorm's buffers are averaged over the replies of the round.
 

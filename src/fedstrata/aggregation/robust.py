@@ -95,9 +95,9 @@ def _named(params: Params, buffers: Params) -> Params:
 class Median(RobustAggregator):
     """The coordinate-wise median of the updates (Yin et al. 2018).
 
-    For an even number of updates, it is the mean of the two middle values. It tolerates false updates from less than
-    half of the clients. With label skew, it ignores what only a few clients have learnt. It can therefore be less
-    accurate than a mean if no update is false.
+    For an even number of updates, the median is the mean of the two middle values. The median tolerates false updates
+    from less than half of the clients. With label skew, the median ignores what only a few clients have learnt. If no
+    update is false, the median can therefore be less accurate than the mean.
     """
 
     def center(self, updates: Tensor) -> Tensor:
@@ -207,18 +207,18 @@ class GeometricMedian(RobustAggregator):
     """The approximate point with the smallest sum of distances to the updates (RFA, Pillutla et al. 2022).
 
     Each step of the smoothed Weiszfeld algorithm sets v to the mean of the updates with weights 1 / max(ν, ‖v −
-    update‖). It starts with v = 0, which is the global model.
+    update‖). The algorithm starts with v = 0, which is the global model.
 
     Args:
         steps: Number of steps of the algorithm. More steps give a better approximation.
-        smoothing: Smallest distance ν in the weights. It limits the weight of an update that is close to v.
+        smoothing: Smallest distance ν in the weights, which limits the weight of an update that is close to v.
     """
 
     steps: PositiveInt = Field(default=3, le=1000)
     smoothing: PositiveFloat = 1e-6
 
     def center(self, updates: Tensor) -> Tensor:
-        """Return v after the last step.
+        """Return the combined update v after the last step, shape (d,).
 
         >>> GeometricMedian(steps=50).center(torch.tensor([[1.0], [2.0], [300.0]])).round().tolist()
         [2.0]
@@ -235,7 +235,7 @@ class CentredClipping(RobustAggregator):
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
     by at most τ times the fraction of clients that send them. Each round starts with v = 0, which is the global model.
-    In the paper, it starts with the result of the previous round.
+    In the paper, a round starts with the result of the previous round.
 
     Args:
         radius: Largest length τ of the difference between an update and v. Longer differences are shortened to τ.
@@ -246,7 +246,7 @@ class CentredClipping(RobustAggregator):
     steps: PositiveInt = Field(default=1, le=1000)
 
     def center(self, updates: Tensor) -> Tensor:
-        """Return v after the last step.
+        """Return the combined update v after the last step, shape (d,).
 
         >>> CentredClipping(radius=1.0).center(torch.tensor([[0.5, 0.0], [0.0, 300.0]])).tolist()
         [0.25, 0.5]

@@ -50,7 +50,7 @@ class Method(Setting):
     needs_sgd: ClassVar[str] = ""
     """The reason why the method supports only plain SGD on single batches, as a sentence without a full stop.
 
-    It is empty if the method supports all optimisers of the spec's section ``training``. See also
+    The text is empty if the method supports all optimisers of the spec's section ``training``. See also
     ``Objective.needs_sgd``.
     """
 
@@ -79,7 +79,7 @@ class Method(Setting):
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests that the method may send, and their bounds. Real sites refuse all other requests.
 
-        None means that the method does not declare its requests. It then runs only in simulations. A subclass that
+        If the result is None, the method does not declare its requests, and runs only in simulations. A subclass that
         overrides one of the methods in ``ASKING`` must override ``allowed`` as well.
         """
         return None

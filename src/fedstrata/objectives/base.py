@@ -58,8 +58,8 @@ class Context:
 
     Args:
         start: The parameters w_t of the global model, with which local training starts.
-        counts: n_k(c), the number of training samples of each class c at client k, shape (C,), float32. It is empty if
-            the task has no classes.
+        counts: n_k(c), the number of training samples of each class c at client k, shape (C,), float32. Without
+            classes, the tensor is empty.
         received: The server's message, together with the entries that ``client_prepare`` added.
         kept: The client's state, as ``client_final`` last returned it; None in the client's first round.
         lr: The learning rate η of this round.
@@ -104,7 +104,7 @@ class Stage:
     """A part of a client's round in which it trains with another objective.
 
     Args:
-        objective: The objective of the stage. It has no state between rounds.
+        objective: The objective of the stage, which has no state between rounds.
         epochs: Number of epochs. Default: as many epochs or steps as ``training`` says.
     """
 
@@ -213,8 +213,8 @@ class Objective(Setting):
     def personal_stage(self) -> Stage | None:
         """Return the stage in which each client trains and keeps a personal model; None without personal models.
 
-        The stage comes after the training of the global model. It starts with the client's last personal model. In this
-        stage, ``Context.received["global"]`` contains the parameters of the global model.
+        The stage comes after the training of the global model. Training starts with the client's last personal model.
+        In this stage, ``Context.received["global"]`` contains the parameters of the global model.
         """
         return None
 

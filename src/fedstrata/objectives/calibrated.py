@@ -2,7 +2,7 @@
 
 The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) sets the scale; FedLC (Zhang et al. 2022)
 and balanced softmax (Ren et al. 2020; Chen and Chao 2022 in FL) set the shift. The loss is PyTorch's cross-entropy of
-the new logits. It equals the papers' formulas, and is numerically stable.
+the new logits. This loss equals the papers' formulas, and is numerically stable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXCLUDED = -1e9
 """The shift that excludes a class from the softmax.
 
 The probability and the gradient of the class are then exactly 0. The value is finite, because an infinite shift could
-give the gradient NaN.
+make gradients NaN.
 """
 
 
@@ -68,7 +68,7 @@ class Calibrated(PerSample):
 
     @abstractmethod
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scale and the shift of every class, each of shape (C,). None stands for scale 1 or shift 0.
+        """Return the scale and the shift of every class, each of shape (C,); None for scale 1 or shift 0.
 
         Args:
             counts: n_k(c), the number of training samples of each class c at client k, shape (C,), float32.

@@ -15,7 +15,7 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective
 
 EPSILON = 1e-8
-"""A constant that is added to variances. It prevents a division by 0 if a feature is equal for all samples."""
+"""A constant that is added to variances, to prevent division by 0 if a feature is equal for all samples."""
 
 
 def correlation(features: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ class Decorrelated(Objective):
     """The task's loss plus (β / d²) ‖K‖²_F, where K is the correlation matrix of the d features in a batch.
 
     The features are the head's input. ‖K‖²_F / d² lies between 1/d for uncorrelated features and 1 for perfectly
-    correlated features. The term keeps features from collapsing to a few dimensions. It is left out for a batch of one
-    sample. The authors' code multiplies the term by the batch size and leaves out the diagonal of K, but the paper's
+    correlated features. The term keeps features from collapsing to a few dimensions. A batch of one sample has no such
+    term. The authors' code multiplies the term by the batch size and leaves out the diagonal of K, but the paper's
     formula does not.
 
     Args:

@@ -17,7 +17,7 @@ from fedstrata.objectives.distillation import Distilled, divergence
 def suppression(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
     """Return the logit suppression of a batch, a scalar.
 
-    It is Σ_c p(c) log( mean of e^{z_c} over the samples of other classes ).
+    The suppression is Σ_c p(c) log( mean of e^{z_c} over the samples of other classes ).
 
     If all samples of the batch belong to class c, the summand of c is 0.
 
@@ -40,12 +40,12 @@ def suppression(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
 class Vacant(Distilled):
     """FedVLS's loss L_cal + β L_sup + λ L_dis, for clients that lack some classes (*vacant* classes).
 
-    - L_cal is the cross-entropy of z_c + log p(c), where p(c) is the share of class c among the client's samples. This
+    - L_cal is the cross-entropy of z_c + log p(c), where p(c) is the share of class c among the client's samples. L_cal
       is the loss of balanced softmax, which leaves out vacant classes.
     - L_sup = Σ_c p(c) log mean e^{z_c} is the logit suppression. The mean is over the samples of the batch that are not
-      of class c. It lowers a sample's logits of all classes except its label.
-    - L_dis = KL(p̂ ‖ q̂) is the vacant-class distillation. It compares softmaxes over only the vacant classes: p̂ of
-      the global model's logits, and q̂ of the client's logits.
+      of class c. The suppression lowers a sample's logits of all classes except its label.
+    - L_dis = KL(p̂ ‖ q̂) is the vacant-class distillation. The distillation compares softmaxes over only the vacant
+      classes: p̂ of the global model's logits, and q̂ of the client's logits.
 
     L_dis is 0 if a client lacks fewer than two classes. Without dropout and BatchNorm, a client with a single class
     learns nothing, because all three terms then have zero gradients at the global model. The authors' code includes a

@@ -18,7 +18,7 @@ from fedstrata.objectives.prototypes import evaluating
 def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: float) -> Tensor:
     """Return the model-contrastive loss of every sample.
 
-    It is −log( e^{sim(z, z⁺)/τ} / (e^{sim(z, z⁺)/τ} + e^{sim(z, z⁻)/τ}) ), where sim is the cosine similarity.
+    The loss is −log( e^{sim(z, z⁺)/τ} / (e^{sim(z, z⁺)/τ} + e^{sim(z, z⁻)/τ}) ), where sim is the cosine similarity.
 
     Args:
         z: Features that the trained model computes for a batch, shape (B, …).

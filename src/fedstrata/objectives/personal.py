@@ -86,8 +86,8 @@ class PersonalModel(CrossEntropy):
     """Cross-entropy for the global model; each client also trains a personal model, which stays near the global model.
 
     The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖², where F_k is the client's loss and w_t the global model.
-    It is trained in the same round, for as many epochs or steps as the global model. It does not influence the global
-    model.
+    The personal model is trained in the same round, for as many epochs or steps as the global model. The global model
+    does not depend on personal models.
 
     Args:
         strength: Strength λ with which personal models are pulled towards the global model. With 0, each client trains

@@ -57,7 +57,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
     """Return a client's prototypes: the mean feature vector of each class, in evaluation mode (Eq. 21).
 
     Args:
-        model: The model. It must contain the buffers that belong to ``params``.
+        model: The model, with the buffers that belong to ``params``.
         params: The parameters with which features are computed.
         batches: A function that iterates over the client's samples.
         classes: C, the number of classes.

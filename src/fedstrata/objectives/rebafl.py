@@ -4,8 +4,8 @@ A prototype is the mean feature vector of a class. With augmentation (μ > 0), p
 ``{"means": (C, d), "samples": (C,)}`` (``fedstrata.objectives.prototypes``):
 
 - The server's state, ``RecipeState.objective``, is the table of the federation's prototypes. ``samples`` is 0 for a
-  class that no client has ever reported. For other classes, it counts the samples of the last round in which a client
-  reported the class.
+  class that no client has ever reported. For other classes, ``samples`` counts the samples of the last round in which a
+  client reported the class.
 - A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
 - With ``keep_prototypes``, a client's state under ``"objective"`` is the table that it sent last. Training never uses
   this table; the leakage audit reads it from a checkpoint.
@@ -41,8 +41,8 @@ class Rebalanced(PerSample):
     / C (Eq. 10). For augmented features, n_k(c) and n_k are replaced by counts of the new labels in the batch.
 
     Augmentation (Eq. 15) moves the features of each sample to a new class. The features h of sample j with class y
-    become h̃ = P[c_j] + λ (h − P[y]) with the label c_j. P[c] is the prototype of class c. It is the client's own
-    prototype, computed with the received model. For a class that the client lacks, it is the federation's prototype
+    become h̃ = P[c_j] + λ (h − P[y]) with the label c_j. P[c] is the prototype of class c. P[c] is the client's own
+    prototype, computed with the received model. For a class that the client lacks, P[c] is the federation's prototype
     (Eq. 18). The labels c_1, c_2, … of a batch are the classes that have a prototype, in ascending order and repeated
     as needed. If a batch has fewer samples than there are such classes, the last classes get no augmented features.
     Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or dropout,

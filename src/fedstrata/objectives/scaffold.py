@@ -68,7 +68,7 @@ class Scaffold(Objective):
     def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
-        """Add the sum of the clients' changes Δc_k, divided by the number of all clients, to c."""
+        """Add the clients' changes Δc_k, divided by the number of all clients, to the control variate c."""
         c = dict(state)
         for reply in replies:
             for name, delta in reply.message["delta_c"].items():

@@ -1,4 +1,4 @@
-"""Allocation of the draws of a round to strata (groups of clients), and systematic sampling.
+"""Allocation of draws to strata (groups of clients), and systematic sampling.
 
 m is the number of draws, and H is the number of strata. Stratum h has N_h clients and gets m_h draws.
 """
@@ -104,8 +104,8 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
     if budget == 0:
         return np.zeros(len(sizes))
     filled, total = sizes > 0, weights.sum()
-    # The second term is tiny. It matters only if all strata with a positive weight have reached their size. It then
-    # divides the remaining draws among the other strata.
+    # The second term is tiny. This term matters only if all strata with a positive weight have reached their size, and
+    # then divides the remaining draws among the other strata.
     shares = (weights / total if total > 0 else 0.0) + 1e-12 * sizes / sizes.sum()
     # Find, by bisection to the last bit, the factor for which the clipped shares add up to the budget.
     low, high = float(floors[filled].min() / shares.max()), float((sizes[filled] / shares[filled]).max())
@@ -139,7 +139,7 @@ def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
 def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.Generator) -> Ints:
     """Draw items by systematic sampling in random order (Madow 1949).
 
-    The expected number of draws of an item is ``count`` times its share of the total size of all ``items``.
+    An item's expected number of draws is ``count`` times its size, divided by the total size of all ``items``.
 
     Args:
         items: The items from which to draw, as indices into ``sizes``, shape (I,).

@@ -110,8 +110,8 @@ class Strata:
 class ClientSampler(Setting):
     """Base class of the samplers that draw the clients of a round.
 
-    A sampler object does not change during a run. Its methods take the sampler's state as an argument and return a new
-    state.
+    A sampler object does not change during a run. The methods of a sampler take its state as an argument and return a
+    new state.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
@@ -142,7 +142,7 @@ class ClientSampler(Setting):
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests that the sampler sends. Real sites refuse all other requests.
 
-        None means that the sampler does not declare its requests. Real sites then refuse the method.
+        If the result is None, the sampler does not declare its requests, and real sites refuse the method.
         """
         return None
 

@@ -6,7 +6,7 @@ Making k-means even faster) show which rows these are, and only these rows are c
 round therefore depends on the number of changes. The result is the same as if every row had been compared with every
 centre.
 
-With 10,000 clients of which 100 change per round, this is 25 times as fast as k-means from scratch
+With 10,000 clients of which 100 change per round, incremental k-means is 25 times as fast as k-means from scratch
 (``benchmarks/fast_paths.py``).
 """
 

@@ -21,8 +21,8 @@ class RowStore:
         base: All rows at the time of the last copy of the whole matrix, shape (n, d).
         places: The indices of the rows that were replaced after the last copy, ascending, shape (c,).
         newer: The current values of the replaced rows, shape (c, d).
-        norms: The Euclidean norm of every row, shape (n,). It is float64, because squares of very small values are zero
-            in float32.
+        norms: The Euclidean norm of every row, shape (n,), in float64, because squares of very small values are zero in
+            float32.
     """
 
     base: Floats32

@@ -2,8 +2,8 @@
 
 A sketch is a random projection of the model's parameters to K numbers; see ``quantization.project``. The projection is
 linear, so the sketch of an update is the difference of two sketches. On average, the squared distance between two
-sketches equals the squared distance between the models. The relative standard deviation is √(2/K), which is 3 % for K =
-2,048 and models of any size. A model of at most K parameters is stored unchanged.
+sketches equals the squared distance between the models. The relative standard deviation of the squared distance is
+√(2/K), which is 3 % for K = 2,048 and models of any size. A model of at most K parameters is stored unchanged.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class StratifiedState:
         lr: The learning rate of the last round.
         steps: The number of local steps if it is the same for all clients; otherwise 1.
         seed: The experiment's seed, on which sketches depend.
-        clusters: The state of k-means between rounds. None if k-means starts from scratch in every round. This is the
-            case for at most ``FITTED`` clients, and if all clients send new gradients in every round.
+        clusters: The state of k-means between rounds. None if k-means starts from scratch in every round, which it does
+            for at most ``FITTED`` clients, and if all clients send new gradients in every round.
     """
 
     known: Ints
@@ -118,11 +118,11 @@ class Stratified(ClientSampler):
             Horvitz-Thompson weights are biased.
         allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to the stratum's size
             times its spread, rounded by largest remainder. A stratum may then get no draw, which biases the result.
-            ``neyman-random``: like ``neyman``, but rounded at random, which is unbiased. The expected number is then at
-            least half of an equal allocation; this minimum is at most 1. ``neyman-at-least-one``: like ``neyman``, but
-            at least one draw per stratum. ``proportional``: in proportion to the stratum's size, but at least one draw.
-            Default: ``neyman-random`` with replacement. Without replacement, ``neyman`` if ``refresh`` is ``all``,
-            otherwise ``neyman-at-least-one``.
+            ``neyman-random``: like ``neyman``, but rounded at random, which is unbiased. The expected number of draws
+            from a stratum is then at least half of an equal allocation, or 1 if that is less. ``neyman-at-least-one``:
+            like ``neyman``, but at least one draw per stratum. ``proportional``: in proportion to the stratum's size,
+            but at least one draw. Default: ``neyman-random`` with replacement. Without replacement, ``neyman`` if
+            ``refresh`` is ``all``, otherwise ``neyman-at-least-one``.
     """
 
     strata: PositiveInt = 10
@@ -283,8 +283,9 @@ class Stratified(ClientSampler):
         """
         seed, round, rows, clusters = federation.config.seed, federation.round, state.rows, state.clusters
         if len(rows) > FITTED and self._refreshes(federation.config) != "all":
-            # Few rows change per round, so k-means continues from the centres of the last round. It starts from scratch
-            # when half of the rows have been renewed, when a stratum is empty, or when the number of strata changes.
+            # Few rows change per round, so k-means continues from the centres of the last round. k-means starts from
+            # scratch when half of the rows have been renewed, when a stratum is empty, or when the number of strata
+            # changes.
             stale = clusters is None or 2 * clusters.renewed > len(rows) or not clusters.sizes.all()
             if clusters is None or stale or len(clusters.sizes) != count:
                 clusters = Clusters.of(rows, stratify(state.points, count, seed, round, self.start))

@@ -283,7 +283,7 @@ class BatchPlan:
             raise ReplyRefusedError(NO_SUCH_BATCH)
 
     def _give_up(self, client: int, theirs: Ints, missing: Bools, held: Bools) -> Bools:
-        """Decide which positions are given up, so that no client trains them, because a client held its samples back.
+        """Decide which positions are *given up* (trained by no client), because a client held back its samples.
 
         A client holds back a sample if it has too few samples for a batch. A position is given up if clients hold back
         all unused samples of its label. Without this rule, a client would train a sample a second time. All other

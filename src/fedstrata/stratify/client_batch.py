@@ -85,7 +85,8 @@ class Reserved:
     def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
         """Two mappings from the index of a batch: to the start and to the end of its samples in ``places``.
 
-        The values are numbers and not pairs, because the garbage collector does not track dicts of numbers.
+        The values are numbers and not pairs, because Python's garbage collector skips dicts of numbers, which saves
+        time.
         """
         batches, begins = np.unique(self.batches, return_index=True)
         numbers, first = batches.tolist(), begins.tolist()
@@ -104,9 +105,9 @@ def opened(
 
     A pool belongs to a *placeholder*, a number that stands for a label. If the request refills a pool, all its samples
     are unused again. A placeholder without a pool gets a new pool. A pool is empty if the client does not know the
-    placeholder. It is also empty if the client has fewer than ``privacy.min_samples`` samples of the label. The client
-    did not report such a label before the first round, and no request may draw from it. The order of a pool depends on
-    the label and not on the placeholder, so that training is the same with and without masking.
+    placeholder, or if the client has fewer than ``privacy.min_samples`` samples of the label. The client did not report
+    such a label before the first round, and no request may draw from it. The order of a pool depends on the label and
+    not on the placeholder, so that training is the same with and without masking.
 
     Args:
         client: The client.

@@ -1,7 +1,7 @@
 """Stratify's single-sample mode on a client: one SGD step on one sample for each label in a task.
 
-A *task* is one ``Steps`` request. It lists *placeholders*, which are numbers that stand for labels. In a *relay*, the
-model travels from client to client, with one task at each client.
+A *task* is one ``Steps`` request, which lists *placeholders* (numbers that stand for labels). In a *relay*, the model
+travels from client to client, with one task at each client.
 """
 
 from __future__ import annotations

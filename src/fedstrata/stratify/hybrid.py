@@ -35,8 +35,8 @@ class HybridMode:
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode | SingleMode, tuple[float, float]]:
         """Return the mode that trains a round, and the range of each client's samples that the round may use.
 
-        The range is a pair of fractions (from, to) in [0, 1]. It applies to the client's samples of each label, sorted
-        by their time of arrival.
+        The range is a pair of fractions (from, to) in [0, 1]. For each label, the client's samples are sorted by their
+        time of arrival.
         """
         before = self.batch_rounds(agreed)
         if round <= before:

@@ -34,7 +34,7 @@ MOST_SAMPLES = 2**40
 """The largest number of samples of a label that a client may report, so that sums over clients fit into 64 bits."""
 
 ALL = (0.0, 1.0)
-"""The range (from, to) that includes all samples of a client; see ``Reserve.window``."""
+"""The value of ``Reserve.window`` that lets a client use all its samples."""
 
 NO_SUCH_BATCH = "a sample was moved to a batch that is over or does not exist"
 """The reason for refusing a reply to ``Reserve`` that moves a sample to a batch that is over or does not exist."""
@@ -60,7 +60,7 @@ class Epoch(Order):
         """
         if isinstance(request, Gradient):
             if request.batch <= self._last:
-                return f"batch {request.batch} came after batch {self._last}, but batches must come in order and once"
+                return f"batches must come in strictly ascending order, but {request.batch} came after {self._last}"
             return "" if request.batch in self._set_aside else f"no samples were reserved for batch {request.batch}"
         if not (_numbers(request.labels) and _numbers(request.refill) and len(request.labels)):
             return "labels and refill must be lists of whole numbers, and labels must not be empty"
@@ -133,8 +133,8 @@ class ReserveReply(Reply):
     Args:
         missing: One bool per entry: True if the client reserved no sample, because it has already used all its samples
             of the label.
-        exhausted: The placeholders (numbers that stand for labels) of which the client has used all samples after this
-            request, int64.
+        exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
+            after this request, int64.
     """
 
     missing: Tensor
@@ -145,7 +145,7 @@ class ReserveReply(Reply):
 class GatheredReply(ReserveReply):
     """The reply of a client that moves its samples between batches, so that no batch has too few of them.
 
-    This is needed because the client computes no gradient over fewer samples than ``privacy.min_samples``.
+    Samples are moved because the client computes no gradient over fewer samples than ``privacy.min_samples``.
 
     Args:
         batches: For each entry of the request's list of labels: the batch in which its sample is now trained, int64;
@@ -304,8 +304,8 @@ class StepsReply(Reply):
     Args:
         missing: One bool per label of the request: True if no sample was trained, because all samples of the label are
             used.
-        exhausted: The placeholders (numbers that stand for labels) of which the client has used all samples after this
-            request, int64.
+        exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
+            after this request, int64.
         loss: The sum of the samples' losses, each computed before the step on the sample; a scalar, float32.
     """
 
@@ -331,7 +331,7 @@ class Steps(Request):
 
     reply_type: ClassVar[type[Reply]] = StepsReply
     rule = RequestRule(
-        "the travelling model after one SGD step per sample on a few samples, and their summed loss",
+        "the travelling model after SGD steps on a few single samples, and the sum of their losses",
         order=Epoch,
         after=CountReport,
         relay=True,

@@ -41,7 +41,7 @@ class Stratify(Method):
     """Trains one epoch per round on a random schedule of labels, which mixes the classes in every batch.
 
     The schedule is a random sequence of labels. At each position of the schedule, a client trains on one of its samples
-    of this label. In mode ``batch``, a batch consists of samples of many clients. Each batch is one step on the mean
+    with this label. In mode ``batch``, a batch consists of samples of many clients. Each batch is one step on the mean
     gradient over its samples, which is the same step as in centralised training on these samples. In mode ``single``,
     the model travels from client to client, and each client takes one SGD step per sample.
 
@@ -72,8 +72,8 @@ class Stratify(Method):
             ``linear``: r. ``sqrt``: √r.
         local_steps: Number of steps that a client takes on its samples of a batch; only in batch mode. With 1, a batch
             equals one step of centralised SGD. With more steps, the clients' models drift apart.
-        server: Optimiser of the server; only in batch mode. Its ``lr`` (default 1) is multiplied by ``training.lr``.
-            Default: SGD with the momentum and the weight decay of ``training``.
+        server: Optimiser of the server; only in batch mode. The optimiser's ``lr`` (default 1) is multiplied by
+            ``training.lr``. Default: SGD with the momentum and the weight decay of ``training``.
         chunk_size: Number of consecutive labels in a *chunk* of the schedule; only in single-sample mode. In each
             chunk, the server chooses clients that can train as many consecutive labels as possible. A larger value
             means fewer transfers of the model.
@@ -110,7 +110,7 @@ class Stratify(Method):
     masking: Masking = "none"
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if masking lacks a package, or if a setting does not fit the model or the mode."""
+        """Check that masking is possible, and that the settings fit the model and the mode."""
         check_masking(self.masking, config.strata)
         if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
             problem = "Stratify computes BatchNorm statistics over batches of all clients. Use 'average'."
@@ -169,7 +169,7 @@ class Stratify(Method):
         return self._batches if self.mode == "batch" else singles
 
     def init(self, federation: Federation, weights: Weights) -> StratifyState:
-        """Find out which clients have samples of which label. With masking, the server sees numbers for labels."""
+        """Find out which clients have which labels. With masking, the server sees numbers instead of labels."""
         roll = enrol(federation, self.masking, weighted=self.selection == "weighted")
         return StratifyState(weights, roll.holders(), None)
 

@@ -26,10 +26,10 @@ class Roster:
 
     Args:
         federation: The federation, which lists the available clients and records events.
-        holders: The holders of each placeholder.
+        holders: The clients with samples of each placeholder's label.
         weighted: Whether clients are drawn in proportion to their numbers of samples; False for uniform draws.
-        window: The range of each client's samples of a label that may be used: two fractions (from, to) in [0, 1] of
-            the samples in their order of arrival.
+        window: The range of samples that a client may use: two fractions (from, to) in [0, 1]. The client's samples of
+            each label are sorted by their time of arrival.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Roster:
         Args:
             client: The client that replied.
             missing: The labels for which the client had no sample, as indices into ``holders.placeholders``.
-            exhausted: The labels of which the client has used all samples according to its reply. They are given as the
-                placeholders themselves, not as indices.
+            exhausted: The labels of which the client has used all samples according to its reply, given as placeholders
+                and not as indices.
         """
         rows: Ints = self._by_client[self._begins[client] : self._begins[client + 1]]
         places = self.places[rows]

@@ -29,8 +29,8 @@ class Holders:
             arrays of the server represent a placeholder by its *place*, which is its index in this array.
         offsets: The index at which each placeholder's entries begin in ``clients`` and ``counts``; the last offset is
             the length of ``clients`` and ``counts``. Shape (P + 1,).
-        clients: The holders of the first placeholder, then the holders of the second placeholder, and so on. They are
-            ascending for each placeholder. Shape (offsets[-1],).
+        clients: The holders of the first placeholder, then the holders of the second placeholder, and so on. The
+            holders of a placeholder are ascending. Shape (offsets[-1],).
         counts: The number of samples of the label at each holder in ``clients``, the same shape.
     """
 

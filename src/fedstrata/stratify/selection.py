@@ -125,7 +125,7 @@ def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
 def _covers(
     wanted: Ints, able: Bools, weights: Floats | None, chunk_size: int, retain: float, generator: np.random.Generator
 ) -> Bools:
-    """Draw, by ``retained``, the clients that may train each position of the schedule.
+    """Draw the clients that may train each position of the schedule; see ``retained``.
 
     Returns:
         Whether each client may train each position of each chunk, shape (chunks, size, N). ``size`` is the smaller of

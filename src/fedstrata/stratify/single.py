@@ -24,7 +24,7 @@ from fedstrata.stratify.selection import assign_runs, tasks_of
 MOST_CELLS = 2**31
 """The largest product of ``chunk_size`` and the number of clients.
 
-It limits memory, because the table that plans a chunk takes five bytes for each pair of a position and a client.
+The limit saves memory, because the table that plans a chunk takes five bytes for each pair of a position and a client.
 """
 
 QUEUE = 2
@@ -36,7 +36,7 @@ A client therefore knows where to send the model next (Algorithm 3, line 5).
 FIRST_BLOCK, LARGEST_BLOCK = 8, 1024
 """The number of chunks of the schedule for which clients are chosen at once.
 
-It is 8 at first and after a change of plan. It then doubles each time, up to 1,024.
+The number is 8 at first and after a change of plan, and then doubles each time, up to 1,024.
 """
 
 
@@ -72,9 +72,10 @@ class SingleMode:
     def run_epoch(
         self, roster: Roster, wanted: Ints, weights: Weights, optimizer: Tree
     ) -> tuple[Weights, Tree, dict[str, Any]]:
-        """Let the model travel until the schedule is trained; ``BatchMode.run_epoch`` describes arguments and results.
+        """Let the model travel until the schedule is trained; see ``BatchMode.run_epoch`` for arguments and results.
 
-        This mode does not use a server optimiser. It ignores ``optimizer``, and returns None as the optimiser's state.
+        This mode does not use a server optimiser. The argument ``optimizer`` is ignored, and the returned state is
+        None.
         """
         federation, route = roster.federation, Route(roster, wanted, chunk_size=self.chunk_size, retain=self.retain)
         loss, samples, hops = torch.zeros(()), 0, federation.log.hops
@@ -110,7 +111,7 @@ class Task:
 
 
 class Route:
-    """The path of the model from client to client, which consists of the remaining schedule and a queue of tasks.
+    """The plan for the path of the model from client to client: the remaining schedule, and a queue of tasks.
 
     The schedule is cut into chunks of consecutive positions. The clients of several chunks are chosen in advance,
     because the choice depends only on the available clients. The choice is repeated when a client becomes unavailable,
@@ -183,7 +184,7 @@ class Route:
         if roster.available[rows].any():
             roster.available[rows] = False
             self._replan()
-        # If a client has no sample of a label although it may use all of them again, it is not asked again.
+        # If a client has no sample of a label, although it may use all its samples again, do not ask it again.
         places = roster.places[rows]
         roster.present[rows[np.isin(places, list(task.refill)) & ~np.isin(places, trained)]] = False
         self._put_back(task.places[missing])
@@ -191,7 +192,7 @@ class Route:
     def _put_back(self, places: Ints) -> None:
         """Put labels that were not trained back into the remaining schedule, each at a random position.
 
-        This is line 17 of Algorithm 3. ``places`` are the labels, as in ``Task.places``.
+        The step is line 17 of Algorithm 3. ``places`` are the labels, as in ``Task.places``.
         """
         if len(places):
             self._replan()

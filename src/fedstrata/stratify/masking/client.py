@@ -51,8 +51,8 @@ The error of the encryption is below 0.001 for 1,000 clients.
 def presented(client: Client) -> tuple[Ints, Ints]:
     """Return a client's labels in random order, and the number of samples of each label, both of shape (L,).
 
-    The order is the same in every request of a run. Labels with fewer than ``privacy.min_samples`` samples are left
-    out. Such labels are not trained.
+    The order is the same in every request of a run. Labels with fewer than ``privacy.min_samples`` samples are left out
+    and are never trained.
     """
     labels, counts = np.unique(client.labels, return_counts=True)
     context = client.context

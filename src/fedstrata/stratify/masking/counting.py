@@ -79,7 +79,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
 
 def shares(federation: Federation, held: Held, totals: Ints) -> Held:
-    """Ask clients for their fractions of the totals; return each client's number of samples of each of its labels.
+    """Ask clients for their fractions of the totals; return each client's sample counts per label.
 
     Args:
         federation: The federation, to ask clients.

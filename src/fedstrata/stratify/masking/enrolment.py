@@ -1,10 +1,11 @@
 """Enrolment: the server learns which clients have labels in common, and how many samples, but not the labels.
 
 The server asks clients before the first round, and again when clients join. A *placeholder* is a number that stands for
-a label. The server numbers placeholders in the order in which it discovers their labels. It goes through the clients
-one after another, and each client has a random order of its labels. The order is the same in every mode of masking, so
-that training is the same, too. Clients know the placeholders by other, random numbers, called *names*. The server's own
-numbers would tell clients which client added a label. Neither this module nor its imports can access a secret key.
+a label. The server numbers placeholders in the order in which it discovers their labels. The server goes through the
+clients one after another, and each client has a random order of its labels. The order is the same in every mode of
+masking, so that training is the same, too. Clients know the placeholders by other, random numbers, called *names*. The
+server's own numbers would tell clients which client added a label. Neither this module nor its imports can access a
+secret key.
 
 Reference:
     Stratify §IV-A. ``docs/privacy/masked-labels.md`` lists what each party learns in each mode of masking.
@@ -46,11 +47,11 @@ class Roll:
         names: The random number by which clients know each of the P placeholders: a permutation of 0 … P − 1. All other
             fields use the server's numbers 0 … P − 1, in the order in which labels were discovered.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
-        counts: A mapping from each client to its number of samples of each of these placeholders. It contains only
-            clients that reported their counts. Clients report counts without masking, or if selection is weighted.
+        counts: A mapping from each client to its number of samples of each of these placeholders. The mapping contains
+            only clients that reported their counts. Clients report counts without masking, or if selection is weighted.
         totals: The number of samples of each placeholder over all clients, shape (P,).
-        register: The server's knowledge about the labels, by which it recognises the labels of clients that join later.
-            It is an ``OpenRegister``, a ``TagRegister`` or a ``PackedRegister``.
+        register: The server's knowledge about the labels, by which it recognises the labels of clients that join later:
+            an ``OpenRegister``, a ``TagRegister`` or a ``PackedRegister``.
     """
 
     masking: str
@@ -63,8 +64,8 @@ class Roll:
     def holders(self) -> Holders:
         """Return the clients of each placeholder (a number that stands for a label), and their sample counts.
 
-        The unreported samples of a label are the total minus the reported counts. They are divided equally among the
-        clients that did not report their counts.
+        The unreported samples of a label (the total minus the reported counts) are divided equally among the clients
+        that did not report their counts.
         """
         rest, unknown = self.totals.copy(), np.zeros_like(self.totals)
         for client, placeholders in self.held.items():
@@ -87,7 +88,7 @@ class Roll:
 
 @record("OpenRegister")
 class OpenRegister:
-    """The server's knowledge about the labels without masking: the labels themselves.
+    """The labels, as the server knows them without masking.
 
     Args:
         labels: The label for which each placeholder 0 … P − 1 stands, shape (P,).
@@ -98,7 +99,7 @@ class OpenRegister:
 
 @record("TagRegister")
 class TagRegister:
-    """The server's knowledge about the labels with masking ``prf``: their keyed hashes.
+    """The keyed hashes of the labels, as the server knows them with masking ``prf``.
 
     Args:
         keys: The clients' public keys.

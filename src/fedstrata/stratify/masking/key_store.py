@@ -125,7 +125,7 @@ class Keys:
 
 
 class KeyRing:
-    """The access of the clients in one process to the keys that all clients share.
+    """A source of the shared keys for the clients of one process.
 
     There are three cases:
 
@@ -146,7 +146,10 @@ class KeyRing:
 
     @classmethod
     def of_site(cls) -> KeyRing:
-        """Return the key ring of this machine, with the folder in ``FEDSTRATA_KEYS``, or in memory if there is none."""
+        """Return the key ring of this machine, with the folder from ``FEDSTRATA_KEYS``.
+
+        Without this environment variable, the keys are in memory.
+        """
         folder = os.environ.get(VARIABLE)
         return cls(Path(folder).expanduser() if folder else None)
 

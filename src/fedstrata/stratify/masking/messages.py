@@ -154,9 +154,10 @@ class CompareReply(Reply):
     """The entries of the server's encrypted list of labels (the unique list) that equal the client's labels.
 
     Args:
-        places: For each label of the client, the position of a zero difference, int64, shape (L,). It is i · width + c
-            if the difference in column c of the request's ciphertext i is zero, which means that the label equals an
-            entry of the list. It is −1 if the label has no zero difference. ``SlotLayout`` defines columns and width.
+        places: For each label of the client, the position of a zero difference, int64, shape (L,). The position is i ·
+            width + c if the difference in column c of the request's ciphertext i is zero, which means that the label
+            equals an entry of the list. The position is −1 if the label has no zero difference. ``SlotLayout`` defines
+            columns and width.
     """
 
     places: Tensor
@@ -332,7 +333,7 @@ class ShareReport(Request):
 
     reply_type: ClassVar[type[Reply]] = ShareReply
     rule = RequestRule(
-        "its fraction of all samples of each of its labels, under random names of labels",
+        "for each of its labels, its fraction of all samples, under random names of labels",
         phase="enrolment",
         discloses=frozenset({"sizes"}),
     )

@@ -6,7 +6,7 @@ slots are laid out as a table. There are C classes, and class y = 0 … C − 1 
 list, each *column* contains the code of one entry, which is the same in all *rows*. In a ciphertext of a client, each
 row contains the code of one of its labels, which is the same in all columns. A client with more labels than rows sends
 several ciphertexts, called *sheets*. If C exceeds the number of slots, the list has several ciphertexts, called
-*pages*. Code 0 means an empty column, and code C + 1 means an unused row. Neither equals the code of a label.
+*pages*. Code 0 means an empty column, and code C + 1 means an unused row. No label has one of these two codes.
 
 A client must learn only whether a difference d is zero. Multiplication by a random number is not enough, because the
 product r·d of real numbers still shows the magnitude of d. The server therefore computes
@@ -105,8 +105,8 @@ class SlotLayout:
 
         Args:
             labels: The indices of the classes to add, shape (L,).
-            places: The index of the new entry for each class, shape (L,). It is page · width + column, where a page is
-                one ciphertext of the list.
+            places: The index of the new entry for each class, shape (L,). The index is page · width + column, where a
+                page is one ciphertext of the list.
 
         Returns:
             A mapping from each page that gets an entry to the array to add to this page, shape (slots,). The array is
@@ -133,7 +133,7 @@ class SlotLayout:
         return factors.astype(np.float64), multiples + flood
 
     def find(self, opened: Sequence[Ints], sheets: Ints, labels: int) -> Ints:
-        """Find the labels of a client that are on the unique list.
+        """Find the labels of a client that are on the unique list (the encrypted list of all labels).
 
         For these labels, the decrypted difference to an entry of the list is zero.
 
@@ -143,12 +143,12 @@ class SlotLayout:
             labels: L, the number of labels that the client sent.
 
         Returns:
-            The position of a zero difference for each label, shape (L,). It is i · width + c for column c of ciphertext
-            i, and −1 if the label has no zero difference.
+            The position of a zero difference for each label, shape (L,). The position is i · width + c for column c of
+            ciphertext i, and −1 if the label has no zero difference.
 
         Raises:
-            FedstrataError: A label equals two entries of the list, or an unused row equals an entry. This cannot happen
-                if all parties follow the protocol and use the same key.
+            FedstrataError: A label equals two entries of the list, or an unused row equals an entry. This error cannot
+                occur if all parties follow the protocol and use the same key.
         """
         places = np.full(labels, -1, dtype=np.int64)
         for number, (values, sheet) in enumerate(zip(opened, sheets.tolist(), strict=True)):

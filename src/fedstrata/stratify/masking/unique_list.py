@@ -1,10 +1,10 @@
-"""The unique list, an encrypted list of all different labels, with which the server finds common labels (§IV-A).
+"""The unique list, an encrypted list of all labels, by which the server finds common labels (Stratify §IV-A).
 
 The server compares clients with the list one after another, and adds their new labels to the list. When the list has
 all classes, the server compares all other clients with the list at once. For a comparison, the server subtracts
 ciphertexts and scrambles the differences, and the client decrypts them. A zero means that the labels are equal, and all
-other differences look random (``fedstrata.stratify.masking.slot_layout``). The server has only public keys. It learns
-from the clients' replies where the zeros are.
+other differences look random (``fedstrata.stratify.masking.slot_layout``). The server has only public keys. From the
+clients' replies, the server learns where the zeros are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PackedRegister:
         keys: The clients' public keys.
         pages: A mapping from the index of each page to its ciphertext.
         places: For each placeholder (a number that stands for a label), the index of its entry in the list, shape (P,).
-            It is the index of the page times the width, plus the index within the page.
+            The index is the page's index times the width, plus the index within the page.
     """
 
     keys: PublicKeys
@@ -50,8 +50,8 @@ class PackedRegister:
 class UniqueList:
     """The server's encrypted list of all different labels, with which it compares the clients' labels.
 
-    The *placeholder* of a label is a number that stands for it. It is 0 for the label that was added first, 1 for the
-    second label, and so on.
+    The *placeholder* of a label is a number that stands for it. The first label that was added has the placeholder 0,
+    the second label has 1, and so on.
 
     Args:
         federation: The federation, to ask clients. The list is complete when it has as many labels as the federation
@@ -91,9 +91,9 @@ class UniqueList:
             clients: A mapping from each client to its encrypted labels.
 
         Returns:
-            A mapping from each client to the placeholders of its labels (the numbers that stand for the labels). It has
-            −1 for a label that is not on the list. Clients without an answer, or with an impossible answer, are left
-            out.
+            A mapping from each client to the placeholders of its labels (the numbers that stand for the labels). The
+            value −1 means that a label is not on the list. Clients without an answer, or with an impossible answer, are
+            left out.
         """
         requests, order = {}, {}
         for client, sealed in clients.items():
@@ -120,7 +120,7 @@ class UniqueList:
 
         Args:
             client: The client.
-            sealed: Its encrypted labels.
+            sealed: The client's encrypted labels.
             labels: The indices of the new labels among the client's labels.
 
         Returns:
