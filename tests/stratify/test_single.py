@@ -383,6 +383,21 @@ def test_what_does_not_fit_is_refused(balanced, change, key):
     assert caught.value.key == key
 
 
+@pytest.mark.parametrize(
+    ("rounds", "remedy"),
+    [
+        (1, "mode. Set training.rounds to at least 2."),
+        (3, "mode. Use at most 2, or set training.rounds to at least 4."),
+    ],
+)
+def test_the_remedy_for_too_few_rounds_is_possible(balanced, rounds, remedy):
+    table = spec_of("iid").to_spec()
+    table["training"]["rounds"] = rounds
+    table["method"] |= {"mode": "hybrid", "pretraining": rounds}
+    with pytest.raises(SpecError, match=remedy.replace(".", r"\.") + "$"):
+        prepare(fs.Experiment.from_table(table), data=balanced)
+
+
 def test_batchnorm_is_refused(balanced):
     module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
     with pytest.raises(SpecError, match="BatchNorm cannot normalise"):

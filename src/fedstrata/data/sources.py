@@ -255,11 +255,10 @@ with warnings.catch_warnings():
                 problem = "has an effect only for a hub data set. Store client_train and client_test in the .npz file."
                 raise SpecError("data.client", problem, self.client)
             if self.schema is not None:
-                raise SpecError(
-                    "data.schema",
-                    "has an effect only for a .csv or .parquet file. Remove it, or change data.name.",
-                    self.name,
+                problem = (
+                    f"has an effect only for a .csv or .parquet file, and data.name is {self.name!r}. Remove it, or "
                 )
+                raise SpecError("data.schema", f"{problem}change data.name.")
             return load_hub(self.name.removeprefix("hub:"), seed, self.client) if hub else _read(self.name)
 
 
