@@ -88,6 +88,7 @@ from .methods.fedbabu import FedBABU as FedBABU
 from .methods.feddecorr import FedDecorr as FedDecorr
 from .methods.feddyn import FedDyn as FedDyn
 from .methods.fedlc import FedLC as FedLC
+from .methods.fednova import FedNova as FedNova
 from .methods.fedntd import FedNTD as FedNTD
 from .methods.fedper import FedPer as FedPer
 from .methods.fedprox import FedProx as FedProx

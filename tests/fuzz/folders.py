@@ -43,6 +43,7 @@ METHODS: dict[str, Any] = {
     "feddyn": "feddyn",
     "rebafl": "rebafl",
     "power-of-choice": {"name": "power-of-choice", "candidates": 4},
+    "fednova": "fednova",
     "fedau": "fedau",
     "mifa": "mifa",
     "fedvarp": "fedvarp",

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.slow
         "rebafl",
         "fedavg-ft",
         "fedntd",
+        "fednova",
         "fedau",
         "mifa",
         "fedvarp",

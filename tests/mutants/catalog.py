@@ -46,6 +46,7 @@ rebafl = _of("objectives/rebafl.py", "objectives/test_rebafl.py", "methods/test_
 prototypes = _of("objectives/prototypes.py", "objectives/test_prototypes.py", "methods/test_rebafl.py")
 aggregation = _of("aggregation/base.py", "aggregation/test_base.py")
 memory = _of("aggregation/memory.py", "aggregation/test_memory.py")
+scaled = _of("aggregation/scaled.py", "aggregation/test_scaled.py")
 server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
 sgd = _of("clients/training/sgd.py", "clients/test_sgd.py", "clients/test_local.py")
 local = _of("clients/training/local.py", "clients/test_local.py")
@@ -194,6 +195,8 @@ MUTANTS = [
         'updates_of(weights, replies), state["server"]',
     ),
     memory("old updates stay in the correction", "total.sub_(", "total.add_("),
+    scaled("the plain mean of steps", "p * (p @ length) / np", "p * length.mean() / np"),
+    scaled("momentum without its sum", "momentum**steps) / (1 - momentum)) /", "momentum**steps)) /"),
     memory("a cutoff a round late", "waited >= self.cutoff", "waited > self.cutoff"),
     server(
         "momentum before decay",

@@ -90,6 +90,7 @@ AGGREGATORS: dict[str, Any] = {
             "mean",
             "stratum",
             "horvitz-thompson",
+            "fednova",
             "fedau",
             "mifa",
             "fedvarp",

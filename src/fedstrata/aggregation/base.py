@@ -287,6 +287,7 @@ AGGREGATORS: Registry[Aggregator] = Registry(
         "multi-krum": "fedstrata.aggregation.robust:MultiKrum",
         "geometric-median": "fedstrata.aggregation.robust:GeometricMedian",
         "centred-clipping": "fedstrata.aggregation.robust:CentredClipping",
+        "fednova": "fedstrata.aggregation.scaled:Normalised",
         "fedau": "fedstrata.aggregation.memory:Intervals",
         "mifa": "fedstrata.aggregation.memory:LastUpdates",
         "fedvarp": "fedstrata.aggregation.memory:VarianceReduced",

@@ -438,6 +438,7 @@ METHODS: Registry[Method] = Registry(
         "fedvls": "fedstrata.methods.fedvls:FedVLS",
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
+        "fednova": "fedstrata.methods.fednova:FedNova",
         "fedau": "fedstrata.methods.fedau:FedAU",
         "mifa": "fedstrata.methods.mifa:MIFA",
         "fedvarp": "fedstrata.methods.fedvarp:FedVARP",

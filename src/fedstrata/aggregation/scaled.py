@@ -1,0 +1,70 @@
+"""Aggregators that change the length of updates: the update of each client, or the combined update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from typing_extensions import override
+
+from fedstrata.aggregation.base import MeanBySize, weighted_update
+from fedstrata.base.arrays import Floats, Ints
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.sampling.base import ClientSampler, Selection
+
+
+class Normalised(MeanBySize):
+    """Weights a_k = p_k τ_eff / τ_k, where client k took τ_k steps, and τ_eff = Σ p_k τ_k (FedNova).
+
+    p_k are the weights of ``size``. With the momentum ρ of the clients' SGD, τ_k is replaced by the sum of the weights
+    that the gradients of all steps have in the update: (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ)) / (1 − ρ). Weight decay and
+    terms that an objective adds to the loss count as parts of the gradient. BatchNorm's buffers are averaged with p_k.
+    """
+
+    @override
+    def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
+        training = config.training
+        if not training.optimizer.is_sgd:
+            problem = "the aggregator fednova is defined for steps of SGD. Use 'sgd', or another aggregator."
+            raise SpecError("training.optimizer", problem, training.optimizer.label)
+        if training.optimizer_state == "keep":
+            problem = (
+                "the aggregator fednova cannot divide out the momentum of earlier rounds. Use 'reset', or another "
+                "aggregator."
+            )
+            raise SpecError("training.optimizer_state", problem, "keep")
+
+    @override
+    def init(self, config: FederationConfig) -> Tree:
+        return {"server": None, "momentum": config.training.momentum}
+
+    @override
+    def combine(
+        self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
+    ) -> tuple[Weights, Tree]:
+        answers = list(replies.values())
+        returned = np.searchsorted(selection.clients, np.fromiter(replies, dtype=np.int64))
+        p = self.weigh(selection, returned, answers)
+        if not p.any():
+            return weights, state
+        length = gradient_weights(np.array([reply.steps for reply in answers]), state["momentum"])
+        a = p * (p @ length) / np.maximum(length, 1)
+        update = weighted_update(weights.params, [reply.weights.params for reply in answers], a)
+        weights, server = self.step(weights, update, state["server"], selection, answers, p)
+        return weights, {**state, "server": server}
+
+
+def gradient_weights(steps: Ints, momentum: float) -> Floats:
+    """Return the sum of the weights that the gradients of all steps have in the update of SGD with momentum.
+
+    Without momentum, every gradient has the weight 1. With momentum ρ, the gradient of a step also counts in each later
+    step, ρ times as much as in the step before.
+
+    >>> gradient_weights(np.array([0, 1, 2, 3]), 0.5).tolist()
+    [0.0, 1.0, 2.5, 4.25]
+    """
+    result: Floats = (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
+    return result
