@@ -87,6 +87,7 @@ from .methods.fedavg_ft import FedAvgFT as FedAvgFT
 from .methods.fedbabu import FedBABU as FedBABU
 from .methods.feddecorr import FedDecorr as FedDecorr
 from .methods.feddyn import FedDyn as FedDyn
+from .methods.fedexp import FedExP as FedExP
 from .methods.fedlc import FedLC as FedLC
 from .methods.fednova import FedNova as FedNova
 from .methods.fedntd import FedNTD as FedNTD

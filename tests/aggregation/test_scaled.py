@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.aggregation.scaled import Normalised, gradient_weights
+from fedstrata.aggregation.scaled import Extrapolated, Normalised, gradient_weights
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.sampling.base import Selection
 
@@ -114,6 +115,67 @@ def test_fednova_refuses_steps_that_it_cannot_weigh(training, problem, seven):
         trained("fednova", seven, **training)
 
 
+def extrapolated(*updates: Any, eps: float = 1e-9) -> list[float]:
+    aggregator = Extrapolated(eps=eps)
+    after, _ = combined(aggregator, [answer(update) for update in updates], aggregator.init(None))
+    return after.params["w"].tolist()
+
+
+def test_fedexp_by_hand():
+    """Δ = (4, 2) and (−2, 0): their squared norms are 20 and 4, and that of the mean (1, 1) is 2."""
+    eta = 24 / (2 * 2 * (2 + 0.5))
+    assert extrapolated([4.0, 2.0], [-2.0, 0.0], eps=0.5) == [pytest.approx(eta), pytest.approx(eta)]
+    assert extrapolated([4.0, 2.0], [-2.0, 0.0], eps=10.0) == [1.0, 1.0]  # 24 / 48 is less than 1
+
+
+def test_fedexp_counts_a_client_that_was_drawn_twice_twice():
+    weights, replies = Weights({"w": torch.zeros(1)}, {}), {0: answer([3.0]), 2: answer([-4.0])}
+    twice = replace(Selection.plain(np.array([0, 2]), 3), draws=np.array([2, 1]))
+    aggregator = Extrapolated(eps=1e-9)
+    after, _ = aggregator.combine(weights, aggregator.init(None), twice, replies)
+    assert after.params["w"].item() == pytest.approx(
+        34 / 3 / (2 * 4 / 9) * 2 / 3
+    )  # Δ̄ = 2 / 3, and ‖Δ‖² is 34 / 3 on average
+
+
+def test_fedexp_multiplies_orthogonal_updates_by_half_their_number():
+    for m in (1, 2, 3, 8):
+        step = max(1, m / 2)
+        np.testing.assert_allclose(
+            extrapolated(*(3 * np.eye(8, dtype=np.float32)[:m])), [3 * step / m] * m + [0] * (8 - m), rtol=1e-6
+        )
+
+
+def test_fedexp_never_takes_a_shorter_step_than_the_mean_and_keeps_its_direction():
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        updates = generator.normal(size=(4, 3)).astype(np.float32) + generator.normal(size=3).astype(np.float32)
+        ratio = np.array(extrapolated(*updates)) / updates.mean(axis=0)
+        assert ratio.min() == pytest.approx(ratio.max(), rel=1e-3)
+        assert ratio.min() >= 1 - 1e-6
+
+
+def test_fedexp_evaluates_the_average_of_the_last_two_models(start, seven, trace):
+    """Round 3 has no reply, so that the last two models are those of rounds 1 and 2 until round 4."""
+
+    def started(method: Any) -> Any:
+        torch.manual_seed(0)
+        table = {**spec(method, rounds=4), "availability": trace({client: [1, 2, 4] for client in range(3)})}
+        return start(fs.Experiment.from_table(table), seven, nn.Linear(2, 3, bias=False))
+
+    simulation, evaluated, models = started("fedexp"), [], []
+    for _ in simulation:
+        models.append(simulation.state.weights.params["weight"])
+        evaluated.append(simulation.evaluated().params["weight"])
+    assert torch.equal(models[2], models[1])
+    expected = [models[0], (models[0] + models[1]) / 2, (models[0] + models[1]) / 2, (models[1] + models[3]) / 2]
+    torch.testing.assert_close(evaluated, expected)
+    plain = started({"name": "fedexp", "aggregator": "mean"})
+    plain.step()
+    plain.step()
+    assert torch.equal(plain.evaluated().params["weight"], plain.state.weights.params["weight"])
+
+
 DIGITS = {
     "data": "digits",
     "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 10},
@@ -123,13 +185,13 @@ DIGITS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fednova"])
+@pytest.mark.parametrize("method", ["fednova", "fedexp"])
 def test_it_learns_digits(method):
     assert fs.run({**DIGITS, "method": method}).final_accuracy > 0.6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fednova"])
+@pytest.mark.parametrize("method", ["fednova", "fedexp"])
 def test_a_resumed_run_has_the_same_bytes_also_with_worker_processes(method, tmp_path):
     """With dropouts, BatchNorm, momentum and a server optimiser; the run is killed in round 3."""
     table = {

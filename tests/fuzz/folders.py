@@ -44,6 +44,7 @@ METHODS: dict[str, Any] = {
     "rebafl": "rebafl",
     "power-of-choice": {"name": "power-of-choice", "candidates": 4},
     "fednova": "fednova",
+    "fedexp": "fedexp",
     "fedau": "fedau",
     "mifa": "mifa",
     "fedvarp": "fedvarp",

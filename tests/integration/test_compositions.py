@@ -32,6 +32,7 @@ pytestmark = pytest.mark.slow
         "fedavg-ft",
         "fedntd",
         "fednova",
+        "fedexp",
         "fedau",
         "mifa",
         "fedvarp",

@@ -197,6 +197,9 @@ MUTANTS = [
     memory("old updates stay in the correction", "total.sub_(", "total.add_("),
     scaled("the plain mean of steps", "p * (p @ length) / np", "p * length.mean() / np"),
     scaled("momentum without its sum", "momentum**steps) / (1 - momentum)) /", "momentum**steps)) /"),
+    scaled("the norm of the sum", "squared_norm(mean) + self.eps", "squared_norm(mean) * len(answers) + self.eps"),
+    scaled("a short step", "max(1.0, float", "max(0.0, float"),
+    scaled("the first model counts", 'weights.params if state["updates"] else {}', "weights.params"),
     memory("a cutoff a round late", "waited >= self.cutoff", "waited > self.cutoff"),
     server(
         "momentum before decay",

@@ -91,6 +91,7 @@ AGGREGATORS: dict[str, Any] = {
             "stratum",
             "horvitz-thompson",
             "fednova",
+            "fedexp",
             "fedau",
             "mifa",
             "fedvarp",

@@ -288,6 +288,7 @@ AGGREGATORS: Registry[Aggregator] = Registry(
         "geometric-median": "fedstrata.aggregation.robust:GeometricMedian",
         "centred-clipping": "fedstrata.aggregation.robust:CentredClipping",
         "fednova": "fedstrata.aggregation.scaled:Normalised",
+        "fedexp": "fedstrata.aggregation.scaled:Extrapolated",
         "fedau": "fedstrata.aggregation.memory:Intervals",
         "mifa": "fedstrata.aggregation.memory:LastUpdates",
         "fedvarp": "fedstrata.aggregation.memory:VarianceReduced",

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import torch
+from pydantic import PositiveFloat
 from typing_extensions import override
 
-from fedstrata.aggregation.base import MeanBySize, weighted_update
+from fedstrata.aggregation.base import Mean, MeanBySize, weighted_update
 from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.federation.messages import FitReply, Params, Weights
 from fedstrata.sampling.base import ClientSampler, Selection
 
 
@@ -68,3 +70,52 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
     """
     result: Floats = (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
     return result
+
+
+class Extrapolated(Mean):
+    """The mean update Δ̄, multiplied by η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))) for m replies (FedExP).
+
+    The more the updates Δ_k differ in direction, the shorter is their mean, and the larger is η. For m orthogonal
+    updates of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms are over all
+    parameters, without BatchNorm's buffers. The method ``fedexp`` evaluates the average of the last two models; with
+    another method, this aggregator leaves the last model as it is.
+
+    Args:
+        eps: Constant ε that limits η if Δ̄ is short. The paper chose it from 0.001 to 0.1.
+    """
+
+    eps: PositiveFloat = 1e-3
+
+    @override
+    def init(self, config: FederationConfig) -> Tree:
+        return {"server": None, "updates": 0, "before": {}}
+
+    @override
+    def combine(
+        self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
+    ) -> tuple[Weights, Tree]:
+        if not replies:
+            return weights, state
+        answers = list(replies.values())
+        returned = np.searchsorted(selection.clients, np.fromiter(replies, dtype=np.int64))
+        a = self.weigh(selection, returned, answers)
+        models = [reply.weights.params for reply in answers]
+        mean = weighted_update(weights.params, models, a)
+        squares = [squared_norm({name: model[name] - w for name, w in weights.params.items()}) for model in models]
+        eta = max(1.0, float(a @ squares) / (2 * (squared_norm(mean) + self.eps)))
+        update = {name: change * eta for name, change in mean.items()}
+        after, server = self.step(weights, update, state["server"], selection, answers, a)
+        before = weights.params if state["updates"] else {}
+        return after, {"server": server, "updates": state["updates"] + 1, "before": before}
+
+    @staticmethod
+    def averaged(weights: Weights, state: Tree) -> Weights:
+        """Return the average of the last two models, with the buffers of the last; after one update, the last model."""
+        if not state["before"]:
+            return weights
+        return Weights({name: (w + state["before"][name]) / 2 for name, w in weights.params.items()}, weights.buffers)
+
+
+def squared_norm(tensors: Params) -> float:
+    """Return ‖v‖² of the vector v of all numbers in the tensors."""
+    return sum(float(tensor.square().sum(dtype=torch.float64)) for tensor in tensors.values())

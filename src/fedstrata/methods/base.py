@@ -439,6 +439,7 @@ METHODS: Registry[Method] = Registry(
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
         "fednova": "fedstrata.methods.fednova:FedNova",
+        "fedexp": "fedstrata.methods.fedexp:FedExP",
         "fedau": "fedstrata.methods.fedau:FedAU",
         "mifa": "fedstrata.methods.mifa:MIFA",
         "fedvarp": "fedstrata.methods.fedvarp:FedVARP",
