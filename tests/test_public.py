@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES = """
 Aggregator Allowed Always Assignment Attack Availability BSMFedAvg Batch Bernoulli Bound Callback Classes
 Classification Client ClientSampler ClusteredSampling Codec Communication Context Cyclic Data DataError
-DataSampler Dataset Dirichlet Ditto Diurnal Domains EarlyStopping Evaluation Experiment FedAU FedAvg FedAvgFT
-FedBABU FedDecorr FedDyn FedExP FedLC FedNTD FedNova FedPer FedProx FedRS FedRep FedSSAR FedSTS FedSTaS
+DataSampler Dataset Dirichlet Ditto Diurnal Domains EarlyStopping Evaluation Experiment FedAU FedAWE FedAvg
+FedAvgFT FedBABU FedDecorr FedDyn FedExP FedLC FedNTD FedNova FedPer FedProx FedRS FedRep FedSSAR FedSTS FedSTaS
 FedSampling FedTAN FedVARP FedVLS Federation Fit FitReply Given Grouped Groups History IID KeepBest
 LabelCorrelated LabelCounts MIFA MLflow MOON Markov MeanBySize Method Metric Model ModelRequest MultiLabel
 Natural NextToken Objective Partition Parts PerSample Persistent Population PowerLaw PowerOfChoice Predictions

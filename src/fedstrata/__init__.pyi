@@ -84,6 +84,7 @@ from .methods.ditto import Ditto as Ditto
 from .methods.fedau import FedAU as FedAU
 from .methods.fedavg import FedAvg as FedAvg
 from .methods.fedavg_ft import FedAvgFT as FedAvgFT
+from .methods.fedawe import FedAWE as FedAWE
 from .methods.fedbabu import FedBABU as FedBABU
 from .methods.feddecorr import FedDecorr as FedDecorr
 from .methods.feddyn import FedDyn as FedDyn

@@ -48,6 +48,7 @@ METHODS: dict[str, Any] = {
     "fedau": "fedau",
     "mifa": "mifa",
     "fedvarp": "fedvarp",
+    "fedawe": "fedawe",
     "fedsts": {"name": "fedsts", "strata": 2, "refresh": "participants"},
 }
 """Methods with all kinds of state: of the server, of clients and of samplers, a schedule, and a relay."""

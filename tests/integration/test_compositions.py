@@ -36,6 +36,7 @@ pytestmark = pytest.mark.slow
         "fedau",
         "mifa",
         "fedvarp",
+        "fedawe",
         "feddecorr",
         "fedvls",
     ],

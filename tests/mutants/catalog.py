@@ -200,6 +200,11 @@ MUTANTS = [
     scaled("the norm of the sum", "squared_norm(mean) + self.eps", "squared_norm(mean) * len(answers) + self.eps"),
     scaled("a short step", "max(1.0, float", "max(0.0, float"),
     scaled("the first model counts", 'weights.params if state["updates"] else {}', "weights.params"),
+    memory("an echo a round short", "(a * (t - last[clients]))", "(a * (t - last[clients] - 1))"),
+    memory("a mean over models, not over clients", "counts / counts.sum()", "np.ones(len(counts)) / len(counts)"),
+    memory(
+        "all clients start at the newest model", 'state["models"].get(int(state["last"][client]), weights)', "weights"
+    ),
     memory("a cutoff a round late", "waited >= self.cutoff", "waited > self.cutoff"),
     server(
         "momentum before decay",

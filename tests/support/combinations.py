@@ -95,6 +95,7 @@ AGGREGATORS: dict[str, Any] = {
             "fedau",
             "mifa",
             "fedvarp",
+            "fedawe",
             "median",
             "trimmed-mean",
         )
@@ -516,7 +517,7 @@ def acts(
 
 ONE_FORMULA = {
     **{name: {"mean", "stratum", "horvitz-thompson"} for name in ("uniform", "power-of-choice")},
-    "all": {"mean", "stratum", "horvitz-thompson", "fedau", "mifa", "fedvarp"},  # if all clients reply
+    "all": {"mean", "stratum", "horvitz-thompson", "fedau", "mifa", "fedvarp", "fedawe"},  # if all clients reply
     **{name: {"size", "mean", "stratum"} for name in ("weighted", "clustered")},
 }
 """A mapping from a sampler to aggregators that compute the same weights for its draws, so that they have no effect."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 from pydantic import PositiveFloat
 from typing_extensions import override
 
-from fedstrata.aggregation.base import Mean, MeanBySize, weighted_update
+from fedstrata.aggregation.base import Mean, MeanBySize, squared_norm, weighted_update
 from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import FitReply, Params, Weights
+from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.sampling.base import ClientSampler, Selection
 
 
@@ -77,8 +76,7 @@ class Extrapolated(Mean):
 
     The more the updates Δ_k differ in direction, the shorter is their mean, and the larger is η. For m orthogonal
     updates of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms are over all
-    parameters, without BatchNorm's buffers. The method ``fedexp`` evaluates the average of the last two models; with
-    another method, this aggregator leaves the last model as it is.
+    parameters, without BatchNorm's buffers. The average of the last two models is evaluated and saved.
 
     Args:
         eps: Constant ε that limits η if Δ̄ is short. The paper chose it from 0.001 to 0.1.
@@ -108,14 +106,9 @@ class Extrapolated(Mean):
         before = weights.params if state["updates"] else {}
         return after, {"server": server, "updates": state["updates"] + 1, "before": before}
 
-    @staticmethod
-    def averaged(weights: Weights, state: Tree) -> Weights:
+    @override
+    def evaluated(self, weights: Weights, state: Tree) -> Weights:
         """Return the average of the last two models, with the buffers of the last; after one update, the last model."""
         if not state["before"]:
             return weights
         return Weights({name: (w + state["before"][name]) / 2 for name, w in weights.params.items()}, weights.buffers)
-
-
-def squared_norm(tensors: Params) -> float:
-    """Return ‖v‖² of the vector v of all numbers in the tensors."""
-    return sum(float(tensor.square().sum(dtype=torch.float64)) for tensor in tensors.values())

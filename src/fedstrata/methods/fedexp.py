@@ -6,9 +6,7 @@ from pydantic import PositiveFloat
 from typing_extensions import override
 
 from fedstrata.aggregation.scaled import Extrapolated
-from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import Weights
-from fedstrata.methods.base import Parts, Recipe, RecipeState
+from fedstrata.methods.base import Parts, Recipe
 
 
 class FedExP(Recipe):
@@ -16,8 +14,7 @@ class FedExP(Recipe):
 
     The new model is w ← w_t + η Δ̄ with the step size η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))). Δ_k is the update of
     client k, and Δ̄ the mean of the m updates. As in the paper, the model to evaluate and to save is the average of the
-    last two iterates, because the iterates can oscillate. Training continues from the last iterate. If the spec
-    replaces the aggregator, the last iterate is evaluated.
+    last two iterates, because the iterates can oscillate. Training continues from the last iterate.
 
     Args:
         eps: Constant ε. See the aggregator ``fedexp``.
@@ -30,8 +27,3 @@ class FedExP(Recipe):
     @override
     def parts(self) -> Parts:
         return {"aggregator": Extrapolated(eps=self.eps)}
-
-    @override
-    def evaluated(self, config: FederationConfig, state: RecipeState) -> Weights:
-        averages = isinstance(self.aggregator, Extrapolated)
-        return Extrapolated.averaged(state.weights, state.aggregator) if averages else state.weights
