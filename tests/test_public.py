@@ -13,7 +13,7 @@ import fedstrata as fs
 ROOT = Path(__file__).resolve().parents[1]
 
 NAMES = """
-Aggregator Allowed Always Assignment Attack Availability BSMFedAvg Batch Bernoulli Bound Callback Classes
+Aggregator Allowed Always Assignment Attack Availability BSMFedAvg Batch Bernoulli Bound CCVR Callback Classes
 Classification Client ClientSampler ClusteredSampling Codec Communication Context Cyclic Data DataError
 DataSampler Dataset Dirichlet Ditto Diurnal Domains EarlyStopping Evaluation Experiment FedAU FedAWE FedAvg
 FedAvgFT FedBABU FedDecorr FedDyn FedExP FedLC FedNTD FedNova FedPer FedProx FedRS FedRep FedSSAR FedSTS FedSTaS

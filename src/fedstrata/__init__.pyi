@@ -79,6 +79,7 @@ from .methods.base import Method as Method
 from .methods.base import Parts as Parts
 from .methods.base import Recipe as Recipe
 from .methods.bsm import BSMFedAvg as BSMFedAvg
+from .methods.ccvr import CCVR as CCVR
 from .methods.clustered import ClusteredSampling as ClusteredSampling
 from .methods.ditto import Ditto as Ditto
 from .methods.fedau import FedAU as FedAU

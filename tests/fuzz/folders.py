@@ -45,6 +45,7 @@ METHODS: dict[str, Any] = {
     "power-of-choice": {"name": "power-of-choice", "candidates": 4},
     "fednova": "fednova",
     "fedexp": "fedexp",
+    "ccvr": {"name": "ccvr", "every": 2, "steps": 3},
     "fedau": "fedau",
     "mifa": "mifa",
     "fedvarp": "fedvarp",

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
         "fedbabu",
         "rebafl",
         "fedavg-ft",
+        "ccvr",
         "fedntd",
         "fednova",
         "fedexp",

@@ -47,6 +47,8 @@ prototypes = _of("objectives/prototypes.py", "objectives/test_prototypes.py", "m
 aggregation = _of("aggregation/base.py", "aggregation/test_base.py")
 memory = _of("aggregation/memory.py", "aggregation/test_memory.py")
 scaled = _of("aggregation/scaled.py", "aggregation/test_scaled.py")
+ccvr = _of("methods/ccvr.py", "methods/test_ccvr.py")
+moments = _of("clients/handlers/moments.py", "methods/test_ccvr.py")
 server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
 sgd = _of("clients/training/sgd.py", "clients/test_sgd.py", "clients/test_local.py")
 local = _of("clients/training/local.py", "clients/test_local.py")
@@ -205,6 +207,12 @@ MUTANTS = [
     memory(
         "all clients start at the newest model", 'state["models"].get(int(state["last"][client]), weights)', "weights"
     ),
+    ccvr(
+        "the mean is not subtracted", "(second - n * torch.outer(mean, mean))", "(second - 0 * torch.outer(mean, mean))"
+    ),
+    ccvr("divided by n", "max(n - 1, 1)", "n"),
+    ccvr("variances instead of deviations", "values.clamp(min=0).sqrt()", "values.clamp(min=0)"),
+    moments("also classes with few samples", "samples < client", "samples < 0 * client"),
     memory("a cutoff a round late", "waited >= self.cutoff", "waited > self.cutoff"),
     server(
         "momentum before decay",

@@ -179,6 +179,7 @@ METHOD_SETTINGS: dict[str, dict[str, Any]] = {
     "fedsampling": {"samples": 20},
     "power-of-choice": {"candidates": 5},
     "fedavg-ft": {"per_class": 1, "steps": 2},
+    "ccvr": {"per_class": 5, "steps": 2},
     "stratify": {"cap": 4},
 }
 """Settings with which methods work with few clients; left out if the choice that a setting belongs to is replaced."""

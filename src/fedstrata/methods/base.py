@@ -462,6 +462,7 @@ METHODS: Registry[Method] = Registry(
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
         "fednova": "fedstrata.methods.fednova:FedNova",
         "fedexp": "fedstrata.methods.fedexp:FedExP",
+        "ccvr": "fedstrata.methods.ccvr:CCVR",
         "fedau": "fedstrata.methods.fedau:FedAU",
         "mifa": "fedstrata.methods.mifa:MIFA",
         "fedawe": "fedstrata.methods.fedawe:FedAWE",
