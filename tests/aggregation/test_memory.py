@@ -207,6 +207,25 @@ def test_fedawe_by_hand():
     assert sorted(server.state["models"]) == [2]  # the model of client 0; the newest is the global model
 
 
+def test_fedawe_is_algorithm_1_of_the_paper():
+    """The paper's clients store x_i and τ_i, and take two steps of rate 0.2 on (x − u_i)² / 2; rounds count from 0."""
+    generator, server = np.random.default_rng(2), Gossip(4)
+    minima, x, tau, newest = np.array([1.0, -2.0, 7.0, 4.0]), np.zeros(4), np.full(4, -1), 0.0
+    for t in range(50):
+        active = np.flatnonzero(generator.random(4) < [0.8, 0.5, 0.3, 0.2])
+        np.testing.assert_allclose(server.models(), x, atol=1e-3)
+        starts = np.array(server.models())
+        trained = minima + 0.8**2 * (x - minima)
+        reported = x - (t - tau) * (x - trained)
+        if len(active):
+            newest = reported[active].mean()
+            x[active], tau[active] = newest, t
+        server.round({int(k): 0.36 * (minima[k] - starts[k]) for k in active})
+        assert server.weights.params["w"].item() == pytest.approx(newest, abs=1e-3)
+    evaluated = server.aggregator.evaluated(server.weights, server.state).params["w"].item()
+    assert evaluated == pytest.approx(x.mean(), abs=1e-3)
+
+
 def test_fedawe_limits_the_length_of_the_mean_update():
     server = Gossip(2, clip=0.5)
     assert server.round({0: 0.2, 1: 0.4}) == [pytest.approx(0.3)]

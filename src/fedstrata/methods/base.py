@@ -372,7 +372,11 @@ class Recipe(Method):
         return self.aggregator.evaluated(state.weights, state.aggregator)
 
     def train_clients(
-        self, federation: Federation, clients: Sequence[int], request: Fit, starts: Mapping[int, Weights] | None
+        self,
+        federation: Federation,
+        clients: Sequence[int],
+        request: Fit,
+        starts: Mapping[int, Weights] | None = None,
     ) -> dict[int, FitReply]:
         """Ask the invited clients to train, and return their replies.
 

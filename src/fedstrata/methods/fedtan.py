@@ -61,7 +61,11 @@ class FedTAN(Recipe):
 
     @override
     def train_clients(
-        self, federation: Federation, clients: Sequence[int], request: Fit, starts: Mapping[int, Weights] | None
+        self,
+        federation: Federation,
+        clients: Sequence[int],
+        request: Fit,
+        starts: Mapping[int, Weights] | None = None,
     ) -> dict[int, FitReply]:
         together, work = FitTogether(request.round, request.weights), federation.config.training.sample_gradients
         return federation.ask(clients, together, together=True, work=work)
