@@ -136,6 +136,8 @@ def test_every_second_round(start):
     [allowed] = [each for each in run.method.allowed(run.config) if each.request is Moments]
     assert [allowed.comes_in(round) for round in (1, 2, 3)] == [False, True, True]
     assert allowed.table()["discloses"] == ["labels", "sizes"]
+    once = [each for each in CCVR().allowed(run.config) if each.request is Moments]
+    assert [each.table()["rounds"] for each in once] == [[3, 3]]
 
 
 def test_a_round_in_which_nobody_replies_leaves_the_model_without_calibration(start, trace):

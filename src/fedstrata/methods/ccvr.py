@@ -76,7 +76,9 @@ class CCVR(Recipe, HeadTuning):
     @override
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         rounds = agreed.training.rounds
-        calibration = Allowed(Moments, rounds=lambda round: self.calibrates(round, rounds))
+        last = range(rounds, rounds + 1)
+        calibrated = last if self.every is None else lambda round: self.calibrates(round, rounds)
+        calibration = Allowed(Moments, rounds=calibrated)
         return joined(super().allowed(agreed), [calibration])
 
     @override

@@ -61,7 +61,7 @@ class Moments(ModelRequest):
 
     reply_type: ClassVar[type[Reply]] = MomentsReply
     rule = RequestRule(
-        "for each class, how many samples it has, and the sums of their features and of the outer products of features",
+        "the number of its samples of each class, the sum of their features, and the sum of their outer products",
         discloses=frozenset({"labels", "sizes"}),
     )
 
