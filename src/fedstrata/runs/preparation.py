@@ -211,7 +211,7 @@ def assemble(
             problem = f"the reply to {allowed.label} {limit.reason}, so that no client could answer. "
             raise SpecError("privacy.min_samples", f"{problem}Use at most {limit.samples}.", spec.privacy.min_samples)
     if not spec.communication.plain and not spec.method.asks_for_changes():
-        problem = "has no effect, because clients of this method do not change a model that all of them get. "
+        problem = "has no effect, because clients of this method do not send changes of a model that all of them get. "
         problem += "Remove this section."
         raise SpecError("communication", problem, spec.method.name)
     return Prepared(spec, dataset, assignment, config, held)
