@@ -45,8 +45,8 @@ partition = { name = "leaning:Leaning", clients = 10 }
 model = { name = "gated:Gated", width = 6 }
 [compare.codec]
 communication = { up = "halves:Halves" }
-[compare.nova]
-method = "fednova:FedNova"
+[compare.method]
+method = "by_loss:ByLoss"
 [compare.metric]
 evaluation = { metrics = ["accuracy", "macro_f1:macro_f1"] }
 """
@@ -59,7 +59,7 @@ KINDS = {
     "partition": ("leaning:Leaning", "share"),
     "model": ("gated:Gated", "width"),
     "communication.codec": ("halves:Halves", "halves:Halves"),
-    "method": ("fednova:FedNova", "aggregator"),
+    "method": ("by_loss:ByLoss", "power"),
     "evaluation.metrics": ("macro_f1:macro_f1", "F1"),
 }
 
@@ -95,14 +95,14 @@ def test_all_of_them_in_one_comparison(beside, capsys):
     assert main(["compare", str(beside / "spec.toml"), "--out", str(beside / "out"), "--jobs", "1", "--quiet"]) == 0
     rows = {row["label"]: row for row in json.loads((beside / "out" / "table.json").read_text())}
     assert rows.keys() == {"plain", "sampler", "samples", "objective", "aggregator", "availability", "partition",
-                           "model", "codec", "nova", "metric"}  # fmt: skip
+                           "model", "codec", "method", "metric"}  # fmt: skip
     runs = {label: fs.History.load(beside / "out" / label / "seed-0") for label in rows}
     plain = runs["plain"]
     for label, history in runs.items():
         assert len(history) == 2
         assert history.final_accuracy is not None
         if label not in ("plain", "availability", "metric"):
-            assert history[0]["train_loss"] != plain[0]["train_loss"] or label in ("aggregator", "codec", "nova")
+            assert history[0]["train_loss"] != plain[0]["train_loss"] or label in ("aggregator", "codec", "method")
             assert history[1]["train_loss"] != plain[1]["train_loss"]
     assert 0 < runs["metric"][1]["test"]["macro_f1"] < 1
     assert runs["metric"].final_accuracy == plain.final_accuracy
@@ -112,7 +112,7 @@ def test_all_of_them_in_one_comparison(beside, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["method=fednova:FedNova", "availability=drowsy:Drowsy"])
+@pytest.mark.parametrize("setting", ["method=by_loss:ByLoss", "availability=drowsy:Drowsy"])
 def test_from_the_command_line(beside, setting):
     out = beside / "run"
     assert main(["run", str(beside / "spec.toml"), "--set", setting, "--out", str(out), "--quiet"]) == 0
@@ -136,20 +136,18 @@ def test_a_metric_is_a_function_and_a_word_is_not(capsys):
     assert problem in capsys.readouterr().err
 
 
-def reply(steps: int, samples: int, value: float) -> FitReply:
-    return FitReply(fs.Weights({"w": torch.tensor([value])}, {}), samples, steps, samples, 0.0, {})
+def reply(samples: int, loss: float, value: float) -> FitReply:
+    return FitReply(fs.Weights({"w": torch.tensor([value])}, {}), samples, 1, samples, loss, {})
 
 
-def test_fednova_by_hand():
-    """Clients of 1 and 3 samples take 2 and 4 steps of +1 each: τ_eff = (2 + 3·4) / 4 = 3.5, so w moves by 3.5."""
-    nova = example("fednova").FedNova()
-    chosen = fs.Selection.plain(np.array([0, 1]), 2)
-    replies = {0: reply(2, 1, 2.0), 1: reply(4, 3, 4.0)}
-    after, _ = nova.aggregator.combine(fs.Weights({"w": torch.zeros(1)}, {}), None, chosen, replies)
-    assert after.params["w"].item() == pytest.approx(3.5)
-    equal = {0: reply(4, 1, 1.0), 1: reply(4, 3, 5.0)}  # as many steps each: FedAvg
-    same, _ = nova.aggregator.combine(fs.Weights({"w": torch.zeros(1)}, {}), None, chosen, equal)
-    assert same.params["w"].item() == pytest.approx(4.0)
+def test_weights_by_loss_by_hand():
+    """Clients of 1 and 3 samples with the losses 2 and 1: with power 1, the weights are 2/5 and 3/5."""
+    replies = {0: reply(1, 2.0, 1.0), 1: reply(3, 1.0, 2.0)}
+    for power, expected in ((0.0, 0.25 + 0.75 * 2), (1.0, 0.4 + 0.6 * 2), (2.0, (4 + 3 * 2) / 7)):
+        method = example("by_loss").ByLoss(power=power)
+        chosen = fs.Selection.plain(np.array([0, 1]), 2)
+        after, _ = method.aggregator.combine(fs.Weights({"w": torch.zeros(1)}, {}), None, chosen, replies)
+        assert after.params["w"].item() == pytest.approx(expected)
 
 
 def test_the_ring_asks_everybody_once_before_anybody_twice():

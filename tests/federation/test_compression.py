@@ -456,7 +456,7 @@ def test_prototypes_have_no_place_in_a_memory() -> None:
     [
         (
             {"method": "sfl"},
-            "communication = 'sfl': has no effect, because clients of this method do not send model updates",
+            "communication = 'sfl': has no effect, because clients of this method do not send updates of one model",
         ),
         ({"method": {"name": "stratify", "mode": "single"}}, "communication = 'stratify'"),
         (

@@ -43,9 +43,13 @@ METHODS: dict[str, Any] = {
     "feddyn": "feddyn",
     "rebafl": "rebafl",
     "power-of-choice": {"name": "power-of-choice", "candidates": 4},
+    "fednova": "fednova",
+    "fedexp": "fedexp",
+    "ccvr": {"name": "ccvr", "every": 2, "steps": 3},
     "fedau": "fedau",
     "mifa": "mifa",
     "fedvarp": "fedvarp",
+    "fedawe": "fedawe",
     "fedsts": {"name": "fedsts", "strata": 2, "refresh": "participants"},
 }
 """Methods with all kinds of state: of the server, of clients and of samplers, a schedule, and a relay."""

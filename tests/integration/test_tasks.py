@@ -38,7 +38,8 @@ REFUSED: dict[tuple[str, str], tuple[str, str]] = {
     ("feddecorr", "next-token, domains"): ("needs one feature vector per sample", "Use another objective"),
     ("feddecorr", "segmentation"): ("needs one feature vector per sample", "Use another objective"),
     **{
-        ("fedavg-ft", case): ("the server needs samples of each class", "Use another method, such as fedavg")
+        (method, case): ("the server needs samples of each class", "Use another method, such as fedavg")
+        for method in ("fedavg-ft", "ccvr")
         for case in NOT_CLASSES
     },
     ("stratify", "regression"): ("needs classes, and the task 'regression' has none", "Set task.bins"),

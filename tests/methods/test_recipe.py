@@ -280,7 +280,8 @@ SHARED = [(method, key) for method in RECIPES for key in method().shared_setting
 def test_every_setting_of_a_recipe_is_one_of_a_choice_or_the_recipes_own():
     shared = {(method.name, key) for method, key in SHARED}
     settings = {(method.name, key) for method in RECIPES for key in method.model_fields if key not in CHOICES}
-    own = {("fedavg-ft", key) for key in HeadTuning.model_fields} | {("fedbabu", "fine_tune")}
+    own = {(method, key) for method in ("fedavg-ft", "ccvr") for key in HeadTuning.model_fields}
+    own |= {("fedbabu", "fine_tune"), ("ccvr", "every")}
     assert settings - shared == own | {("fedsts", "aggregation"), ("fedstas", "aggregation")}
 
 

@@ -46,6 +46,9 @@ rebafl = _of("objectives/rebafl.py", "objectives/test_rebafl.py", "methods/test_
 prototypes = _of("objectives/prototypes.py", "objectives/test_prototypes.py", "methods/test_rebafl.py")
 aggregation = _of("aggregation/base.py", "aggregation/test_base.py")
 memory = _of("aggregation/memory.py", "aggregation/test_memory.py")
+scaled = _of("aggregation/scaled.py", "aggregation/test_scaled.py")
+ccvr = _of("methods/ccvr.py", "methods/test_ccvr.py")
+moments = _of("clients/handlers/moments.py", "methods/test_ccvr.py")
 server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
 sgd = _of("clients/training/sgd.py", "clients/test_sgd.py", "clients/test_local.py")
 local = _of("clients/training/local.py", "clients/test_local.py")
@@ -194,6 +197,22 @@ MUTANTS = [
         'updates_of(weights, replies), state["server"]',
     ),
     memory("old updates stay in the correction", "total.sub_(", "total.add_("),
+    scaled("the plain mean of steps", "p * (p @ length) / np", "p * length.mean() / np"),
+    scaled("momentum without its sum", "momentum**steps) / (1 - momentum)) /", "momentum**steps)) /"),
+    scaled("the norm of the sum", "squared_norm(mean) + self.eps", "squared_norm(mean) * len(answers) + self.eps"),
+    scaled("a short step", "max(1.0, float", "max(0.0, float"),
+    scaled("the first model counts", 'weights.params if state["updates"] else {}', "weights.params"),
+    memory("an echo a round short", "(a * (t - last[clients]))", "(a * (t - last[clients] - 1))"),
+    memory("a mean over models, not over clients", "counts / counts.sum()", "np.ones(len(counts)) / len(counts)"),
+    memory(
+        "all clients start at the newest model", 'state["models"].get(int(state["last"][client]), weights)', "weights"
+    ),
+    ccvr(
+        "the mean is not subtracted", "(second - n * torch.outer(mean, mean))", "(second - 0 * torch.outer(mean, mean))"
+    ),
+    ccvr("divided by n", "max(n - 1, 1)", "n"),
+    ccvr("variances instead of deviations", "values.clamp(min=0).sqrt()", "values.clamp(min=0)"),
+    moments("also classes with few samples", "samples < client", "samples < 0 * client"),
     memory("a cutoff a round late", "waited >= self.cutoff", "waited > self.cutoff"),
     server(
         "momentum before decay",

@@ -90,9 +90,12 @@ AGGREGATORS: dict[str, Any] = {
             "mean",
             "stratum",
             "horvitz-thompson",
+            "fednova",
+            "fedexp",
             "fedau",
             "mifa",
             "fedvarp",
+            "fedawe",
             "median",
             "trimmed-mean",
         )
@@ -176,6 +179,7 @@ METHOD_SETTINGS: dict[str, dict[str, Any]] = {
     "fedsampling": {"samples": 20},
     "power-of-choice": {"candidates": 5},
     "fedavg-ft": {"per_class": 1, "steps": 2},
+    "ccvr": {"per_class": 5, "steps": 2},
     "stratify": {"cap": 4},
 }
 """Settings with which methods work with few clients; left out if the choice that a setting belongs to is replaced."""
@@ -514,7 +518,7 @@ def acts(
 
 ONE_FORMULA = {
     **{name: {"mean", "stratum", "horvitz-thompson"} for name in ("uniform", "power-of-choice")},
-    "all": {"mean", "stratum", "horvitz-thompson", "fedau", "mifa", "fedvarp"},  # if all clients reply
+    "all": {"mean", "stratum", "horvitz-thompson", "fedau", "mifa", "fedvarp", "fedawe"},  # if all clients reply
     **{name: {"size", "mean", "stratum"} for name in ("weighted", "clustered")},
 }
 """A mapping from a sampler to aggregators that compute the same weights for its draws, so that they have no effect."""

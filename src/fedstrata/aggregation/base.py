@@ -39,6 +39,10 @@ class Aggregator(Setting):
     needs_counts: ClassVar[bool] = False
     """Whether the weights depend on the number of samples that each client used."""
 
+    own_starts: ClassVar[bool] = False
+    """Whether clients start their training at different models, which ``starts`` returns, and not at the global model.
+    """
+
     server: AnyServer = ServerOptimizer()
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
@@ -82,6 +86,20 @@ class Aggregator(Setting):
         (``fedstrata.base.records``).
         """
         return None
+
+    def starts(self, weights: Weights, state: Tree, clients: Sequence[int]) -> dict[int, Weights]:
+        """Return the model at which each of the clients starts; see ``own_starts``.
+
+        Args:
+            weights: The global model.
+            state: The state after the previous round.
+            clients: The invited clients.
+        """
+        return dict.fromkeys(clients, weights)
+
+    def evaluated(self, weights: Weights, state: Tree) -> Weights:
+        """Return the model to evaluate, and to save at the end of a run. Default: the global model."""
+        return weights
 
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
@@ -142,6 +160,11 @@ def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Para
         changes = torch._foreach_sub([model[name] for name in params], before)
         torch._foreach_add_(sums, changes, alpha=factor)
     return update
+
+
+def squared_norm(tensors: Params) -> float:
+    """Return ‖v‖² of the vector v of all numbers in the tensors."""
+    return sum(float(tensor.square().sum(dtype=torch.float64)) for tensor in tensors.values())
 
 
 def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params:
@@ -288,8 +311,11 @@ AGGREGATORS: Registry[Aggregator] = Registry(
         "multi-krum": "fedstrata.aggregation.robust:MultiKrum",
         "geometric-median": "fedstrata.aggregation.robust:GeometricMedian",
         "centred-clipping": "fedstrata.aggregation.robust:CentredClipping",
+        "fednova": "fedstrata.aggregation.scaled:Normalised",
+        "fedexp": "fedstrata.aggregation.scaled:Extrapolated",
         "fedau": "fedstrata.aggregation.memory:Intervals",
         "mifa": "fedstrata.aggregation.memory:LastUpdates",
+        "fedawe": "fedstrata.aggregation.memory:Echoes",
         "fedvarp": "fedstrata.aggregation.memory:VarianceReduced",
     },
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from pydantic import PositiveFloat, PositiveInt
 from typing_extensions import override
 
-from fedstrata.aggregation.base import Aggregator, weighted_update
+from fedstrata.aggregation.base import Aggregator, squared_norm, weighted_update
 from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
@@ -89,12 +90,7 @@ class LastUpdates(Remembering):
 
     @override
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        needed = config.clients * sum(w.numel() * w.element_size() for w in config.model.params().values()) / 1e9
-        if needed > self.memory_gb:
-            problem = (
-                f"the last updates of {config.clients:,} clients take up to {needed:.1f} GB. Use a larger value, or"
-            )
-            raise SpecError("method.aggregator.memory_gb", f"{problem} the aggregator 'fedau'.", self.memory_gb)
+        require_memory(config, config.clients, self.memory_gb, f"the last updates of {config.clients:,} clients")
 
     @override
     def init(self, config: FederationConfig) -> Tree:
@@ -163,3 +159,97 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
     for client in sorted(updates):
         torch._foreach_add_([*total.values()], [updates[client][name] for name in total], alpha=1 / clients)
     return total
+
+
+class Echoes(Remembering):
+    """The mean of x_k + (t − τ_k) Δ_k over the replies, where client k starts at its own model x_k (FedAWE).
+
+    x_k is the global model after round τ_k, in which client k last replied; before its first reply, it is the initial
+    model, and τ_k = 0. Δ_k is the change of x_k in local training in round t. Two mechanisms correct for absences. An
+    update counts once for each round since the client's last reply ("adaptive innovation echoing"). And the average of
+    the models x_k spreads the updates equally among all clients ("implicit gossiping"). A client that was not invited
+    counts as absent, and a round without a reply does not change the model. ``server`` applies the mean of
+    (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies of the round. The mean of the
+    models x_k of all clients is evaluated and saved, as in the authors' program.
+
+    In the paper, a client stores x_k, which it gets at the end of round τ_k. Here, the server stores these models and
+    sends x_k at the beginning of round t, so that clients need no state and each exchange has the same size.
+
+    Args:
+        clip: Largest norm of the mean of (t − τ_k) Δ_k. A longer mean is scaled down to it. The default is the value of
+            the authors' experiments; their algorithm as published has no limit.
+        memory_gb: The largest memory for the models of clients, in GB. There are at most as many as clients, and as
+            rounds, on the server and in each checkpoint.
+    """
+
+    own_starts = True
+
+    clip: PositiveFloat = 0.5
+    memory_gb: PositiveFloat = 4.0
+
+    @override
+    def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
+        models = min(config.clients, config.training.rounds)
+        require_memory(config, models, self.memory_gb, f"the models at which clients start, up to {models:,},")
+
+    @override
+    def init(self, config: FederationConfig) -> Tree:
+        return {"server": None, "round": 0, "newest": 0, "last": np.zeros(config.clients, dtype=np.int64), "models": {}}
+
+    @override
+    def starts(self, weights: Weights, state: Tree, clients: Sequence[int]) -> dict[int, Weights]:
+        return {client: state["models"].get(int(state["last"][client]), weights) for client in clients}
+
+    @override
+    def combine(
+        self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
+    ) -> tuple[Weights, Tree]:
+        # The global model is the newest of the clients' models. Keep it from the next round on, because a recipe may
+        # still change the model that this method returns.
+        t, newest, last, server = state["round"] + 1, state["newest"], state["last"], state["server"]
+        models: dict[int, Weights] = state["models"]
+        if replies:
+            clients = np.fromiter(replies, dtype=np.int64)
+            draws = selection.draws[np.searchsorted(selection.clients, clients)]
+            a, answers = draws / draws.sum(), list(replies.values())
+            starts = list(self.starts(weights, state, clients.tolist()).values())
+            base = weighted_update(weights.params, [start.params for start in starts], a)
+            base = {name: w + base[name] for name, w in weights.params.items()}
+            update = {name: torch.zeros_like(w) for name, w in base.items()}
+            for start, reply, factor in zip(starts, answers, (a * (t - last[clients])).tolist(), strict=True):
+                for name, total in update.items():
+                    total.add_(reply.weights.params[name] - start.params[name], alpha=factor)
+            length = math.sqrt(squared_norm(update))
+            if length > self.clip:
+                update = {name: total * (self.clip / length) for name, total in update.items()}
+            models, last = {**models, newest: weights}, last.copy()
+            last[clients], newest = t, t
+            models = {round: model for round, model in models.items() if round in last}
+            weights, server = self.step(Weights(base, weights.buffers), update, server, selection, answers, a)
+        return weights, {"server": server, "round": t, "newest": newest, "last": last, "models": models}
+
+    @override
+    def evaluated(self, weights: Weights, state: Tree) -> Weights:
+        """Return the mean of the models x_k of all clients, with the buffers of the global model."""
+        rounds, counts = np.unique(state["last"], return_counts=True)
+        models = [state["models"].get(int(round), weights).params for round in rounds]
+        mean = weighted_update(weights.params, models, counts / counts.sum())
+        return Weights({name: w + mean[name] for name, w in weights.params.items()}, weights.buffers)
+
+
+def require_memory(config: FederationConfig, models: int, limit: float, what: str) -> None:
+    """Refuse an aggregator that could store more tensors than its setting ``memory_gb`` allows.
+
+    Args:
+        config: The federation's settings.
+        models: The largest number of stored models or updates.
+        limit: ``memory_gb``.
+        what: The stored tensors, for the message.
+
+    Raises:
+        SpecError: The tensors could need more than ``limit`` GB.
+    """
+    needed = models * sum(w.numel() * w.element_size() for w in config.model.params().values()) / 1e9
+    if needed > limit:
+        problem = f"{what} take up to {needed:.3g} GB. Use a larger value, or the aggregator 'fedau'."
+        raise SpecError("method.aggregator.memory_gb", problem, limit)

@@ -18,7 +18,7 @@ from fedstrata.base.records import Tree, record
 from fedstrata.federation.allowed import SHARE, Agreed, Allowed, declares, joined, step_limit
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Fact, Fit, FitReply, Params, Weights, check_message
+from fedstrata.federation.messages import Fact, Fit, FitReply, Params, Requests, Weights, check_message
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
@@ -73,7 +73,7 @@ class Method(Setting):
         return CrossEntropy()
 
     def asks_for_changes(self) -> bool:
-        """Return True if clients reply with model updates (trained minus received weights), which codecs compress."""
+        """Return True if clients reply with updates of one model that all of them received; codecs compress these."""
         return False
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
@@ -252,8 +252,8 @@ class Recipe(Method):
         return self.objective
 
     def asks_for_changes(self) -> bool:
-        """Return True: clients reply with model updates."""
-        return True
+        """Return True, except if the aggregator lets clients start at different models."""
+        return not self.aggregator.own_starts
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests of the samplers and of local training; None if a choice does not declare its requests."""
@@ -343,7 +343,8 @@ class Recipe(Method):
         keep, data_state, data_metrics = data.keep(federation, state.data, invited)
 
         request = Fit(federation.round, weights, objective.message(state.objective), keep, counts=not data.private)
-        replies = self.train_clients(federation, invited, request)
+        starts = aggregator.starts(weights, state.aggregator, invited) if aggregator.own_starts else None
+        replies = self.train_clients(federation, invited, request, starts)
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         if combined is weights and (reason := aggregator.shortage(len(replies))):
             federation.note("too few replies", replies, reason)
@@ -373,17 +374,42 @@ class Recipe(Method):
             **(weight_diversity([reply.weights.params for reply in answers]) if config.weight_diversity else {}),
         }
 
-    def train_clients(self, federation: Federation, clients: Sequence[int], request: Fit) -> dict[int, FitReply]:
-        """Ask the invited clients to train; return the reply of each client that answered."""
+    def evaluated(self, config: FederationConfig, state: RecipeState) -> Weights:
+        """Return the model that the aggregator chooses: the global model, or an average of several models."""
+        return self.aggregator.evaluated(state.weights, state.aggregator)
+
+    def train_clients(
+        self,
+        federation: Federation,
+        clients: Sequence[int],
+        request: Fit,
+        starts: Mapping[int, Weights] | None = None,
+    ) -> dict[int, FitReply]:
+        """Ask the invited clients to train; return the reply of each client that answered.
+
+        Args:
+            federation: The federation.
+            clients: The invited clients.
+            request: The request, with the global model.
+            starts: The model at which each client starts instead; None if all start at the global model.
+        """
         objective, training = self.objective, federation.config.training
         expected = objective.expected(request.weights, federation.config)
         staged = partial(objective.sample_gradients, training)
         return federation.ask(
             clients,
-            request,
+            request if starts is None else _starting_at(request, starts),
             work=partial(staged if objective.has_stages else training.sample_gradients, keep=request.keep),
             check=partial(check_message, expected=expected),
         )
+
+
+def _starting_at(request: Fit, starts: Mapping[int, Weights]) -> Requests:
+    """Return the requests of clients that start at different models; clients with the same model share a request."""
+    models = list({id(model): model for model in starts.values()}.values())
+    place = {id(model): index for index, model in enumerate(models)}
+    which = {client: place[id(model)] for client, model in starts.items()}
+    return Requests([replace(request, weights=model) for model in models], which)
 
 
 def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
@@ -448,8 +474,12 @@ METHODS: Registry[Method] = Registry(
         "fedvls": "fedstrata.methods.fedvls:FedVLS",
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
+        "fednova": "fedstrata.methods.fednova:FedNova",
+        "fedexp": "fedstrata.methods.fedexp:FedExP",
+        "ccvr": "fedstrata.methods.ccvr:CCVR",
         "fedau": "fedstrata.methods.fedau:FedAU",
         "mifa": "fedstrata.methods.mifa:MIFA",
+        "fedawe": "fedstrata.methods.fedawe:FedAWE",
         "fedvarp": "fedstrata.methods.fedvarp:FedVARP",
     },
 )

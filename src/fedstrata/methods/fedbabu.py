@@ -44,4 +44,5 @@ class FedBABU(Recipe):
 
     def evaluated(self, config: FederationConfig, state: RecipeState) -> Weights:
         """Return the global model; if ``fine_tune`` is set, the server trains its head first."""
-        return self.fine_tune.tuned(config, state.weights)[0] if self.fine_tune else state.weights
+        weights = super().evaluated(config, state)
+        return self.fine_tune.tuned(config, weights)[0] if self.fine_tune else weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from typing_extensions import override
 
@@ -11,7 +11,7 @@ from fedstrata.clients.handlers.fedtan import FitTogether
 from fedstrata.federation.allowed import Agreed, Allowed, SampleLimit
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Fit, FitReply
+from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.methods.base import Recipe
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import CrossEntropy
@@ -47,6 +47,9 @@ class FedTAN(Recipe):
             raise SpecError(
                 "training.batch_norm", "FedTAN computes BatchNorm statistics over clients. Use 'average'.", "local"
             )
+        if self.aggregator.own_starts:
+            problem = "FedTAN's clients start at the same model. Use another aggregator."
+            raise SpecError("method.aggregator", problem, self.aggregator.name)
         for key, accepted in (("data_sampler", AllData()), ("objective", CrossEntropy())):
             if getattr(self, key) != accepted:
                 raise SpecError(f"method.{key}", "FedTAN always trains on all data with cross-entropy. Remove the key.")
@@ -58,6 +61,12 @@ class FedTAN(Recipe):
         return self.with_samplers(agreed, Allowed(FitTogether, limit=SampleLimit(size, reason)))
 
     @override
-    def train_clients(self, federation: Federation, clients: Sequence[int], request: Fit) -> dict[int, FitReply]:
+    def train_clients(
+        self,
+        federation: Federation,
+        clients: Sequence[int],
+        request: Fit,
+        starts: Mapping[int, Weights] | None = None,
+    ) -> dict[int, FitReply]:
         together, work = FitTogether(request.round, request.weights), federation.config.training.sample_gradients
         return federation.ask(clients, together, together=True, work=work)

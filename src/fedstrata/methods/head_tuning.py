@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
 
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
 from fedstrata.base.config import Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import rng
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import Weights
+from fedstrata.federation.messages import Params, Weights
 from fedstrata.models.batchnorm import has_batchnorm
 
 
@@ -34,22 +35,36 @@ class HeadTuning(Setting):
     momentum: float = Field(default=0.0, ge=0, lt=1)
     weight_decay: NonNegativeFloat = 0.0
 
-    def require_samples(self, config: FederationConfig, section: str) -> None:
-        """Require a head, enough samples on the server, and BatchNorm statistics that the server and clients share.
+    def require_head(self, config: FederationConfig, section: str) -> None:
+        """Require a head, classes, and BatchNorm statistics that the server and clients share.
 
         Args:
             config: The federation's settings.
             section: The section of the spec that contains these settings, for error messages.
 
         Raises:
-            SpecError: The model has no head, the server has too few samples, or clients keep their own BatchNorm
-                statistics.
+            SpecError: The model has no head, the task has no classes, or clients keep their own BatchNorm statistics.
         """
         config.model.require_head()
-        key = f"{section}.per_class"
         if not config.task.has_classes:
             problem = f"the server needs samples of each class, but the task {config.task.name!r} has no classes"
             raise SpecError(section, f"{problem}. Use another method, such as fedavg.")
+        if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
+            problem = "the server trains the head with shared BatchNorm statistics. Use 'average'."
+            raise SpecError("training.batch_norm", problem, "local")
+
+    def require_samples(self, config: FederationConfig, section: str) -> None:
+        """Require a head (``require_head``) and enough samples at the server.
+
+        Args:
+            config: The federation's settings.
+            section: The section of the spec that contains these settings, for error messages.
+
+        Raises:
+            SpecError: The server has too few samples, or ``require_head`` refuses the model or the task.
+        """
+        self.require_head(config, section)
+        key = f"{section}.per_class"
         if config.server_data is None:
             problem = (
                 "the server trains the head on samples that no client has, but with real sites it has no samples. Use "
@@ -63,9 +78,6 @@ class HeadTuning(Setting):
                 "a partition that does not give all samples to clients, such as classes with size."
             )
             raise SpecError(key, problem, self.per_class)
-        if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
-            problem = "the server trains the head with shared BatchNorm statistics. Use 'average'."
-            raise SpecError("training.batch_norm", problem, "local")
 
     def tuned(self, config: FederationConfig, weights: Weights) -> tuple[Weights, float]:
         """Train the head on the server's samples; return the model, and the loss before the last step."""
@@ -75,12 +87,28 @@ class HeadTuning(Setting):
         with config.model.loaded(weights.params, weights.buffers) as params:
             with torch.no_grad():
                 features, _ = config.model.with_features(params, x)
-            head = {name: weights.params[name] for name in config.model.head_names}
-            settings = ServerOptimizer(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
-            stepper = Stepper(settings, head, None)
-            for _ in range(self.steps):
-                leaves = {name: w.detach().requires_grad_(True) for name, w in stepper.params().items()}
-                loss = config.task.mean_loss(config.model.head(leaves, features), y)
-                gradient = torch.autograd.grad(loss, list(leaves.values()))
-                stepper.step(dict(zip(leaves, gradient, strict=True)))
-        return Weights({**weights.params, **stepper.params()}, weights.buffers), float(loss.detach())
+            head, loss = self.trained_head(config, weights, features, y)
+        return Weights({**weights.params, **head}, weights.buffers), loss
+
+    def trained_head(
+        self, config: FederationConfig, weights: Weights, features: Tensor, y: Tensor
+    ) -> tuple[Params, float]:
+        """Return the head's parameters after training on features, and the loss before the last step.
+
+        The model must be loaded.
+
+        Args:
+            config: The federation's settings.
+            weights: The model, with whose head the training starts.
+            features: The inputs of the head, shape (n, …).
+            y: The labels, shape (n,).
+        """
+        head = {name: weights.params[name] for name in config.model.head_names}
+        settings = ServerOptimizer(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        stepper = Stepper(settings, head, None)
+        for _ in range(self.steps):
+            leaves = {name: w.detach().requires_grad_(True) for name, w in stepper.params().items()}
+            loss = config.task.mean_loss(config.model.head(leaves, features), y)
+            gradient = torch.autograd.grad(loss, list(leaves.values()))
+            stepper.step(dict(zip(leaves, gradient, strict=True)))
+        return stepper.params(), float(loss.detach())

@@ -210,7 +210,10 @@ def assemble(
             problem = f"the reply to {allowed.label} {limit.reason}, so no client could answer. "
             raise SpecError("privacy.min_samples", f"{problem}Use at most {limit.samples}.", spec.privacy.min_samples)
     if not spec.communication.plain and not spec.method.asks_for_changes():
-        problem = "has no effect, because clients of this method do not send model updates. Remove this section."
+        problem = (
+            "has no effect, because clients of this method do not send updates of one model that all of them get. "
+        )
+        problem += "Remove this section."
         raise SpecError("communication", problem, spec.method.name)
     return Prepared(spec, dataset, assignment, config, held)
 

@@ -11,8 +11,7 @@ from fedstrata.clients.training.devices import on_device
 from fedstrata.clients.training.local import OBJECTIVE, LocalData, Outcome, train
 from fedstrata.clients.training.personal import LAYERS, train_in_stages, with_kept_layers
 from fedstrata.evaluation.messages import Evaluate
-from fedstrata.federation.messages import Fit, FitReply, WeightedFitReply, Weights
-from fedstrata.sampling.messages import Compress, LossReport
+from fedstrata.federation.messages import Fit, FitReply, ModelRequest, WeightedFitReply, Weights
 
 BUFFERS = "buffers"
 """The key under which a client's state contains its own BatchNorm statistics."""
@@ -39,7 +38,7 @@ def weighted(reply: FitReply, data: LocalData) -> FitReply:
     return WeightedFitReply(**vars(reply), weight=data.weight())
 
 
-def starting_point(client: Client, request: Fit | Compress | LossReport | Evaluate) -> Weights:
+def starting_point(client: Client, request: ModelRequest | Evaluate) -> Weights:
     """Return the model of a request, with the layers and the BatchNorm statistics that stay at the client."""
     local = client.context.config.training.batch_norm == "local"
     sent = with_kept_layers(client, request.weights) if LAYERS in client.state else request.weights

@@ -1,0 +1,155 @@
+"""CCVR (Luo et al. 2021): after training, the server calibrates the head on virtual features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+from typing_extensions import override
+
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import record
+from fedstrata.clients.handlers.moments import Moments, MomentsReply, report_moments
+from fedstrata.federation.allowed import Agreed, Allowed, joined
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Params, Weights
+from fedstrata.methods.base import Recipe, RecipeState
+from fedstrata.methods.head_tuning import HeadTuning
+from fedstrata.objectives.prototypes import feature_size
+
+
+@record("CCVRState")
+class CCVRState(RecipeState):
+    """The state of CCVR.
+
+    Args:
+        calibrated: The parameters of the calibrated head; empty after a round without calibration.
+    """
+
+    calibrated: Params
+
+
+class CCVR(Recipe, HeadTuning):
+    """FedAvg whose server calibrates the head after the last round, on virtual features of each class.
+
+    All clients send the moments of their features: for each class c, the number of samples n_k(c), Σ z and Σ z zᵀ. From
+    their sums over clients, the server computes the mean μ_c and the covariance Σ_c of the features of all samples of
+    class c, as if it had these features. It draws ``per_class`` virtual features from each normal distribution N(μ_c,
+    Σ_c) and trains the head on them. The other layers do not change, and later rounds start from the model without
+    calibration. Classes of which no client sent a sample have no virtual features.
+
+    Args:
+        per_class: Number of virtual features of each class.
+        every: Number of rounds between two calibrations. Default: the server calibrates only after the last round. The
+            model is evaluated without calibration after all other rounds.
+        steps: Number of gradient steps of a calibration, each on all virtual features.
+        lr: Learning rate of a calibration.
+    """
+
+    paper = "Luo et al. 2021, No Fear of Heterogeneity: Classifier Calibration for FL with Non-IID Data (NeurIPS)"
+
+    handlers = (report_moments,)
+
+    per_class: PositiveInt = 100
+    every: PositiveInt | None = None
+
+    def check(self, config: FederationConfig) -> None:
+        """Require classes, a head with a known number of features, and clients that may tell their class counts."""
+        super().check(config)
+        self.require_head(config, "method")
+        feature_size(config.model)
+        if self.data_sampler.private:
+            problem = (
+                "keeps the clients' numbers of samples private, but CCVR asks for them. Use another data sampler, or "
+                "another method."
+            )
+            raise SpecError("method.data_sampler", problem, self.data_sampler.name)
+
+    def calibrates(self, round: int, rounds: int) -> bool:
+        """Return True if the server calibrates the head after a round, counted from 1, of a run of ``rounds``."""
+        return round == rounds or (self.every is not None and round % self.every == 0)
+
+    @override
+    def allowed(self, agreed: Agreed) -> list[Allowed] | None:
+        rounds = agreed.training.rounds
+        last = range(rounds, rounds + 1)
+        calibrated = last if self.every is None else lambda round: self.calibrates(round, rounds)
+        calibration = Allowed(Moments, rounds=calibrated)
+        return joined(super().allowed(agreed), [calibration])
+
+    @override
+    def init(self, federation: Federation, weights: Weights) -> CCVRState:
+        return CCVRState(**vars(super().init(federation, weights)), calibrated={})
+
+    @override
+    def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
+        state, metrics = super().run_round(federation, state)
+        config, head = federation.config, Params()
+        if self.calibrates(federation.round, config.training.rounds):
+            weights = super().evaluated(config, state)
+            head, loss = self.calibrated_head(federation, weights)
+            metrics["server_loss"] = loss
+        return CCVRState(**vars(state), calibrated=head), metrics
+
+    @override
+    def evaluated(self, config: FederationConfig, state: Any) -> Weights:
+        weights = super().evaluated(config, state)
+        return Weights({**weights.params, **state.calibrated}, weights.buffers)
+
+    def calibrated_head(self, federation: Federation, weights: Weights) -> tuple[Params, float | None]:
+        """Return the parameters of the calibrated head and the last loss; empty and None if no client replied."""
+        config = federation.config
+        classes, size = config.outputs, feature_size(config.model)
+        replies = federation.ask(
+            federation.candidates().tolist(),
+            Moments(federation.round, weights),
+            # Features need only the forward pass, which is about a third of a training step.
+            work=lambda samples: samples / 3,
+            check=lambda reply: reply.require(classes, size),
+        )
+        normals = normals_of(list(replies.values()))
+        if not normals:
+            return {}, None
+        generator = federation.rng("virtual-features")
+        features = [drawn(mean, covariance, self.per_class, generator) for mean, covariance in normals.values()]
+        y = torch.tensor(list(normals)).repeat_interleave(self.per_class)
+        with config.model.loaded(weights.params, weights.buffers):
+            head, loss = self.trained_head(config, weights, torch.cat(features), y)
+        return head, loss
+
+
+def normals_of(replies: list[MomentsReply]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the mean and the covariance of the features of each class that a client has.
+
+    With N = Σ_k n_k(c), the mean is μ = (1/N) Σ z, and the covariance is (Σ z zᵀ − N μ μᵀ) / (N − 1). These are the
+    mean and the covariance of the samples of all clients together. With a single sample, the covariance is 0.
+
+    Args:
+        replies: The replies of the clients.
+
+    Returns:
+        A mapping from classes to the mean, shape (d,), and the covariance, shape (d, d), float64.
+    """
+    normals: dict[int, tuple[Tensor, Tensor]] = {}
+    for label in range(len(replies[0].samples)) if replies else ():
+        n = sum(float(reply.samples[label]) for reply in replies)
+        if n > 0:
+            mean = torch.stack([reply.first[label].double() for reply in replies]).sum(dim=0) / n
+            second = torch.stack([reply.second[label].double() for reply in replies]).sum(dim=0)
+            normals[label] = mean, (second - n * torch.outer(mean, mean)) / max(n - 1, 1)
+    return normals
+
+
+def drawn(mean: Tensor, covariance: Tensor, number: int, generator: np.random.Generator) -> Tensor:
+    """Return draws from a normal distribution, shape (number, d), float32.
+
+    Negative eigenvalues of the covariance, which rounding can cause, count as 0.
+    """
+    values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
+    noise = torch.from_numpy(generator.standard_normal((number, len(mean))))
+    result: Tensor = (mean + noise @ (vectors * values.clamp(min=0).sqrt()).T).float()
+    return result

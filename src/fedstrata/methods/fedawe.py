@@ -1,0 +1,34 @@
+"""FedAWE (Xiang et al. 2024)."""
+
+from __future__ import annotations
+
+from pydantic import PositiveFloat
+from typing_extensions import override
+
+from fedstrata.aggregation.memory import Echoes
+from fedstrata.methods.base import Parts, Recipe
+
+
+class FedAWE(Recipe):
+    """FedAvg that lets each client continue at the model of its last round, and counts its update once per round since.
+
+    In round t, the new model is w ← (1/r) Σ_{k∈S} (x_k + (t − τ_k) Δ_k), where S are the r clients that replied. Client
+    k last replied in round τ_k. It starts at x_k, the global model after that round, and Δ_k is its update of x_k. The
+    server stores the models x_k. The mean of the models x_k of all clients is evaluated and saved.
+
+    Args:
+        clip: Largest norm of the mean of (t − τ_k) Δ_k. See the aggregator ``fedawe``.
+        memory_gb: The largest memory for the models x_k, in GB. See the aggregator ``fedawe``.
+    """
+
+    paper = (
+        "Xiang et al. 2024, Efficient Federated Learning against Heterogeneous and Non-stationary Client "
+        "Unavailability (NeurIPS)"
+    )
+
+    clip: PositiveFloat = 0.5
+    memory_gb: PositiveFloat = 4.0
+
+    @override
+    def parts(self) -> Parts:
+        return {"aggregator": Echoes(clip=self.clip, memory_gb=self.memory_gb)}

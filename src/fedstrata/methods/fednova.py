@@ -1,0 +1,23 @@
+"""FedNova (Wang et al. 2020)."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from fedstrata.aggregation.scaled import Normalised
+from fedstrata.methods.base import Parts, Recipe
+
+
+class FedNova(Recipe):
+    """FedAvg that divides each update by the client's number of steps, for clients that take different numbers.
+
+    The new model is w ← w_t + τ_eff Σ_k p_k Δ_k / τ_k, where Δ_k is the update of client k, τ_k its number of steps and
+    p_k its share of the samples. τ_eff = Σ_k p_k τ_k. In FedAvg, clients that take more steps pull the model further
+    towards their own minimum. With ``training.momentum``, the weights of the gradients in Δ_k replace τ_k.
+    """
+
+    paper = "Wang et al. 2020, Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization"
+
+    @override
+    def parts(self) -> Parts:
+        return {"aggregator": Normalised()}
