@@ -88,11 +88,13 @@ from .methods.fedbabu import FedBABU as FedBABU
 from .methods.feddecorr import FedDecorr as FedDecorr
 from .methods.feddyn import FedDyn as FedDyn
 from .methods.fedlc import FedLC as FedLC
+from .methods.fedlesam import FedLESAM as FedLESAM
 from .methods.fedntd import FedNTD as FedNTD
 from .methods.fedper import FedPer as FedPer
 from .methods.fedprox import FedProx as FedProx
 from .methods.fedrep import FedRep as FedRep
 from .methods.fedrs import FedRS as FedRS
+from .methods.fedsam import FedSAM as FedSAM
 from .methods.fedsampling import FedSampling as FedSampling
 from .methods.fedssar import FedSSAR as FedSSAR
 from .methods.fedstas import FedSTaS as FedSTaS
@@ -113,6 +115,8 @@ from .objectives.base import Objective as Objective
 from .objectives.base import PerSample as PerSample
 from .objectives.base import Trained as Trained
 from .objectives.fedprox import Proximal as Proximal
+from .objectives.sharpness import GloballySharpnessAware as GloballySharpnessAware
+from .objectives.sharpness import SharpnessAware as SharpnessAware
 from .reporting.plots import plot as plot
 from .reporting.replayed_strata import strata_after as strata_after
 from .reporting.replayed_strata import strata_of as strata_of

@@ -35,6 +35,8 @@ pytestmark = pytest.mark.slow
         "mifa",
         "fedvarp",
         "feddecorr",
+        "fedsam",
+        "fedlesam",
         "fedvls",
     ],
 )

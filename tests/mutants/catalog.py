@@ -45,6 +45,8 @@ calibrated = _of("objectives/calibrated.py", "objectives/test_calibrated.py")
 rebafl = _of("objectives/rebafl.py", "objectives/test_rebafl.py", "methods/test_rebafl.py")
 prototypes = _of("objectives/prototypes.py", "objectives/test_prototypes.py", "methods/test_rebafl.py")
 aggregation = _of("aggregation/base.py", "aggregation/test_base.py")
+sharpness = _of("objectives/sharpness.py", "objectives/test_sharpness.py")
+displaced = _of("clients/training/displaced.py", "objectives/test_sharpness.py")
 memory = _of("aggregation/memory.py", "aggregation/test_memory.py")
 server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
 sgd = _of("clients/training/sgd.py", "clients/test_sgd.py", "clients/test_local.py")
@@ -896,4 +898,23 @@ MUTANTS = [
         "clients/test_minimum.py",
     ),
     rebafl("classes nobody knows are in the cycle", 'positions % context.derived["known"]', "positions % len(P)"),
+    sharpness(
+        "the length of each tensor alone",
+        "torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)))",
+        "torch._foreach_norm(parts)[0]",
+    ),
+    sharpness("downhill", "scaled(gradient(), self.rho)", "scaled(gradient(), -self.rho)"),
+    sharpness("the way of the global model", "old[name] - w for", "w - old[name] for"),
+    sharpness("the last model is the client's own", '{"start": context.start,', '{"start": trained.params,'),
+    sharpness("the other objective forgets", 'kept=kept.get("other")', "kept=None"),
+    displaced("the next step begins at the displaced point", "torch._foreach_copy_(leaves, kept)", "pass"),
+    displaced("both passes count for running statistics", "self.model.untrained.restore(buffers)", "pass"),
+    displaced("the loss at the other point", "(at_start[0][0] if at_start else loss)", "loss"),
+    local(
+        "gradients that are not counted",
+        "seen += batch.y.shape[0] * objective.gradients_per_step",
+        "seen += batch.y.shape[0]",
+        "objectives/test_sharpness.py",
+    ),
+    local("the quick way without the displacement", " or setup.displaces):", "):", "objectives/test_sharpness.py"),
 ]

@@ -81,6 +81,8 @@ OBJECTIVES = (
     "ditto",
     "feddecorr",
     "fedvls",
+    "fedsam",
+    "fedlesam",
 )
 AGGREGATORS: dict[str, Any] = {
     **{

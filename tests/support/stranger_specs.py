@@ -51,6 +51,8 @@ MORE: dict[str, dict[str, Any]] = {
     "fedntd": {},
     "feddecorr": {},
     "fedvls": {},
+    "fedsam": {},
+    "fedlesam": {},
 }
 """The other methods, which share their code with those above."""
 
