@@ -87,6 +87,7 @@ from .methods.fedavg_ft import FedAvgFT as FedAvgFT
 from .methods.fedbabu import FedBABU as FedBABU
 from .methods.feddecorr import FedDecorr as FedDecorr
 from .methods.feddyn import FedDyn as FedDyn
+from .methods.fedentopt import FedEntOpt as FedEntOpt
 from .methods.fedlc import FedLC as FedLC
 from .methods.fedlesam import FedLESAM as FedLESAM
 from .methods.fedntd import FedNTD as FedNTD
@@ -131,6 +132,8 @@ from .sampling.base import DataSampler as DataSampler
 from .sampling.base import Selection as Selection
 from .sampling.client_sizes import Sizes as Sizes
 from .sampling.client_sizes import allowed_sizes as allowed_sizes
+from .sampling.label_counts import LabelCounts as LabelCounts
+from .sampling.label_counts import allowed_label_counts as allowed_label_counts
 from .sampling.weighted import Weighted as Weighted
 from .spec.callbacks import Callback as Callback
 from .spec.callbacks import EarlyStopping as EarlyStopping
@@ -139,8 +142,6 @@ from .spec.experiment import Experiment as Experiment
 from .spec.experiment import variants as variants
 from .spec.tracking import MLflow as MLflow
 from .spec.tracking import TensorBoard as TensorBoard
-from .stratify.label_counts import LabelCounts as LabelCounts
-from .stratify.label_counts import allowed_label_counts as allowed_label_counts
 from .stratify.method import Stratify as Stratify
 
 __version__: str

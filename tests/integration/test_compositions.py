@@ -37,6 +37,7 @@ pytestmark = pytest.mark.slow
         "feddecorr",
         "fedsam",
         "fedlesam",
+        "fedentopt",
         "fedvls",
     ],
 )

@@ -47,6 +47,7 @@ prototypes = _of("objectives/prototypes.py", "objectives/test_prototypes.py", "m
 aggregation = _of("aggregation/base.py", "aggregation/test_base.py")
 sharpness = _of("objectives/sharpness.py", "objectives/test_sharpness.py")
 displaced = _of("clients/training/displaced.py", "objectives/test_sharpness.py")
+entropy = _of("sampling/entropy.py", "sampling/test_entropy.py")
 memory = _of("aggregation/memory.py", "aggregation/test_memory.py")
 server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
 sgd = _of("clients/training/sgd.py", "clients/test_sgd.py", "clients/test_local.py")
@@ -917,4 +918,29 @@ MUTANTS = [
         "objectives/test_sharpness.py",
     ),
     local("the quick way without the displacement", " or setup.displaces):", "):", "objectives/test_sharpness.py"),
+    entropy("the labels of those before do not count", "entropies(total + counts)", "entropies(counts)"),
+    entropy(
+        entropy(
+            "the least even client is added",
+            "gains >= gains.max() - 1e-12",
+            "gains <= gains[gains >= 0].min() + 1e-12",
+        ),
+    ),
+    entropy("a client is added twice", "gains[chosen] = -1", "gains[:0] = -1"),
+    entropy(
+        entropy("the first client is always the same", 'federation.rng("client-sampling").permutation(free)', "free"),
+        ".permutation(free)",
+        ".permutation(free[:1]).tolist() + free[1:].tolist()",
+    ),
+    entropy("nobody waits", "~np.isin(clients, waiting)", "np.isin(clients, clients)"),
+    entropy(
+        entropy(
+            "those that waited least return first",
+            "waiting[max(0, m - (len(clients) - len(waiting))) :]",
+            "waiting[: min(len(waiting), len(clients) - m)]",
+        ),
+        "waiting[max(0, m - (len(clients) - len(waiting))) :]",
+        "waiting[: len(waiting) - max(0, m - (len(clients) - len(waiting)))]",
+    ),
+    entropy("the buffer keeps the first clients", "recent[len(recent) - size :]", "recent[:size]"),
 ]

@@ -57,6 +57,7 @@ SAMPLERS: dict[str, Any] = {
     "clustered": "clustered",
     "clustered by size": {"name": "clustered", "algorithm": 1},
     "power-of-choice": {"name": "power-of-choice", "candidates": 5},
+    "fedentopt": "fedentopt",
 }
 DATA_SAMPLERS: dict[str, Any] = {
     "all": "all",

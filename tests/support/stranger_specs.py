@@ -53,6 +53,7 @@ MORE: dict[str, dict[str, Any]] = {
     "fedvls": {},
     "fedsam": {},
     "fedlesam": {},
+    "fedentopt": {},
 }
 """The other methods, which share their code with those above."""
 

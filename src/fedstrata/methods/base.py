@@ -439,6 +439,7 @@ METHODS: Registry[Method] = Registry(
         "fedvls": "fedstrata.methods.fedvls:FedVLS",
         "fedsam": "fedstrata.methods.fedsam:FedSAM",
         "fedlesam": "fedstrata.methods.fedlesam:FedLESAM",
+        "fedentopt": "fedstrata.methods.fedentopt:FedEntOpt",
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
         "fedau": "fedstrata.methods.fedau:FedAU",

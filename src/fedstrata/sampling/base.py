@@ -282,6 +282,7 @@ CLIENT_SAMPLERS: Registry[ClientSampler] = Registry(
         "fedssar": "fedstrata.sampling.fedssar:FedSSARSampler",
         "clustered": "fedstrata.sampling.clustered:Clustered",
         "power-of-choice": "fedstrata.sampling.power_of_choice:PowerOfChoice",
+        "fedentopt": "fedstrata.sampling.entropy:Entropy",
     },
 )
 
