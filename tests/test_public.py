@@ -16,8 +16,8 @@ NAMES = """
 Aggregator Allowed Always Assignment Attack Availability BSMFedAvg Batch Bernoulli Bound Callback Classes
 Classification Client ClientSampler ClusteredSampling Codec Communication Context Cyclic Data DataError DataSampler
 Dataset Dirichlet Ditto Diurnal Domains EarlyStopping Evaluation Experiment FedAU FedAvg FedAvgFT FedBABU FedDecorr
-FedDyn FedEntOpt FedLC FedLESAM FedNTD FedPer FedProx FedRS FedRep FedSAM FedSSAR FedSTS FedSTaS FedSampling FedTAN
-FedVARP FedVLS Federation Fit FitReply Given GloballySharpnessAware Grouped Groups History IID KeepBest
+FedDyn FedEntOpt FedGS FedLC FedLESAM FedNTD FedPer FedProx FedRS FedRep FedSAM FedSSAR FedSTS FedSTaS FedSampling
+FedTAN FedVARP FedVLS Federation Fit FitReply Given GloballySharpnessAware Grouped Groups History IID KeepBest
 LabelCorrelated LabelCounts MIFA MLflow MOON Markov MeanBySize Method Metric Model ModelRequest MultiLabel Natural
 NextToken Objective Partition Parts PerSample Persistent Population PowerLaw PowerOfChoice Predictions Predictor
 Privacy Proximal ReBaFL Recipe Regression Reply ReplyRefusedError Request RequestRule RunFolder SCAFFOLD SFL Schema

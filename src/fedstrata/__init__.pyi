@@ -88,6 +88,7 @@ from .methods.fedbabu import FedBABU as FedBABU
 from .methods.feddecorr import FedDecorr as FedDecorr
 from .methods.feddyn import FedDyn as FedDyn
 from .methods.fedentopt import FedEntOpt as FedEntOpt
+from .methods.fedgs import FedGS as FedGS
 from .methods.fedlc import FedLC as FedLC
 from .methods.fedlesam import FedLESAM as FedLESAM
 from .methods.fedntd import FedNTD as FedNTD

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.slow
         "fedsam",
         "fedlesam",
         "fedentopt",
+        "fedgs",
         "fedvls",
     ],
 )

@@ -47,6 +47,7 @@ prototypes = _of("objectives/prototypes.py", "objectives/test_prototypes.py", "m
 aggregation = _of("aggregation/base.py", "aggregation/test_base.py")
 sharpness = _of("objectives/sharpness.py", "objectives/test_sharpness.py")
 displaced = _of("clients/training/displaced.py", "objectives/test_sharpness.py")
+graph = _of("sampling/graph.py", "sampling/test_graph.py")
 entropy = _of("sampling/entropy.py", "sampling/test_entropy.py")
 memory = _of("aggregation/memory.py", "aggregation/test_memory.py")
 server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
@@ -920,27 +921,36 @@ MUTANTS = [
     local("the quick way without the displacement", " or setup.displaces):", "):", "objectives/test_sharpness.py"),
     entropy("the labels of those before do not count", "entropies(total + counts)", "entropies(counts)"),
     entropy(
-        entropy(
-            "the least even client is added",
-            "gains >= gains.max() - 1e-12",
-            "gains <= gains[gains >= 0].min() + 1e-12",
-        ),
+        "the least even client is added", "gains >= gains.max() - 1e-12", "gains <= gains[gains >= 0].min() + 1e-12"
     ),
     entropy("a client is added twice", "gains[chosen] = -1", "gains[:0] = -1"),
-    entropy(
-        entropy("the first client is always the same", 'federation.rng("client-sampling").permutation(free)', "free"),
-        ".permutation(free)",
-        ".permutation(free[:1]).tolist() + free[1:].tolist()",
-    ),
+    entropy("the first client is always the same", 'federation.rng("client-sampling").permutation(free)', "free"),
     entropy("nobody waits", "~np.isin(clients, waiting)", "np.isin(clients, clients)"),
     entropy(
-        entropy(
-            "those that waited least return first",
-            "waiting[max(0, m - (len(clients) - len(waiting))) :]",
-            "waiting[: min(len(waiting), len(clients) - m)]",
-        ),
+        "those that waited least return first",
         "waiting[max(0, m - (len(clients) - len(waiting))) :]",
-        "waiting[: len(waiting) - max(0, m - (len(clients) - len(waiting)))]",
+        "waiting[: min(len(waiting), len(clients) - m)]",
     ),
     entropy("the buffer keeps the first clients", "recent[len(recent) - size :]", "recent[:size]"),
+    graph("the others' distance does not count", "links += pair[best]", "pass"),
+    graph("one client less is chosen", "for _ in range(m):", "for _ in range(m - 1):"),
+    graph("nobody is exchanged", "if gains.max() < 1e-9:", "if True:"),
+    graph(
+        "similar clients are far apart",
+        "np.exp(-(similarity**2) / sigma), np.inf)",
+        "np.exp(similarity**2 / sigma), np.inf)",
+    ),
+    graph("edges instead of paths", "edges[:, k, None] + edges[None, k, :], out", "edges, out"),
+    graph("clients without a path are near", "np.where(reached, edges, limit)", "np.where(reached, edges, 0.0)"),
+    graph(
+        "the mean counts neither way",
+        "(2 * (times[order] - times.mean()) + 1)",
+        "(2 * (times.mean() - times[order]) + 1)",
+    ),
+    graph("nobody is counted", "result[places] += 1", "pass"),
+    graph(
+        "invited clients are counted again",
+        'if self.counted == "invited":\n            return state',
+        "if False:\n            return state",
+    ),
 ]

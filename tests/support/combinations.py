@@ -58,6 +58,7 @@ SAMPLERS: dict[str, Any] = {
     "clustered by size": {"name": "clustered", "algorithm": 1},
     "power-of-choice": {"name": "power-of-choice", "candidates": 5},
     "fedentopt": "fedentopt",
+    "fedgs": "fedgs",
 }
 DATA_SAMPLERS: dict[str, Any] = {
     "all": "all",

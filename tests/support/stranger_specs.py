@@ -54,6 +54,7 @@ MORE: dict[str, dict[str, Any]] = {
     "fedsam": {},
     "fedlesam": {},
     "fedentopt": {},
+    "fedgs": {},
 }
 """The other methods, which share their code with those above."""
 

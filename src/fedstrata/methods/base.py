@@ -440,6 +440,7 @@ METHODS: Registry[Method] = Registry(
         "fedsam": "fedstrata.methods.fedsam:FedSAM",
         "fedlesam": "fedstrata.methods.fedlesam:FedLESAM",
         "fedentopt": "fedstrata.methods.fedentopt:FedEntOpt",
+        "fedgs": "fedstrata.methods.fedgs:FedGS",
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
         "fedau": "fedstrata.methods.fedau:FedAU",

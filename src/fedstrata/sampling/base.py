@@ -283,6 +283,7 @@ CLIENT_SAMPLERS: Registry[ClientSampler] = Registry(
         "clustered": "fedstrata.sampling.clustered:Clustered",
         "power-of-choice": "fedstrata.sampling.power_of_choice:PowerOfChoice",
         "fedentopt": "fedstrata.sampling.entropy:Entropy",
+        "fedgs": "fedstrata.sampling.graph:Graph",
     },
 )
 
