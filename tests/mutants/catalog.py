@@ -953,4 +953,26 @@ MUTANTS = [
         'if self.counted == "invited":\n            return state',
         "if False:\n            return state",
     ),
+    stratified(
+        "an inclusion probability is that of one draw",
+        "probability[members] = inclusion / allocation[h]",
+        "probability[members] = inclusion",
+    ),
+    stratified(
+        "systematic draws ignore the norms", "dtype=np.int64), p, np.zeros(", "dtype=np.int64), 0 * p + 1, np.zeros("
+    ),
+    stratified(
+        "systematic draws in a fixed order of two",
+        "systematic(inclusion[order], generator)",
+        "np.round(inclusion[order]).astype(int)",
+    ),
+    fedssar("clusters are certain to be drawn", "np.minimum(m * available_sizes / total, 1.0) if few", "None if few"),
+    fedssar(
+        "clusters are drawn equally often",
+        "m * available_sizes / total, 1.0)",
+        "0 * available_sizes + m / len(sizes), 1.0)",
+    ),
+    fedssar(
+        "the chance of a cluster that is certain", "available_sizes > 0).sum() > m", "available_sizes > 0).sum() > 0"
+    ),
 ]

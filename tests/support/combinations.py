@@ -52,6 +52,7 @@ SAMPLERS: dict[str, Any] = {
     "all": "all",
     "fedsts": {"name": "fedsts", "strata": 2},
     "fedsts again": {"name": "fedsts", "strata": 2, "replacement": True},
+    "fedsts systematic": {"name": "fedsts", "strata": 2, "draws": "systematic"},
     "fedsts updates": {"name": "fedsts", "strata": 2, "refresh": "participants"},
     "fedssar": "fedssar",
     "clustered": "clustered",

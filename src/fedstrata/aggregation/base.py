@@ -227,21 +227,23 @@ class HorvitzThompson(Aggregator):
     """Weights a_k = draws_k / (N m_h p_k), which are unbiased for draws with replacement (Hansen and Hurwitz 1943).
 
     N is the number of clients, m_h the number of draws from the client's stratum h, p_k the probability that a draw
-    from the stratum picks client k, and draws_k how often client k was drawn. The a_k sum to one only on average, so
-    they multiply updates and not whole models.
+    from the stratum picks client k, and draws_k how often client k was drawn. For draws without replacement, m_h p_k is
+    the inclusion probability π_k of the client, and a_k = 1 / (N π_k) (Horvitz and Thompson 1952). The a_k sum to one
+    only on average, so they multiply updates and not whole models.
     """
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Require draws with replacement, or uniform draws, for which all weights are 1/m."""
+        """Require known probabilities: draws with replacement, systematic draws, or uniform draws."""
         if getattr(sampler, "allocation", None) == "neyman":
             problem = "can leave a stratum without a draw in every round, which weights cannot correct. "
             problem += "Use 'neyman-random' (the default of horvitz-thompson), or another allocation."
             raise SpecError("method.allocation", problem, "neyman")
-        if getattr(sampler, "replacement", None) is False and not isinstance(sampler, Uniform):
+        known = isinstance(sampler, Uniform) or getattr(sampler, "draws", None) == "systematic"
+        if getattr(sampler, "replacement", None) is False and not known:
             problem = (
                 "the aggregator horvitz-thompson requires draws with replacement. Set it to true; with fedsts and "
             )
-            problem += "fedstas, set method.aggregation = 'horvitz-thompson' instead."
+            problem += "fedstas, set method.aggregation = 'horvitz-thompson' or 'inclusion' instead."
             raise SpecError("method.client_sampler.replacement", problem, False)
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:

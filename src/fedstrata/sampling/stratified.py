@@ -23,7 +23,7 @@ from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.sampling.allocation import Allocation, allocated, spread
+from fedstrata.sampling.allocation import Allocation, allocated, quotas, spread, systematic
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.incremental_kmeans import Clusters
 from fedstrata.sampling.messages import Compress, CompressReply, sketch_length
@@ -34,6 +34,7 @@ Refresh = Literal["all", "participants"]
 Gradients = Literal["asked", "updates"]
 Compared = Literal["restored", "centroids"]
 Start = Literal["k-means++", "random"]
+Draws = Literal["sequential", "systematic"]
 
 LARGE = 1000
 """Up to this number of clients, all gradients are renewed in every round by default; see ``Stratified.refresh``."""
@@ -112,14 +113,17 @@ class Stratified(ClientSampler):
             ``centroids``: only its d' different values, as in FedSTaS's code; requires ``gradients = "asked"``.
         start: Gradients at which k-means starts. ``random``: those of random clients, as in the paper. ``k-means++``
             (default): gradients that lie far apart.
-        replacement: Whether a client may be drawn twice from its stratum. Without replacement, Horvitz-Thompson weights
-            are biased.
+        replacement: Whether a client may be drawn twice from its stratum.
+        draws: How clients are drawn without replacement. ``sequential``: one after another in proportion to the norm of
+            the gradient, as in the paper; their inclusion probabilities have no formula, so that Horvitz-Thompson
+            weights would be biased. ``systematic``: client k of stratum h with probability min(1, c_h ‖Z_k‖), where c_h
+            makes these probabilities add up to m_h (Madow 1949).
         allocation: Number of clients that are drawn from each stratum. ``neyman``: in proportion to its size times its
             spread, rounded by largest remainder; a stratum may get none, which biases the result. ``neyman-random``:
             like ``neyman``, but rounded at random, which is unbiased; the expected number is at least half of an equal
             share. ``neyman-at-least-one``: like ``neyman``, but at least one. ``proportional``: in proportion to its
-            size, but at least one. Default: ``neyman-random`` with replacement. Without replacement: ``neyman`` if
-            ``refresh`` is ``all``, otherwise ``neyman-at-least-one``.
+            size, but at least one. Default: ``neyman-random`` with replacement or systematic draws. Otherwise:
+            ``neyman`` if ``refresh`` is ``all``, and ``neyman-at-least-one`` if not.
     """
 
     strata: PositiveInt = 10
@@ -130,19 +134,23 @@ class Stratified(ClientSampler):
     compared: Compared = "restored"
     start: Start | None = None
     replacement: bool = False
+    draws: Draws = "sequential"
     allocation: Allocation | None = None
 
     def rule(self, config: FederationConfig) -> Allocation:
         """Return the allocation rule in use."""
         if self.allocation is not None:
             return self.allocation
-        if self.replacement:
+        if self.replacement or self.draws == "systematic":
             return "neyman-random"
         return "neyman" if self._refreshes(config) == "all" else "neyman-at-least-one"
 
     def check(self, config: FederationConfig) -> None:
         """Refuse settings that do not fit each other, the clients or the model; warn about fewer draws than strata."""
         super().check(config)
+        if self.replacement and self.draws == "systematic":
+            problem = "draws each client at most once, but replacement = true. Set replacement to false."
+            raise SpecError("method.client_sampler.draws", problem, self.draws)
         if self._refreshes(config) == "all" and self.gradients == "updates":
             problem = "only participants send updates. Set refresh = 'participants', or use 'asked'."
             raise SpecError("method.gradients", problem, self.gradients)
@@ -224,7 +232,9 @@ class Stratified(ClientSampler):
         m = min(config.training.invited(config.clients), len(clients))
         allocation, chance = allocated(self.rule(config), m, sizes, deviations, federation.rng("allocation"))
         order, generator = np.argsort(clients), federation.rng("client-sampling")
-        selection = draw(clients[order], strata[order], sizes, allocation, norms[order], self.replacement, generator)
+        selection = draw(
+            clients[order], strata[order], sizes, allocation, norms[order], self.replacement, generator, self.draws
+        )
         metrics: dict[str, Any] = {
             "strata_sizes": sizes.tolist(),
             "strata_allocation": allocation.tolist(),
@@ -401,6 +411,7 @@ def draw(
     norms: Floats,
     replacement: bool,
     generator: np.random.Generator,
+    draws: Draws = "sequential",
 ) -> Selection:
     """Draw clients from every stratum, in proportion to ``norms`` within it (uniformly if all its norms are zero).
 
@@ -412,6 +423,8 @@ def draw(
         norms: The norm of each client's compressed gradient, or another weight, shape (N,).
         replacement: Whether a client may be drawn more than once.
         generator: Randomness.
+        draws: How clients are drawn without replacement; see ``Stratified``. With systematic draws, ``probability`` in
+            the result is the client's inclusion probability, divided by the number of draws from the stratum.
     """
     probability = np.zeros(len(clients))
     times = np.zeros(len(clients), dtype=np.int64)
@@ -424,6 +437,12 @@ def draw(
             continue
         if replacement:
             times[members] = generator.multinomial(allocation[h], p)
+            continue
+        if draws == "systematic":
+            inclusion = quotas(int(allocation[h]), np.ones(len(members), dtype=np.int64), p, np.zeros(len(members)))
+            order = generator.permutation(len(members))
+            times[members[order]] = systematic(inclusion[order], generator)
+            probability[members] = inclusion / allocation[h]
             continue
         # Without replacement, clients with a positive probability are drawn first, with these probabilities. If there
         # are fewer such clients than draws, the remaining draws are uniform among the other clients.
