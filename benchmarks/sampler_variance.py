@@ -145,7 +145,6 @@ def samplers(known: dict[str, Any]) -> dict[str, Draw]:
             fedsts("neyman-random", False, "systematic"), HorvitzThompson()
         ),
         "FedSSAR": by(fedssar, MeanBySize()),
-        "FedSSAR, stratum mean": by(fedssar, StratumMean()),
         "FedSSAR, Horvitz-Thompson": by(fedssar, HorvitzThompson()),
         "FedSampling (a tenth of all samples)": fedsampling,
         "power of choice (20 candidates)": by(power, Mean()),
@@ -189,24 +188,29 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-RULES = {
-    "`neyman`, as published": "FedSTS, paper",
-    "one draw for each stratum first": "FedSTS, one draw for each stratum",
-    "`neyman-random` with `horvitz-thompson`": "FedSTS, rounded at random, Horvitz-Thompson",
-    "`neyman-random` with `inclusion`": "FedSTS, rounded at random, inclusion probabilities",
+ROWS = {
+    "FedSTS, `paper`": "FedSTS, paper",
+    "FedSTS, `paper`, one draw for each stratum first": "FedSTS, one draw for each stratum",
+    "FedSTS, `horvitz-thompson`": "FedSTS, rounded at random, Horvitz-Thompson",
+    "FedSTS, `inclusion`": "FedSTS, rounded at random, inclusion probabilities",
+    "FedSSAR, `paper`": "FedSSAR",
+    "FedSSAR, `horvitz-thompson`": "FedSSAR, Horvitz-Thompson",
 }
 """The rows of ``biases``: a mapping from the text of each row to the name of the sampler."""
 
 
 def biases(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a Markdown table of the biases of FedSTS's allocations, in percent of the mean over clients."""
-    by = {(row["sampler"], row["balance"]): row for row in rows}
-    lines = ["| rule | 600 samples a client | skewed class by class |", "|---|---:|---:|"]
-    for says, sampler in RULES.items():
-        client, of_class = (100 * by[sampler, balance]["bias_clients"] for balance in ("client", "class"))
-        lines.append(f"| {says} | {client:.1f} | {of_class:.1f} |")
-    client, of_class = (100 * by[[*RULES.values()][-1], balance]["noise"] for balance in ("client", "class"))
-    return [*lines, f"| noise of these figures | {client:.1f} | {of_class:.1f} |"]
+    """Return a Markdown table of the biases, in percent of the mean over clients, and of the variances."""
+    by, balances = {(row["sampler"], row["balance"]): row for row in rows}, ("client", "class")
+    lines = ["| method, `aggregation` | bias, equal sizes | variance | bias, skewed sizes | variance |"]
+    lines += ["|---|---:|---:|---:|---:|"]
+    for says, sampler in ROWS.items():
+        mine = [by[sampler, balance] for balance in balances]
+        cells = [
+            f"{100 * row['bias_clients']:.1f} ± {100 * row['noise']:.1f} | {100 * row['ratio']:.0f}" for row in mine
+        ]
+        lines.append(f"| {says} | {' | '.join(cells)} |")
+    return lines
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
