@@ -38,7 +38,7 @@ from fedstrata.sampling.fedssar import cluster, shares
 from fedstrata.sampling.messages import Compress, LossReport
 from fedstrata.sampling.quantization import restore
 from fedstrata.sampling.sketches import sketch
-from fedstrata.sampling.stratified import draw, stratify
+from fedstrata.sampling.stratified import Draws, draw, stratify
 from fedstrata.sampling.weighted import with_replacement, without_replacement
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -97,10 +97,12 @@ def samplers(known: dict[str, Any]) -> dict[str, Draw]:
     counts, norms = np.bincount(strata), np.linalg.norm(gradients, axis=1)
     deviations = spread(gradients, strata, len(counts))
 
-    def fedsts(rule: Allocation, replacement: bool) -> Callable[[np.random.Generator], Selection]:
+    def fedsts(
+        rule: Allocation, replacement: bool, draws: Draws = "sequential"
+    ) -> Callable[[np.random.Generator], Selection]:
         def select(g: np.random.Generator) -> Selection:
             allocation, chance = allocated(rule, M, counts, deviations, g)
-            chosen = draw(everybody, strata, counts, allocation, norms, replacement, g)
+            chosen = draw(everybody, strata, counts, allocation, norms, replacement, g, draws)
             return replace(chosen, stratum_chance=chance if rule == "neyman-random" else None)
 
         return select
@@ -109,7 +111,8 @@ def samplers(known: dict[str, Any]) -> dict[str, Draw]:
     within = np.bincount(clusters)
 
     def fedssar(g: np.random.Generator) -> Selection:
-        return draw(everybody, clusters, within, shares(M, within, within, g), np.zeros(N), False, g)
+        chosen = draw(everybody, clusters, within, shares(M, within, within, g), np.zeros(N), False, g)
+        return replace(chosen, stratum_chance=np.minimum(M * within / N, 1.0) if len(within) > M else None)
 
     one, two = by_size(sizes, M), by_group(group(known["updates"].astype(np.float32), sizes, M), sizes, M)
 
@@ -138,8 +141,11 @@ def samplers(known: dict[str, Any]) -> dict[str, Draw]:
         "FedSTS, one draw for each stratum": by(fedsts("neyman-at-least-one", False), StratumMean()),
         "FedSTS, rounded at random, Horvitz-Thompson": by(fedsts("neyman-random", True), HorvitzThompson()),
         "FedSTS, one for each, Horvitz-Thompson": by(fedsts("neyman-at-least-one", True), HorvitzThompson()),
+        "FedSTS, rounded at random, inclusion probabilities": by(
+            fedsts("neyman-random", False, "systematic"), HorvitzThompson()
+        ),
         "FedSSAR": by(fedssar, MeanBySize()),
-        "FedSSAR, stratum mean": by(fedssar, StratumMean()),
+        "FedSSAR, Horvitz-Thompson": by(fedssar, HorvitzThompson()),
         "FedSampling (a tenth of all samples)": fedsampling,
         "power of choice (20 candidates)": by(power, Mean()),
     }
@@ -182,23 +188,29 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-RULES = {
-    "`neyman`, as published": "FedSTS, paper",
-    "first one draw for each stratum": "FedSTS, one draw for each stratum",
-    "`neyman-random` with `horvitz-thompson`": "FedSTS, rounded at random, Horvitz-Thompson",
+ROWS = {
+    "FedSTS, `paper`": "FedSTS, paper",
+    "FedSTS, `paper`, one draw for each stratum first": "FedSTS, one draw for each stratum",
+    "FedSTS, `horvitz-thompson`": "FedSTS, rounded at random, Horvitz-Thompson",
+    "FedSTS, `inclusion`": "FedSTS, rounded at random, inclusion probabilities",
+    "FedSSAR, `paper`": "FedSSAR",
+    "FedSSAR, `horvitz-thompson`": "FedSSAR, Horvitz-Thompson",
 }
 """The rows of ``biases``: a mapping from the text of each row to the name of the sampler."""
 
 
 def biases(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a Markdown table of the biases of FedSTS's allocations, in percent of the mean over clients."""
-    by = {(row["sampler"], row["balance"]): row for row in rows}
-    lines = ["| allocation rule | 600 samples per client | 1 to thousands of samples per client |", "|---|---:|---:|"]
-    for says, sampler in RULES.items():
-        client, of_class = (100 * by[sampler, balance]["bias_clients"] for balance in ("client", "class"))
-        lines.append(f"| {says} | {client:.1f} | {of_class:.1f} |")
-    client, of_class = (100 * by[[*RULES.values()][-1], balance]["noise"] for balance in ("client", "class"))
-    return [*lines, f"| measurement noise | {client:.1f} | {of_class:.1f} |"]
+    """Return a Markdown table of the biases, in percent of the mean over clients, and of the variances."""
+    by, balances = {(row["sampler"], row["balance"]): row for row in rows}, ("client", "class")
+    lines = ["| method, `aggregation` | bias, equal sizes | variance | bias, skewed sizes | variance |"]
+    lines += ["|---|---:|---:|---:|---:|"]
+    for says, sampler in ROWS.items():
+        mine = [by[sampler, balance] for balance in balances]
+        cells = [
+            f"{100 * row['bias_clients']:.1f} ± {100 * row['noise']:.1f} | {100 * row['ratio']:.0f}" for row in mine
+        ]
+        lines.append(f"| {says} | {' | '.join(cells)} |")
+    return lines
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

@@ -89,14 +89,18 @@ from .methods.fedawe import FedAWE as FedAWE
 from .methods.fedbabu import FedBABU as FedBABU
 from .methods.feddecorr import FedDecorr as FedDecorr
 from .methods.feddyn import FedDyn as FedDyn
+from .methods.fedentopt import FedEntOpt as FedEntOpt
 from .methods.fedexp import FedExP as FedExP
+from .methods.fedgs import FedGS as FedGS
 from .methods.fedlc import FedLC as FedLC
+from .methods.fedlesam import FedLESAM as FedLESAM
 from .methods.fednova import FedNova as FedNova
 from .methods.fedntd import FedNTD as FedNTD
 from .methods.fedper import FedPer as FedPer
 from .methods.fedprox import FedProx as FedProx
 from .methods.fedrep import FedRep as FedRep
 from .methods.fedrs import FedRS as FedRS
+from .methods.fedsam import FedSAM as FedSAM
 from .methods.fedsampling import FedSampling as FedSampling
 from .methods.fedssar import FedSSAR as FedSSAR
 from .methods.fedstas import FedSTaS as FedSTaS
@@ -117,6 +121,8 @@ from .objectives.base import Objective as Objective
 from .objectives.base import PerSample as PerSample
 from .objectives.base import Trained as Trained
 from .objectives.fedprox import Proximal as Proximal
+from .objectives.sharpness import GloballySharpnessAware as GloballySharpnessAware
+from .objectives.sharpness import SharpnessAware as SharpnessAware
 from .reporting.plots import plot as plot
 from .reporting.replayed_strata import strata_after as strata_after
 from .reporting.replayed_strata import strata_of as strata_of
@@ -131,6 +137,8 @@ from .sampling.base import DataSampler as DataSampler
 from .sampling.base import Selection as Selection
 from .sampling.client_sizes import Sizes as Sizes
 from .sampling.client_sizes import allowed_sizes as allowed_sizes
+from .sampling.label_counts import LabelCounts as LabelCounts
+from .sampling.label_counts import allowed_label_counts as allowed_label_counts
 from .sampling.weighted import Weighted as Weighted
 from .spec.callbacks import Callback as Callback
 from .spec.callbacks import EarlyStopping as EarlyStopping
@@ -139,8 +147,6 @@ from .spec.experiment import Experiment as Experiment
 from .spec.experiment import variants as variants
 from .spec.tracking import MLflow as MLflow
 from .spec.tracking import TensorBoard as TensorBoard
-from .stratify.label_counts import LabelCounts as LabelCounts
-from .stratify.label_counts import allowed_label_counts as allowed_label_counts
 from .stratify.method import Stratify as Stratify
 
 __version__: str

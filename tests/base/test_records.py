@@ -22,8 +22,9 @@ from fedstrata.base import outer, records
 from fedstrata.base.errors import WireError
 from fedstrata.base.records import add, decode, encode, record, require_types, same, size
 from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.sampling.label_counts import LabelReport
 from fedstrata.sampling.messages import SizeReport
-from fedstrata.stratify.messages import GradientReply, LabelReport
+from fedstrata.stratify.messages import GradientReply
 
 
 @record("test/Pair")

@@ -280,6 +280,8 @@ def test_bf16_trains_nearly_the_same_and_leaves_float32(tiny, chain):
         "fedntd",
         "feddecorr",
         "fedvls",
+        "fedsam",
+        "fedlesam",
     ],
 )
 def test_bf16_is_near_float32_for_every_objective(method):

@@ -14,8 +14,9 @@ from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit
 from fedstrata.federation.settings import Privacy
+from fedstrata.sampling.label_counts import LabelReport
 from fedstrata.sampling.messages import Compress, LossReport, SizeReport, Sketch
-from fedstrata.stratify.messages import LabelReport, Reserve, Steps
+from fedstrata.stratify.messages import Reserve, Steps
 
 NONE = torch.empty(0, dtype=torch.int64)
 

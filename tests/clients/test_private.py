@@ -144,7 +144,7 @@ def test_a_run_records_the_largest_epsilon_and_no_loss(tmp_path: Path):
     assert sizes is not None
     assert history[-1]["epsilon"] == Accountant(dp, made.training, sizes).largest(rounds)
     assert all(record["train_loss"] is None for record in history)
-    assert dict(summary_lines(history))["privacy"].startswith(f"ε = {history[-1]['epsilon']:.2f} for a sample")
+    assert dict(summary_lines(history))["privacy"].startswith(f"ε = {history[-1]['epsilon']:.2f} per sample")
     assert [record["epsilon"] for record in history] == sorted(record["epsilon"] for record in history)
 
 

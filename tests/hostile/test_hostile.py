@@ -28,12 +28,13 @@ from fedstrata.base.errors import FedstrataError
 from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.federation.messages import Fit, Params, Weights
 from fedstrata.runs.preparation import Prepared, prepare
+from fedstrata.sampling.label_counts import LabelReport
 from fedstrata.sampling.messages import SizeReport
 from fedstrata.sites.configuration import described
 from fedstrata.sites.policy import RuleError
 from fedstrata.sites.settings import JobSpec, SiteSettings
 from fedstrata.sites.wire import Ask, Failed, Fetch, Hopped
-from fedstrata.stratify.messages import Gradient, LabelReport, Reserve, Steps
+from fedstrata.stratify.messages import Gradient, Reserve, Steps
 
 pytestmark = pytest.mark.slow
 NONE, ALL = torch.zeros(0, dtype=torch.int64), (0.0, 1.0)

@@ -39,6 +39,10 @@ pytestmark = pytest.mark.slow
         "fedvarp",
         "fedawe",
         "feddecorr",
+        "fedsam",
+        "fedlesam",
+        "fedentopt",
+        "fedgs",
         "fedvls",
     ],
 )

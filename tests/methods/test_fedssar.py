@@ -86,10 +86,15 @@ def test_a_stronger_proximal_term_keeps_clients_nearer():
 
 
 @pytest.mark.slow
-def test_sampling_with_another_objective_and_dropout_resumes_to_the_same_bytes(tmp_path):
+@pytest.mark.parametrize("aggregator", ["size", "horvitz-thompson"])
+def test_sampling_with_another_objective_and_dropout_resumes_to_the_same_bytes(aggregator, tmp_path):
     """FedSSAR's sampler under SCAFFOLD, half of the clients away: killed and resumed, the result is the same."""
     spec = fs.Experiment(
-        method={"name": "scaffold", "client_sampler": {"name": "fedssar", "features": "updates"}},
+        method={
+            "name": "scaffold",
+            "client_sampler": {"name": "fedssar", "features": "updates"},
+            "aggregator": aggregator,
+        },
         partition=fs.Dirichlet(alpha=0.1, clients=12),
         availability=fs.Bernoulli(p=0.5),
         training=fs.Training(rounds=4, clients_per_round=4),

@@ -256,10 +256,14 @@ class UnpluggedError(Exception):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "method", [FEDSTAS, {**FEDSTAS, "refresh": "participants", "gradients": "asked", "epsilon": 3.0, "bound": 500}]
+    "method",
+    [
+        {**FEDSTAS, "aggregation": "horvitz-thompson"},
+        {**FEDSTAS, "aggregation": "inclusion", "refresh": "participants", "gradients": "asked", "epsilon": 3.0},
+    ],
 )
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(method, tmp_path):
-    wanted = spec({**method, "aggregation": "horvitz-thompson"}, rounds=5)
+    wanted = spec(method, rounds=5)
     whole = fs.run(wanted, out=tmp_path / "whole")
 
     def stop(record):
@@ -278,8 +282,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_bytes(method, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_it_learns_digits():
-    wanted = spec({**FEDSTAS, "fraction": 0.5}, rounds=25, lr=0.2, local_epochs=2)
+@pytest.mark.parametrize("aggregation", ["paper", "inclusion"])
+def test_it_learns_digits(aggregation):
+    wanted = spec({**FEDSTAS, "fraction": 0.5, "aggregation": aggregation}, rounds=25, lr=0.2, local_epochs=2)
     assert fs.run(wanted).final_accuracy > 0.7
 
 

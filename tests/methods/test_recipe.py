@@ -282,7 +282,7 @@ def test_every_setting_of_a_recipe_is_one_of_a_choice_or_the_recipes_own():
     settings = {(method.name, key) for method in RECIPES for key in method.model_fields if key not in CHOICES}
     own = {(method, key) for method in ("fedavg-ft", "ccvr") for key in HeadTuning.model_fields}
     own |= {("fedbabu", "fine_tune"), ("ccvr", "every")}
-    assert settings - shared == own | {("fedsts", "aggregation"), ("fedstas", "aggregation")}
+    assert settings - shared == own | {(method, "aggregation") for method in ("fedsts", "fedstas", "fedssar")}
 
 
 @pytest.mark.parametrize(("method", "key"), SHARED)

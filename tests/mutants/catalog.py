@@ -45,6 +45,10 @@ calibrated = _of("objectives/calibrated.py", "objectives/test_calibrated.py")
 rebafl = _of("objectives/rebafl.py", "objectives/test_rebafl.py", "methods/test_rebafl.py")
 prototypes = _of("objectives/prototypes.py", "objectives/test_prototypes.py", "methods/test_rebafl.py")
 aggregation = _of("aggregation/base.py", "aggregation/test_base.py")
+sharpness = _of("objectives/sharpness.py", "objectives/test_sharpness.py")
+displaced = _of("clients/training/displaced.py", "objectives/test_sharpness.py")
+graph = _of("sampling/graph.py", "sampling/test_graph.py")
+entropy = _of("sampling/entropy.py", "sampling/test_entropy.py")
 memory = _of("aggregation/memory.py", "aggregation/test_memory.py")
 scaled = _of("aggregation/scaled.py", "aggregation/test_scaled.py")
 ccvr = _of("methods/ccvr.py", "methods/test_ccvr.py")
@@ -915,4 +919,79 @@ MUTANTS = [
         "clients/test_minimum.py",
     ),
     rebafl("classes nobody knows are in the cycle", 'positions % context.derived["known"]', "positions % len(P)"),
+    sharpness(
+        "the length of each tensor alone",
+        "torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)))",
+        "torch._foreach_norm(parts)[0]",
+    ),
+    sharpness("downhill", "scaled(gradient(), self.rho)", "scaled(gradient(), -self.rho)"),
+    sharpness("the way of the global model", "old[name] - w for", "w - old[name] for"),
+    sharpness("the last model is the client's own", '{"start": context.start,', '{"start": trained.params,'),
+    sharpness("the other objective forgets", 'kept=kept.get("other")', "kept=None"),
+    displaced("the next step begins at the displaced point", "torch._foreach_copy_(leaves, kept)", "pass"),
+    displaced("both passes count for running statistics", "self.model.untrained.restore(buffers)", "pass"),
+    displaced("the loss at the other point", "(at_start[0][0] if at_start else loss)", "loss"),
+    local(
+        "gradients that are not counted",
+        "seen += batch.y.shape[0] * objective.gradients_per_step",
+        "seen += batch.y.shape[0]",
+        "objectives/test_sharpness.py",
+    ),
+    local("the quick way without the displacement", " or setup.displaces):", "):", "objectives/test_sharpness.py"),
+    entropy("the labels of those before do not count", "entropies(total + counts)", "entropies(counts)"),
+    entropy(
+        "the least even client is added", "gains >= gains.max() - 1e-12", "gains <= gains[gains >= 0].min() + 1e-12"
+    ),
+    entropy("a client is added twice", "gains[chosen] = -1", "gains[:0] = -1"),
+    entropy("the first client is always the same", 'federation.rng("client-sampling").permutation(free)', "free"),
+    entropy("nobody waits", "~np.isin(clients, waiting)", "np.isin(clients, clients)"),
+    entropy(
+        "those that waited least return first",
+        "waiting[max(0, m - (len(clients) - len(waiting))) :]",
+        "waiting[: min(len(waiting), len(clients) - m)]",
+    ),
+    entropy("the buffer keeps the first clients", "recent[len(recent) - size :]", "recent[:size]"),
+    graph("the others' distance does not count", "links += pair[best]", "pass"),
+    graph("one client less is chosen", "for _ in range(m):", "for _ in range(m - 1):"),
+    graph("nobody is exchanged", "if gains.max() < 1e-9:", "if True:"),
+    graph(
+        "similar clients are far apart",
+        "np.exp(-(similarity**2) / sigma), np.inf)",
+        "np.exp(similarity**2 / sigma), np.inf)",
+    ),
+    graph("edges instead of paths", "edges[:, k, None] + edges[None, k, :], out", "edges, out"),
+    graph("clients without a path are near", "np.where(reached, edges, limit)", "np.where(reached, edges, 0.0)"),
+    graph(
+        "the mean counts neither way",
+        "(2 * (times[order] - times.mean()) + 1)",
+        "(2 * (times.mean() - times[order]) + 1)",
+    ),
+    graph("nobody is counted", "result[places] += 1", "pass"),
+    graph(
+        "invited clients are counted again",
+        'if self.counted == "invited":\n            return state',
+        "if False:\n            return state",
+    ),
+    stratified(
+        "an inclusion probability is that of one draw",
+        "probability[members] = inclusion / allocation[h]",
+        "probability[members] = inclusion",
+    ),
+    stratified(
+        "systematic draws ignore the norms", "dtype=np.int64), p, np.zeros(", "dtype=np.int64), 0 * p + 1, np.zeros("
+    ),
+    stratified(
+        "systematic draws in a fixed order of two",
+        "systematic(inclusion[order], generator)",
+        "np.round(inclusion[order]).astype(int)",
+    ),
+    fedssar("clusters are certain to be drawn", "np.minimum(m * available_sizes / total, 1.0) if few", "None if few"),
+    fedssar(
+        "clusters are drawn equally often",
+        "m * available_sizes / total, 1.0)",
+        "0 * available_sizes + m / len(sizes), 1.0)",
+    ),
+    fedssar(
+        "the chance of a cluster that is certain", "available_sizes > 0).sum() > m", "available_sizes > 0).sum() > 0"
+    ),
 ]

@@ -10,11 +10,14 @@ import pytest
 import torch
 from sklearn.cluster import OPTICS
 
+import fedstrata as fs
+from fedstrata.aggregation.base import HorvitzThompson
 from fedstrata.base import records
 from fedstrata.federation.availability import Bernoulli
 from fedstrata.federation.messages import FitReply
 from fedstrata.sampling import fedssar
 from fedstrata.sampling.fedssar import FedSSARSampler, cluster, shares
+from fedstrata.sampling.row_store import RowStore
 from fedstrata.sampling.sketches import Sketches, no_sketches, sketch, update_sketches
 
 
@@ -227,3 +230,47 @@ def test_new_sketches_replace_old_ones():
     assert state.points.ravel().tolist() == [2, 3, 50]
     assert update_sketches(state, {}, 0, 0, False) is state
     assert isinstance(state, Sketches)
+
+
+def clustered(federation, *sizes: int) -> fedssar.FedSSARState:
+    """Return the state in which the clients form clusters of these sizes."""
+    points, known = groups(*sizes, noise=0.01), np.arange(sum(sizes))
+    joined, rows = RowStore.empty().joined(known[:0], known, points)
+    return fedssar.FedSSARState(Sketches(joined, rows, np.zeros(points.shape[1], dtype=np.float32)), 0)
+
+
+def drawn(federation, state: fedssar.FedSSARState, rounds: int) -> np.ndarray:
+    """Return the weights of all clients with Horvitz-Thompson in each round, shape (rounds, N)."""
+    weights = np.zeros((rounds, federation.config.clients))
+    for round in range(rounds):
+        federation.begin(round + 1)
+        selection, _ = FedSSARSampler(coordinates=0).select(federation, state, federation.weights)
+        places = np.arange(len(selection.clients))
+        weights[round, selection.clients] = HorvitzThompson().coefficients(selection, places, np.ones(len(places), int))
+    return weights
+
+
+def test_inclusion_probabilities_of_more_clusters_than_draws(tiny):
+    """Clusters of 4, 2 and 2 clients and two draws: every client is drawn with probability 2 / 8, and a = 1/2."""
+    federation = tiny(8, clients_per_round=2)
+    weights = drawn(federation, clustered(federation, 4, 2, 2), 400)
+    assert set(weights[weights > 0].round(12).tolist()) == {0.5}
+    assert ((weights > 0).sum(axis=1) == 2).all()
+    assert abs((weights > 0).mean(axis=0) - 0.25).max() < 4.5 * np.sqrt(0.25 * 0.75 / 400)
+
+
+def test_inclusion_probabilities_of_fewer_clusters_than_draws(tiny):
+    """Clusters of 6 and 2 clients and three draws: each cluster is drawn for certain, so that a = N_h / (8 m_h)."""
+    federation = tiny(8, clients_per_round=3)
+    weights = drawn(federation, clustered(federation, 6, 2), 300)
+    np.testing.assert_allclose(weights[:, :6].sum(axis=1), 6 / 8)
+    np.testing.assert_allclose(weights[:, 6:].sum(axis=1), 2 / 8)
+    error = weights.std(axis=0, ddof=1) / np.sqrt(300)
+    assert (abs(weights.mean(axis=0) - 1 / 8) < 4.5 * error).all()
+
+
+def test_the_setting_of_the_method_changes_only_the_weights():
+    paper, unbiased = fs.FedSSAR(), fs.FedSSAR(aggregation="horvitz-thompson")
+    assert (paper.aggregator.name, unbiased.aggregator.name) == ("size", "horvitz-thompson")
+    assert paper.client_sampler == unbiased.client_sampler
+    assert paper.objective == unbiased.objective

@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fedstrata as fs
+from fedstrata.aggregation.base import HorvitzThompson
+from fedstrata.base.errors import SpecError
 from fedstrata.sampling.stratified import draw, stratify
 
 
@@ -125,6 +128,64 @@ def test_each_stratum_gives_as_many_as_were_allocated(a, b, c, replacement, seed
     assert replacement or (found.draws == 1).all()
     # A client whose gradient is zero comes in only where all others of its stratum are in already.
     assert (13 in found.clients) == (not replacement and b == 4)
+
+
+def test_systematic_draws_and_their_weights_by_hand():
+    """Norms 1, 2 and 3 and two draws: π = 1/3, 2/3 and 1. The third client comes with the first or the second."""
+    three, generator = np.array([4, 6, 9]), np.random.default_rng(0)
+    first = 0
+    for _ in range(900):
+        found = draw(
+            three, np.zeros(3, int), np.array([3]), np.array([2]), np.array([1.0, 2.0, 3.0]), False, generator,
+            "systematic",
+        )  # fmt: skip
+        weights = HorvitzThompson().coefficients(found, np.arange(2), np.ones(2, int))
+        if found.clients.tolist() == [4, 9]:
+            np.testing.assert_allclose(weights, [1, 1 / 3])  # 1 / (N π) with N = 3
+            first += 1
+        else:
+            assert found.clients.tolist() == [6, 9]
+            np.testing.assert_allclose(weights, [1 / 2, 1 / 3])
+        np.testing.assert_allclose(found.probability * 2, np.where(found.clients == 9, 1, found.clients / 6 - 1 / 3))
+    assert 300 - 4.5 * 14.2 < first < 300 + 4.5 * 14.2
+
+
+def test_if_a_client_drops_out_the_weights_of_its_stratum_grow():
+    """π = 1/3, 2/3 and 1: if only one of two drawn clients returns, it counts twice as much."""
+    norms, generator = np.array([1.0, 2.0, 3.0]), np.random.default_rng(0)
+    found = draw(
+        np.arange(3), np.zeros(3, int), np.array([3]), np.array([2]), norms, False, generator, "systematic"
+    )  # fmt: skip
+    np.testing.assert_allclose(HorvitzThompson().coefficients(found, np.array([1]), np.ones(1, int)), [2 / 3])
+
+
+@given(st.integers(0, 3), st.integers(0, 4), st.integers(0, 1), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_systematic_draws_give_as_many_as_were_allocated(a, b, c, seed):
+    allocation = np.array([a, b, c])
+    found = draw(CLIENTS, STRATA, SIZES, allocation, NORMS, False, np.random.default_rng(seed), "systematic")
+    assert np.bincount(found.stratum, minlength=3).tolist() == allocation.tolist()
+    assert (found.draws == 1).all()
+    inclusion = found.probability * allocation[found.stratum]
+    assert ((inclusion > 0) & (inclusion <= 1 + 1e-9)).all()
+    assert (13 in found.clients) == (b == 4)
+
+
+def test_systematic_draws_with_replacement_are_refused():
+    sampler = {"name": "fedsts", "strata": 2, "replacement": True, "draws": "systematic"}
+    with pytest.raises(SpecError, match=r"^method\.client_sampler\.draws = 'systematic': draws each client at most"):
+        fs.prepare(fs.Experiment(method={"name": "fedavg", "client_sampler": sampler}))
+
+
+def test_horvitz_thompson_accepts_systematic_draws_only():
+    for draws in ("sequential", "systematic"):
+        sampler = {"name": "fedsts", "strata": 2, "draws": draws}
+        spec = fs.Experiment(method={"name": "fedavg", "client_sampler": sampler, "aggregator": "horvitz-thompson"})
+        if draws == "systematic":
+            assert fs.prepare(spec).config.clients == 100
+        else:
+            with pytest.raises(SpecError, match=r"'horvitz-thompson' or 'inclusion' instead"):
+                fs.prepare(spec)
 
 
 def counts(norms: np.ndarray, allocation: list[int], replacement: bool, times: int = 4000) -> np.ndarray:

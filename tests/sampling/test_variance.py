@@ -49,7 +49,7 @@ def strata_of(updates: np.ndarray, replacement: bool):
     return lambda g: draw_strata(EVERYBODY, strata, counts, allocation, norms, replacement, g)
 
 
-def by_rule(updates: np.ndarray, rule, strata: int = 8):
+def by_rule(updates: np.ndarray, rule, strata: int = 8, *, systematic: bool = False):
     """FedSTS with more strata than places (and one of a single client), by a rule of allocation."""
     points = updates.astype(np.float32)
     labels = stratify(points, strata, seed=0, round=1)
@@ -58,7 +58,8 @@ def by_rule(updates: np.ndarray, rule, strata: int = 8):
 
     def select(g: np.random.Generator) -> Selection:
         allocation, chance = allocated(rule, M, counts, deviations, g)
-        found = draw_strata(EVERYBODY, labels, counts, allocation, norms, True, g)
+        how = "systematic" if systematic else "sequential"
+        found = draw_strata(EVERYBODY, labels, counts, allocation, norms, not systematic, g, how)
         return replace(found, stratum_chance=chance if rule == "neyman-random" else None)
 
     return select
@@ -89,6 +90,17 @@ UNBIASED = {
     ),
     "fedsts": (lambda s, u: strata_of(u, True), HorvitzThompson(), "clients"),
     "fedsts, random allocation": (lambda s, u: by_rule(u, "neyman-random"), HorvitzThompson(), "clients"),
+    "fedsts, inclusion probabilities": (
+        lambda s, u: by_rule(u, "neyman-random", systematic=True),
+        HorvitzThompson(),
+        "clients",
+    ),
+    "fedssar": (lambda s, u: similar(np.sort(np.arange(N) % 5) % 4, M), HorvitzThompson(), "clients"),
+    "fedssar, more clusters than draws": (
+        lambda s, u: similar(np.minimum(np.arange(N) // 2, 9), M),
+        HorvitzThompson(),
+        "clients",
+    ),
 }
 
 
@@ -147,7 +159,8 @@ def similar(clusters: np.ndarray, m: int):
 
     def select(g: np.random.Generator) -> Selection:
         allocation = shares(m, counts, counts, g) if fixed is None else fixed
-        return draw_strata(everybody, clusters, counts, allocation, np.zeros(len(clusters)), False, g)
+        found = draw_strata(everybody, clusters, counts, allocation, np.zeros(len(clusters)), False, g)
+        return replace(found, stratum_chance=None if fixed is not None else np.minimum(m * counts / counts.sum(), 1))
 
     return select
 

@@ -22,6 +22,7 @@ from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.communication.messages import Coefficients, Encoded
 from fedstrata.federation.messages import Fit, Weights
+from fedstrata.sampling.label_counts import LabelReport
 from fedstrata.sampling.messages import Compress, LossReport, SizeReport, Sketch
 from fedstrata.sites.site_server import SERVER
 from fedstrata.sites.wire import (
@@ -38,7 +39,7 @@ from fedstrata.sites.wire import (
     Survey,
 )
 from fedstrata.stratify.masking.messages import Assign, CountReport, OpenKeys, ShareReport, TagReport
-from fedstrata.stratify.messages import Gradient, GradientSteps, LabelReport, Reserve, Steps
+from fedstrata.stratify.messages import Gradient, GradientSteps, Reserve, Steps
 
 QUESTIONS = 100
 """The number of questions in a case."""

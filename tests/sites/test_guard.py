@@ -25,6 +25,7 @@ from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.communication.codecs import PowerSGD, pack
 from fedstrata.federation.communication.messages import Coefficients, Encoded, ModelDelivery
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
+from fedstrata.sampling.label_counts import LabelReport
 from fedstrata.sampling.messages import Compress, SizeReply, SizeReport
 from fedstrata.sites.disclosure import hash_of
 from fedstrata.sites.guard import Guard, Quota, declared
@@ -33,7 +34,7 @@ from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.wire import Begin, BeginOnBase, Begun, Failed, Fetch, Hopped, Refused, Survey, Total
 from fedstrata.stratify.masking.messages import CountReport
-from fedstrata.stratify.messages import Gradient, GradientReply, LabelReport, Reserve, Steps
+from fedstrata.stratify.messages import Gradient, GradientReply, Reserve, Steps
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 Make = Callable[..., Site]

@@ -21,13 +21,13 @@ from fedstrata.cli import main
 from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.runs.simulation import run_prepared
+from fedstrata.sampling.label_counts import LabelReport
 from fedstrata.sites.policy import FILE, Policy, approve
 from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Begun, Fetch, Hopped, Refused, Survey
 from fedstrata.stratify.masking.key_store import KeyRing
-from fedstrata.stratify.messages import LabelReport
 
 PRIVATE = {"method": {"name": "fedstas", "epsilon": 3.0, "bound": 50, "strata": 2}}
 MASKED = {"method": {"name": "stratify", "masking": "prf"}}

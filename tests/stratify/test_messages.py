@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedstrata.federation.reply_checks import defect_of
-from fedstrata.stratify.messages import MOST_SAMPLES, LabelReply, LabelReport
+from fedstrata.sampling.label_counts import MOST_SAMPLES, LabelReply, LabelReport
 
 
 def told(labels, counts):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.stratify.messages import LabelReply
+from fedstrata.sampling.label_counts import LabelReply
 from fedstrata.stratify.schedule import Holders, frequencies, schedule
 from fedstrata.stratify.selection import select_batch, select_batches
 

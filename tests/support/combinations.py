@@ -52,11 +52,14 @@ SAMPLERS: dict[str, Any] = {
     "all": "all",
     "fedsts": {"name": "fedsts", "strata": 2},
     "fedsts again": {"name": "fedsts", "strata": 2, "replacement": True},
+    "fedsts systematic": {"name": "fedsts", "strata": 2, "draws": "systematic"},
     "fedsts updates": {"name": "fedsts", "strata": 2, "refresh": "participants"},
     "fedssar": "fedssar",
     "clustered": "clustered",
     "clustered by size": {"name": "clustered", "algorithm": 1},
     "power-of-choice": {"name": "power-of-choice", "candidates": 5},
+    "fedentopt": "fedentopt",
+    "fedgs": "fedgs",
 }
 DATA_SAMPLERS: dict[str, Any] = {
     "all": "all",
@@ -81,6 +84,8 @@ OBJECTIVES = (
     "ditto",
     "feddecorr",
     "fedvls",
+    "fedsam",
+    "fedlesam",
 )
 AGGREGATORS: dict[str, Any] = {
     **{

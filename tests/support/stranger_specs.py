@@ -51,6 +51,10 @@ MORE: dict[str, dict[str, Any]] = {
     "fedntd": {},
     "feddecorr": {},
     "fedvls": {},
+    "fedsam": {},
+    "fedlesam": {},
+    "fedentopt": {},
+    "fedgs": {},
 }
 """The other methods, which share their code with those above."""
 

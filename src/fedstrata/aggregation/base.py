@@ -251,21 +251,23 @@ class HorvitzThompson(Aggregator):
     """Unbiased weights a_k = draws_k / (N m_h p_k) for draws with replacement (Hansen and Hurwitz 1943).
 
     N is the number of clients. Client k, which belongs to stratum h, was drawn draws_k times. m_h is the number of
-    draws from this stratum, and p_k is the probability that one such draw picks client k. The weights sum to one only
-    on average, so they are applied to updates and not to whole models.
+    draws from this stratum, and p_k is the probability that one such draw picks client k. For draws without
+    replacement, m_h p_k is the inclusion probability π_k of the client, and a_k = 1 / (N π_k) (Horvitz and Thompson
+    1952). The weights sum to one only on average, so they are applied to updates and not to whole models.
     """
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Require draws with replacement, or uniform draws, whose weights are all equal."""
+        """Require known probabilities: draws with replacement, systematic draws, or uniform draws."""
         if getattr(sampler, "allocation", None) == "neyman":
             problem = "can leave a stratum without draws in all rounds, and weights cannot correct this bias. "
             problem += "Use 'neyman-random' (the default of horvitz-thompson), or another allocation."
             raise SpecError("method.allocation", problem, "neyman")
-        if getattr(sampler, "replacement", None) is False and not isinstance(sampler, Uniform):
+        known = isinstance(sampler, Uniform) or getattr(sampler, "draws", None) == "systematic"
+        if getattr(sampler, "replacement", None) is False and not known:
             problem = (
                 "the aggregator horvitz-thompson requires draws with replacement. Set this key to true. With fedsts or "
             )
-            problem += "fedstas, set method.aggregation = 'horvitz-thompson' instead."
+            problem += "fedstas, set method.aggregation = 'horvitz-thompson' or 'inclusion' instead."
             raise SpecError("method.client_sampler.replacement", problem, False)
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:

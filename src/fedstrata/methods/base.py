@@ -395,11 +395,12 @@ class Recipe(Method):
         """
         objective, training = self.objective, federation.config.training
         expected = objective.expected(request.weights, federation.config)
-        staged = partial(objective.sample_gradients, training)
+        computes_more = objective.has_stages or objective.gradients_per_step > 1
+        work = partial(objective.sample_gradients, training) if computes_more else training.sample_gradients
         return federation.ask(
             clients,
             request if starts is None else _starting_at(request, starts),
-            work=partial(staged if objective.has_stages else training.sample_gradients, keep=request.keep),
+            work=partial(work, keep=request.keep),
             check=partial(check_message, expected=expected),
         )
 
@@ -472,6 +473,10 @@ METHODS: Registry[Method] = Registry(
         "ditto": "fedstrata.methods.ditto:Ditto",
         "feddecorr": "fedstrata.methods.feddecorr:FedDecorr",
         "fedvls": "fedstrata.methods.fedvls:FedVLS",
+        "fedsam": "fedstrata.methods.fedsam:FedSAM",
+        "fedlesam": "fedstrata.methods.fedlesam:FedLESAM",
+        "fedentopt": "fedstrata.methods.fedentopt:FedEntOpt",
+        "fedgs": "fedstrata.methods.fedgs:FedGS",
         "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
         "fednova": "fedstrata.methods.fednova:FedNova",

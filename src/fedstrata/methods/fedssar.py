@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from typing_extensions import override
 
+from fedstrata.aggregation.base import HorvitzThompson
 from fedstrata.methods.base import Parts, Recipe
 from fedstrata.objectives.fedprox import Proximal
 from fedstrata.sampling.fedssar import Features, FedSSARSampler
@@ -21,6 +22,9 @@ class FedSSAR(Recipe):
 
     Args:
         alpha: Strength of the proximal term, α.
+        aggregation: ``horvitz-thompson``: weights 1 / (N π_k), where π_k is the probability that client k is drawn.
+            This gives an unbiased mean over all clients. Default: the mean of the models, weighted by sample counts, as
+            in the paper, which is biased.
     """
 
     paper = "Lu et al. 2023, Federated learning based on stratified sampling and regularization (Complex Intell. Syst.)"
@@ -32,6 +36,7 @@ class FedSSAR(Recipe):
     coordinates: int = Field(default=2048, ge=0)
     optics_max: PositiveInt = 2000
     alpha: NonNegativeFloat = 0.01
+    aggregation: Literal["horvitz-thompson"] | None = None
 
     @override
     def parts(self) -> Parts:
@@ -42,4 +47,5 @@ class FedSSAR(Recipe):
             coordinates=self.coordinates,
             optics_max=self.optics_max,
         )
-        return {"client_sampler": sampler, "objective": Proximal(mu=self.alpha)}
+        parts: Parts = {"client_sampler": sampler, "objective": Proximal(mu=self.alpha)}
+        return {**parts, "aggregator": HorvitzThompson()} if self.aggregation else parts

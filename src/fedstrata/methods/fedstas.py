@@ -23,7 +23,9 @@ class FedSTS(Recipe):
 
     Args:
         aggregation: How models are averaged. ``paper``: first within each stratum, then over strata, which is biased.
-            ``horvitz-thompson``: with unbiased weights, for which clients are drawn with replacement.
+            ``horvitz-thompson``: with unbiased weights, for which clients are drawn with replacement. ``inclusion``:
+            with the unbiased weights 1 / (N π_k), where π_k is the probability that client k is drawn, for systematic
+            draws without replacement.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework (IEEE TNNLS)"
@@ -36,11 +38,10 @@ class FedSTS(Recipe):
     compared: Compared = "restored"
     start: Start | None = None
     allocation: Allocation | None = None
-    aggregation: Literal["paper", "horvitz-thompson"] = "paper"
+    aggregation: Literal["paper", "horvitz-thompson", "inclusion"] = "paper"
 
     @override
     def parts(self) -> Parts:
-        unbiased = self.aggregation == "horvitz-thompson"
         sampler = Stratified(
             strata=self.strata,
             centres=self.centres,
@@ -50,9 +51,13 @@ class FedSTS(Recipe):
             compared=self.compared,
             start=self.start,
             allocation=self.allocation,
-            replacement=unbiased,
+            replacement=self.aggregation == "horvitz-thompson",
+            draws="systematic" if self.aggregation == "inclusion" else "sequential",
         )
-        return {"client_sampler": sampler, "aggregator": HorvitzThompson() if unbiased else StratumMean()}
+        return {
+            "client_sampler": sampler,
+            "aggregator": StratumMean() if self.aggregation == "paper" else HorvitzThompson(),
+        }
 
 
 class FedSTaS(FedSTS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,13 @@ class Untrained:
                     with torch.no_grad():
                         buffer.copy_(current)
                 part._buffers[local] = buffer
+
+    def restore(self, buffers: Mapping[str, Tensor]) -> None:
+        """Copy earlier values into all buffers of ``sent``."""
+        self.gather()
+        with torch.no_grad():
+            for name, buffer in self.sent.items():
+                buffer.copy_(buffers[name])
 
     def changed(self, before: list[tuple[str, int]]) -> set[str]:
         """Return the names of the tensors that were changed or replaced after ``versions`` returned ``before``."""

@@ -222,7 +222,7 @@ class Objective(Setting):
         """Return the number of sample-gradients that a client computes per round; see ``Training.sample_gradients``."""
         stages = filter(None, [self.first_stage(), self.personal_stage()])
         more = sum(training.lasting(stage.epochs).sample_gradients(samples, keep) for stage in stages)
-        return more + training.sample_gradients(samples, keep)
+        return more + self.gradients_per_step * training.sample_gradients(samples, keep)
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """Compute values from the client's data before training; return them together with the server's message.
@@ -247,6 +247,24 @@ class Objective(Setting):
     def correction(self, params: Params, context: Context) -> Params | None:
         """Return the correction that is added to the gradient of each parameter; None for no correction."""
         return None
+
+    def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
+        """Return δ: the gradient of a step is taken at w + δ, and the step is taken from w; None for δ = 0.
+
+        The correction and the optimiser's own terms, such as weight decay, are those of w. A class that calls
+        ``gradient`` must say so in ``gradients_per_step``.
+
+        Args:
+            params: The trained parameters w.
+            gradient: A function that returns the gradient of the loss of the batch at w.
+            context: The arguments of the loss.
+        """
+        return None
+
+    @cached_property
+    def gradients_per_step(self) -> int:
+        """How many gradients of its batch a client computes in a step."""
+        return 1
 
     def trains(self, name: str, model: Model) -> bool:
         """Return True if clients train the parameter ``name``."""
@@ -307,6 +325,8 @@ OBJECTIVES: Registry[Objective] = Registry(
         "ditto": "fedstrata.objectives.personal:PersonalModel",
         "feddecorr": "fedstrata.objectives.feddecorr:Decorrelated",
         "fedvls": "fedstrata.objectives.fedvls:Vacant",
+        "fedsam": "fedstrata.objectives.sharpness:SharpnessAware",
+        "fedlesam": "fedstrata.objectives.sharpness:GloballySharpnessAware",
     },
 )
 

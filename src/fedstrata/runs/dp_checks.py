@@ -12,7 +12,7 @@ from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Fit, Request
 from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import has_batchnorm
-from fedstrata.objectives.base import Batch, Context
+from fedstrata.objectives.base import Batch, Context, is_plain
 
 USE = "Use a method such as fedavg, fedprox or scaffold."
 
@@ -42,6 +42,8 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
         refuse(f"does not support the task {config.task.name!r}, whose samples have different weights.")
     if not vars(type(objective)).get("single_samples", False):
         refuse(f"the objective of {method.name!r} is not a sum of losses of single samples. {USE}")
+    if not is_plain(objective, "displacement"):
+        refuse(f"the objective of {method.name!r} moves the point of a gradient, which DP-SGD does not. {USE}")
     asked = method.declared(config)
     unprotected = [each.label for each in asked or () if _innermost(each) is not Fit]
     if asked is None or unprotected:

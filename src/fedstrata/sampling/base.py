@@ -284,6 +284,8 @@ CLIENT_SAMPLERS: Registry[ClientSampler] = Registry(
         "fedssar": "fedstrata.sampling.fedssar:FedSSARSampler",
         "clustered": "fedstrata.sampling.clustered:Clustered",
         "power-of-choice": "fedstrata.sampling.power_of_choice:PowerOfChoice",
+        "fedentopt": "fedstrata.sampling.entropy:Entropy",
+        "fedgs": "fedstrata.sampling.graph:Graph",
     },
 )
 

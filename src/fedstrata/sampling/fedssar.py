@@ -98,7 +98,10 @@ class FedSSARSampler(ClientSampler):
         m = min(config.training.invited(config.clients), total)
         allocation = shares(m, sizes, available_sizes, federation.rng("allocation"))
         generator = federation.rng("client-sampling")
-        selection = draw(known[available], clusters[available], sizes, allocation, np.zeros(total), False, generator)
+        # Clusters without an available client do not count. No mean over the drawn clusters includes them.
+        sizes_there = np.where(available_sizes > 0, sizes, 0)
+        norms = np.zeros(total)
+        selection = draw(known[available], clusters[available], sizes_there, allocation, norms, False, generator)
         # ``draw`` computes probabilities among the available clients of a cluster. The factor turns them into
         # probabilities among all clients of the cluster, which ``sizes`` counts.
         probability = selection.probability * (available_sizes / sizes)[selection.stratum]
@@ -107,7 +110,10 @@ class FedSSARSampler(ClientSampler):
             "strata_allocation": allocation.tolist(),
             "strata_noise": noise,
         }
-        return replace(selection, probability=probability, metrics=metrics), state
+        # With more clusters than draws, ``shares`` draws clusters by systematic sampling.
+        few = (available_sizes > 0).sum() > m
+        chance = np.minimum(m * available_sizes / total, 1.0) if few else None
+        return replace(selection, probability=probability, stratum_chance=chance, metrics=metrics), state
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
         """Store sketches of the participants' models."""

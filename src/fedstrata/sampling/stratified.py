@@ -24,7 +24,7 @@ from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.sampling.allocation import Allocation, allocated, spread
+from fedstrata.sampling.allocation import Allocation, allocated, quotas, spread, systematic
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.incremental_kmeans import Clusters
 from fedstrata.sampling.messages import Compress, CompressReply, sketch_length
@@ -35,6 +35,7 @@ Refresh = Literal["all", "participants"]
 Gradients = Literal["asked", "updates"]
 Compared = Literal["restored", "centroids"]
 Start = Literal["k-means++", "random"]
+Draws = Literal["sequential", "systematic"]
 
 LARGE = 1000
 """The largest number of clients for which, by default, all clients send new gradients in every round."""
@@ -114,15 +115,18 @@ class Stratified(ClientSampler):
             requires ``gradients = "asked"``.
         start: Initial centres of k-means. ``random``: the gradients of random clients, as in the paper. ``k-means++``
             (default): gradients that lie far apart.
-        replacement: Whether a client may be drawn more than once from its stratum. Without replacement,
-            Horvitz-Thompson weights are biased.
+        replacement: Whether a client may be drawn more than once from its stratum.
+        draws: How clients are drawn without replacement. ``sequential``: one after another, in proportion to the norms
+            of their gradients, as in the paper. Their inclusion probabilities are then unknown, so Horvitz-Thompson
+            weights would be biased. ``systematic``: client k of stratum h has the inclusion probability
+            min(1, c_h ‖Z_k‖), where c_h makes the sum of these probabilities m_h (Madow 1949).
         allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to the stratum's size
             times its spread, rounded by largest remainder. A stratum may then get no draw, which biases the result.
             ``neyman-random``: like ``neyman``, but rounded at random, which is unbiased. The expected number of draws
             from a stratum is then at least half of an equal allocation, or 1 if that is less. ``neyman-at-least-one``:
             like ``neyman``, but at least one draw per stratum. ``proportional``: in proportion to the stratum's size,
-            but at least one draw. Default: ``neyman-random`` with replacement. Without replacement, ``neyman`` if
-            ``refresh`` is ``all``, otherwise ``neyman-at-least-one``.
+            but at least one draw. Default: ``neyman-random`` with replacement or systematic draws; otherwise ``neyman``
+            if ``refresh`` is ``all``, else ``neyman-at-least-one``.
     """
 
     strata: PositiveInt = 10
@@ -133,19 +137,23 @@ class Stratified(ClientSampler):
     compared: Compared = "restored"
     start: Start | None = None
     replacement: bool = False
+    draws: Draws = "sequential"
     allocation: Allocation | None = None
 
     def rule(self, config: FederationConfig) -> Allocation:
         """Return the allocation rule that applies, which is the setting ``allocation`` or its default."""
         if self.allocation is not None:
             return self.allocation
-        if self.replacement:
+        if self.replacement or self.draws == "systematic":
             return "neyman-random"
         return "neyman" if self._refreshes(config) == "all" else "neyman-at-least-one"
 
     def check(self, config: FederationConfig) -> None:
         """Refuse settings that do not fit together, the clients or the model; warn about fewer draws than strata."""
         super().check(config)
+        if self.replacement and self.draws == "systematic":
+            problem = "draws each client at most once, but replacement = true. Set replacement to false."
+            raise SpecError("method.client_sampler.draws", problem, self.draws)
         if self._refreshes(config) == "all" and self.gradients == "updates":
             problem = "only participants send updates. Set method.refresh = 'participants', or use 'asked'."
             raise SpecError("method.gradients", problem, self.gradients)
@@ -229,7 +237,9 @@ class Stratified(ClientSampler):
         m = min(config.training.invited(config.clients), len(clients))
         allocation, chance = allocated(self.rule(config), m, sizes, deviations, federation.rng("allocation"))
         order, generator = np.argsort(clients), federation.rng("client-sampling")
-        selection = draw(clients[order], strata[order], sizes, allocation, norms[order], self.replacement, generator)
+        selection = draw(
+            clients[order], strata[order], sizes, allocation, norms[order], self.replacement, generator, self.draws
+        )
         metrics: dict[str, Any] = {
             "strata_sizes": sizes.tolist(),
             "strata_allocation": allocation.tolist(),
@@ -410,6 +420,7 @@ def draw(
     norms: Floats,
     replacement: bool,
     generator: np.random.Generator,
+    draws: Draws = "sequential",
 ) -> Selection:
     """Draw clients from every stratum in proportion to ``norms``, or uniformly if all norms of the stratum are zero.
 
@@ -421,6 +432,8 @@ def draw(
         norms: The norm of each client's compressed gradient, or another weight, shape (N,).
         replacement: Whether a client may be drawn more than once.
         generator: The random generator.
+        draws: How clients are drawn without replacement; see ``Stratified``. With systematic draws, ``probability`` in
+            the result is the client's inclusion probability, divided by the number of draws from the stratum.
     """
     probability = np.zeros(len(clients))
     times = np.zeros(len(clients), dtype=np.int64)
@@ -433,6 +446,12 @@ def draw(
             continue
         if replacement:
             times[members] = generator.multinomial(allocation[h], p)
+            continue
+        if draws == "systematic":
+            inclusion = quotas(int(allocation[h]), np.ones(len(members), dtype=np.int64), p, np.zeros(len(members)))
+            order = generator.permutation(len(members))
+            times[members[order]] = systematic(inclusion[order], generator)
+            probability[members] = inclusion / allocation[h]
             continue
         # Without replacement, first draw clients with a positive probability, according to these probabilities. If
         # there are fewer such clients than draws, the remaining draws are uniform among the other clients.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedstrata.federation.allowed import Allowed, Bound, SampleLimit
+from fedstrata.sampling.label_counts import LabelReport
 from fedstrata.stratify.masking.messages import (
     Assign,
     Compare,
@@ -17,7 +18,7 @@ from fedstrata.stratify.masking.messages import (
     ShareReport,
     TagReport,
 )
-from fedstrata.stratify.messages import Gradient, GradientSteps, LabelReport, Reserve, Steps
+from fedstrata.stratify.messages import Gradient, GradientSteps, Reserve, Steps
 
 
 def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, rounds: range | None) -> list[Allowed]:

@@ -30,9 +30,6 @@ from fedstrata.federation.messages import (
 from fedstrata.federation.reply_checks import require_shape
 from fedstrata.stratify.masking.messages import CountReport
 
-MOST_SAMPLES = 2**40
-"""The largest number of samples of a label that a client may report, so that sums over clients fit into 64 bits."""
-
 ALL = (0.0, 1.0)
 """The value of ``Reserve.window`` that lets a client use all its samples."""
 
@@ -90,40 +87,6 @@ class Epoch(Order):
 
 def _numbers(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and tensor.dtype == torch.int64
-
-
-@record("LabelReply")
-class LabelReply(Reply):
-    """The labels of a client's samples, and the client's number of samples of each label.
-
-    Args:
-        labels: The labels, int64, in random order.
-        counts: The number of samples of each label, int64, in the same order.
-    """
-
-    labels: Tensor
-    counts: Tensor
-
-
-@record("LabelReport")
-class LabelReport(Request):
-    """A request for the labels of a client's samples, and for the number of samples of each label."""
-
-    reply_type: ClassVar[type[Reply]] = LabelReply
-    rule = RequestRule(
-        "its labels and its number of samples of each label, without encryption",
-        phase="enrolment",
-        discloses=frozenset({"labels", "sizes"}),
-    )
-
-    def check(self, reply: LabelReply) -> None:
-        """Refuse duplicate labels and impossible numbers of samples."""
-        require_shape(reply.labels, (-1,), torch.int64, "labels")
-        require_shape(reply.counts, (len(reply.labels),), torch.int64, "counts")
-        if len(torch.unique(reply.labels)) != len(reply.labels):
-            raise ReplyRefusedError("a label occurs twice")
-        if bool(((reply.counts < 1) | (reply.counts > MOST_SAMPLES)).any()):
-            raise ReplyRefusedError(f"a count is not in 1 … {MOST_SAMPLES}")
 
 
 @record("ReserveReply")

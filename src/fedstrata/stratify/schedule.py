@@ -15,7 +15,7 @@ import numpy as np
 
 from fedstrata.base.arrays import Ints
 from fedstrata.base.records import record
-from fedstrata.stratify.messages import LabelReply
+from fedstrata.sampling.label_counts import LabelReply
 
 Rule = Literal["capped", "uniform", "uncapped"]
 

@@ -17,9 +17,10 @@ from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import Request, Weights
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import Simulation
+from fedstrata.sampling.label_counts import LabelReport
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.wire import Envelope, Survey
-from fedstrata.stratify.messages import Gradient, LabelReport, Reserve
+from fedstrata.stratify.messages import Gradient, Reserve
 
 NONE = torch.zeros(0, dtype=torch.int64)
 LOOT = "loot.json"

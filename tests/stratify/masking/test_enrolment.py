@@ -20,6 +20,7 @@ from printed_protocol import CompareOne, OpenPrintedTotals, SealPairs
 
 import fedstrata.stratify.masking
 from fedstrata.base.errors import ClientsFailedError, QuorumError, ReplyRefusedError
+from fedstrata.sampling.label_counts import LabelReport
 from fedstrata.stratify.masking.ckks import COUNTING
 from fedstrata.stratify.masking.enrolment import Roll, enrol
 from fedstrata.stratify.masking.key_store import Keys
@@ -37,7 +38,6 @@ from fedstrata.stratify.masking.messages import (
 from fedstrata.stratify.masking.public_keys import Public
 from fedstrata.stratify.masking.slot_layout import SlotLayout
 from fedstrata.stratify.masking.unique_list import UniqueList
-from fedstrata.stratify.messages import LabelReport
 
 MODES = ("none", "prf", "ckks", "ckks-paper")
 MASKED = MODES[1:]

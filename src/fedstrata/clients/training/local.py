@@ -18,6 +18,7 @@ from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.training.augmenting import augmented_batches
 from fedstrata.clients.training.devices import CPU, on_device, to_device
+from fedstrata.clients.training.displaced import BatchGradient, DisplacedGradient
 from fedstrata.clients.training.private import NoisyGradient, descend_privately, poisson_draws
 from fedstrata.clients.training.sgd import ManualSGD, Tensors
 from fedstrata.clients.training.steps import OPTIMIZER, steps_of
@@ -157,7 +158,7 @@ class Outcome:
     Args:
         weights: The model after the last step.
         steps: Number of steps, K.
-        seen: Total number of samples in the batches of all steps, repetitions included.
+        seen: Number of sample-gradients: the samples in the batches of all steps, repetitions included.
         loss: Mean loss over the steps.
         message: The objective's message to the server.
         kept: The new state of the objective, which the client keeps.
@@ -180,6 +181,7 @@ class TrainingSetup:
         trained: Names of the parameters that the objective trains.
         pairs: Whether a step needs at least two samples, as BatchNorm does.
         corrects: Whether the objective overrides ``correction``, which is added to each gradient.
+        displaces: Whether the objective overrides ``displacement``, which moves the point of each gradient.
         finishes: Whether the objective overrides ``client_final``, which runs after the last step.
     """
 
@@ -187,6 +189,7 @@ class TrainingSetup:
     trained: frozenset[str]
     pairs: bool
     corrects: bool
+    displaces: bool
     finishes: bool
 
     @classmethod
@@ -203,6 +206,7 @@ class TrainingSetup:
             trained=frozenset(name for name, _ in named if objective.trains(name, config.model)),
             pairs=has_batchnorm(config.model.module),
             corrects=not is_plain(objective, "correction"),
+            displaces=not is_plain(objective, "displacement"),
             finishes=not is_plain(objective, "client_final"),
         )
 
@@ -221,6 +225,8 @@ def train(
     velocity, g the gradient of the objective's loss, r the objective's correction, η the learning rate, μ the momentum,
     and λ the weight decay. Another optimiser (``training.optimizer``) takes its own step with the gradient clip(g + r).
     With ``optimizer_state = "keep"``, its state is stored in the client's state.
+
+    If the objective has a ``displacement`` δ, the gradient is taken at w + δ. All other terms are computed at w.
 
     With ``privacy.dp``, the steps are those of DP-SGD: see ``NoisyGradient``. The result then contains the loss 0 and
     the expected number of samples, because the true values are not private.
@@ -323,10 +329,10 @@ def _descend(
     """Take one step on each batch; the parameters change in place.
 
     Returns:
-        The loss before each step, the total number of samples in all batches, and the new state of the optimiser.
+        The loss before each step, the number of sample-gradients, and the new state of the optimiser.
     """
     chain, losses, seen = setup.chain, list[Tensor](), 0
-    if chain is not None and not (training.momentum or training.clip or setup.corrects):
+    if chain is not None and not (training.momentum or training.clip or setup.corrects or setup.displaces):
         with torch.inference_mode():
             for batch in batches:
                 losses.append(chain.step(params, batch, context.lr, training.weight_decay))
@@ -343,16 +349,21 @@ def _descend(
         # A parameter that the loss does not use gets the gradient zero. Correction and weight decay still apply.
         return loss.detach(), torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
 
+    of_batch: BatchGradient = loss_and_gradient
+    if training.accumulate > 1:
+        of_batch = partial(
+            accumulated, loss_and_gradient, size=training.batch_size, pairs=setup.pairs, task=context.task
+        )
+    if setup.displaces:
+        loaded = model if chain is None else None
+        of_batch = DisplacedGradient(of_batch, objective, dict(zip(names, trained, strict=True)), context, loaded)
     steps = steps_of(training, context.lr, trained, optimizer_state)
     for batch in batches:
-        if training.accumulate == 1:
-            loss, gradient = loss_and_gradient(batch)
-        else:
-            loss, gradient = accumulated(loss_and_gradient, batch, training.batch_size, setup.pairs, context.task)
+        loss, gradient = of_batch(batch)
         correction = objective.correction(params, context) if setup.corrects else None
         steps.step(trained, gradient, None if correction is None else [correction[name] for name in names])
         losses.append(loss)
-        seen += batch.y.shape[0]
+        seen += batch.y.shape[0] * objective.gradients_per_step
     return losses, seen, steps.state()
 
 

@@ -14,6 +14,7 @@ from fedstrata.base.errors import FedstrataError
 from fedstrata.base.rng import rng
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
+from fedstrata.sampling.label_counts import LabelReply, LabelReport
 from fedstrata.stratify.client_batch import PLACEHOLDERS
 from fedstrata.stratify.masking.ckks import COUNTING
 from fedstrata.stratify.masking.key_store import ring_of
@@ -39,7 +40,6 @@ from fedstrata.stratify.masking.messages import (
 )
 from fedstrata.stratify.masking.prf import TAG_SIZE, tag
 from fedstrata.stratify.masking.slot_layout import TOLERANCE, SlotLayout
-from fedstrata.stratify.messages import LabelReply, LabelReport
 
 _WHOLE = 0.1
 """The largest accepted distance of a decrypted total from an integer.

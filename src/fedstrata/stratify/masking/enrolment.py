@@ -25,13 +25,13 @@ from fedstrata.base.errors import QuorumError, SpecError
 from fedstrata.base.records import Tree, record
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
+from fedstrata.sampling.label_counts import LabelReply, LabelReport
 from fedstrata.stratify.masking.ckks import tenseal
 from fedstrata.stratify.masking.counting import Held, open_totals, shares, sum_packed
 from fedstrata.stratify.masking.messages import Assign, Assigned, OpenKeys, PublicKeys, TagReport
 from fedstrata.stratify.masking.public_keys import Public, ask_until
 from fedstrata.stratify.masking.slot_layout import MOST_CLASSES, shuffled
 from fedstrata.stratify.masking.unique_list import UniqueList
-from fedstrata.stratify.messages import LabelReply, LabelReport
 from fedstrata.stratify.schedule import Holders
 
 Masking = Literal["none", "prf", "ckks"]

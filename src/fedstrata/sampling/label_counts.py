@@ -1,14 +1,57 @@
-"""A request for the clients' label counts, for samplers and methods that users write."""
+"""The request for the clients' labels and label counts, and the server's table of the replies."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedstrata.base.arrays import Ints
+from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record
 from fedstrata.federation.allowed import Allowed
 from fedstrata.federation.federation import Federation
-from fedstrata.stratify.messages import LabelReport
+from fedstrata.federation.messages import Reply, Request, RequestRule
+from fedstrata.federation.reply_checks import require_shape
+
+MOST_SAMPLES = 2**40
+"""The largest number of samples of a label that a client may report, so that sums over clients fit into 64 bits."""
+
+
+@record("LabelReply")
+class LabelReply(Reply):
+    """The labels of a client's samples, and the client's number of samples of each label.
+
+    Args:
+        labels: The labels, int64, in random order.
+        counts: The number of samples of each label, int64, in the same order.
+    """
+
+    labels: Tensor
+    counts: Tensor
+
+
+@record("LabelReport")
+class LabelReport(Request):
+    """A request for the labels of a client's samples, and for the number of samples of each label."""
+
+    reply_type: ClassVar[type[Reply]] = LabelReply
+    rule = RequestRule(
+        "its labels and its number of samples of each label, without encryption",
+        phase="enrolment",
+        discloses=frozenset({"labels", "sizes"}),
+    )
+
+    def check(self, reply: LabelReply) -> None:
+        """Refuse duplicate labels and impossible numbers of samples."""
+        require_shape(reply.labels, (-1,), torch.int64, "labels")
+        require_shape(reply.counts, (len(reply.labels),), torch.int64, "counts")
+        if len(torch.unique(reply.labels)) != len(reply.labels):
+            raise ReplyRefusedError("a label occurs twice")
+        if bool(((reply.counts < 1) | (reply.counts > MOST_SAMPLES)).any()):
+            raise ReplyRefusedError(f"a count is not in 1 … {MOST_SAMPLES}")
 
 
 @record("LabelCounts")

@@ -1,0 +1,29 @@
+"""FedGS (Wang et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
+from fedstrata.sampling.graph import Graph
+
+
+class FedGS(Recipe):
+    """FedAvg that invites clients with different labels, and each client equally often.
+
+    The m clients S of a round maximise α d(S) − Var(v + s), where d(S) is the mean distance between clients in a graph
+    of label similarity, v counts earlier invitations, and s those of the round (arXiv:2211.13975).
+    """
+
+    paper = "Wang et al. 2023, FedGS: Federated Graph-based Sampling with Arbitrary Client Availability (AAAI)"
+
+    alpha: NonNegativeFloat = 0.1
+    epsilon: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    sigma: PositiveFloat = 0.1
+
+    @override
+    def parts(self) -> Parts:
+        return {"client_sampler": Graph(alpha=self.alpha, epsilon=self.epsilon, sigma=self.sigma)}

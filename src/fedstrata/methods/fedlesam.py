@@ -1,0 +1,28 @@
+"""FedLESAM (Fan et al. 2024)."""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeFloat
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
+from fedstrata.objectives.sharpness import GloballySharpnessAware
+
+
+class FedLESAM(Recipe):
+    """FedAvg whose clients take gradients away from where the global model moved: w ← w − η ∇F_k(w + ρ d / ‖d‖).
+
+    d = w_old − w_t is the difference between the last global model that the client trained and the current one
+    (arXiv:2405.18890). Each client stores w_old.
+    """
+
+    paper = (
+        "Fan et al. 2024, Locally Estimated Global Perturbations are Better than Local Perturbations for Federated "
+        "Sharpness-aware Minimization (ICML)"
+    )
+
+    rho: NonNegativeFloat = 0.05
+
+    @override
+    def parts(self) -> Parts:
+        return {"objective": GloballySharpnessAware(rho=self.rho)}

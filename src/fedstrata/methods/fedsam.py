@@ -1,0 +1,24 @@
+"""FedSAM (Qu et al. 2022)."""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeFloat
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
+from fedstrata.objectives.sharpness import SharpnessAware
+
+
+class FedSAM(Recipe):
+    """FedAvg whose clients take each gradient where the loss of its batch is higher: w ← w − η ∇F_k(w + ρ g / ‖g‖).
+
+    g is the gradient of the batch at w (Algorithm 1 of arXiv:2206.02618). Clients compute two gradients per step.
+    """
+
+    paper = "Qu et al. 2022, Generalized Federated Learning via Sharpness Aware Minimization (ICML)"
+
+    rho: NonNegativeFloat = 0.05
+
+    @override
+    def parts(self) -> Parts:
+        return {"objective": SharpnessAware(rho=self.rho)}

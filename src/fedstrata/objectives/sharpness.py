@@ -1,0 +1,93 @@
+"""Sharpness-aware objectives, whose gradients are taken at a point near w: those of FedSAM and FedLESAM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from pydantic import NonNegativeFloat
+
+from fedstrata.base.records import Tree
+from fedstrata.federation.messages import Extra, Params
+from fedstrata.models.model import Model
+from fedstrata.objectives.base import Context, Objective, Trained
+
+TINY = 1e-12
+"""A constant that is added to norms, so that a direction of length 0 stays 0."""
+
+
+def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
+    """Return a direction with the given norm over all its tensors; zeros stay zeros.
+
+    >>> scaled({"a": torch.tensor([3.0]), "b": torch.tensor([0.0, 4.0])}, 0.5)
+    {'a': tensor([0.3000]), 'b': tensor([0.0000, 0.4000])}
+    """
+    # The order of a sum depends on the memory format, which a checkpoint does not store.
+    parts = [part.contiguous() for part in direction.values()]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)))
+    return dict(zip(direction, torch._foreach_mul(parts, length / (norm + TINY)), strict=True))
+
+
+class SharpnessAware(Objective):
+    """The task's loss, with gradients at w + ρ g / ‖g‖, where g is the gradient of the same batch at w.
+
+    The norm is over all parameters that the client trains. A step is w ← w − η ∇F_k(w + ρ g / ‖g‖), and it prefers
+    flat minima of the client's loss. A client computes two gradients per step.
+
+    Args:
+        rho: The distance ρ at which gradients are taken. 0 equals FedAvg.
+    """
+
+    rho: NonNegativeFloat = 0.05
+
+    @cached_property
+    def gradients_per_step(self) -> int:
+        """How many gradients of its batch a client computes in a step: two."""
+        return 2 if self.rho else 1
+
+    def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
+        """Return ρ g / ‖g‖."""
+        return scaled(gradient(), self.rho) if self.rho else None
+
+
+class GloballySharpnessAware(Objective):
+    """The task's loss, with gradients at w + ρ (w_old − w_t) / ‖w_old − w_t‖.
+
+    w_t is the global model, and w_old the global model that the client received in the last round in which the server
+    used its reply. The difference estimates the direction in which the loss of the whole federation grows. A client
+    computes one gradient per step, stores w_old, and in its first round trains as in FedAvg. The norm is over all
+    parameters that the client trains.
+
+    Args:
+        rho: The distance ρ at which gradients are taken. 0 equals FedAvg.
+    """
+
+    rho: NonNegativeFloat = 0.05
+
+    @property
+    def sends(self) -> str:
+        """The message of the objective that a subclass combines with this one; this one sends none."""
+        return super().sends
+
+    def client_init(self, model: Model, context: Context) -> Context:
+        """Add the displacement, which is the same at every step, to ``derived``."""
+        kept = context.kept or {}
+        prepared = super().client_init(model, replace(context, kept=kept.get("other")))
+        displacement = None
+        if "start" in kept and self.rho:
+            old = kept["start"]
+            change = {name: old[name] - w for name, w in context.start.items() if self.trains(name, model)}
+            displacement = scaled(change, self.rho)
+        return prepared.deriving(displacement=displacement)
+
+    def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
+        """Return ρ (w_old − w_t) / ‖w_old − w_t‖; None in the client's first round."""
+        displacement: Params | None = context.derived["displacement"]
+        return displacement
+
+    def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
+        """Return the message and the state of an objective that a subclass combines with this one, and keep w_t."""
+        message, other = super().client_final(trained, context)
+        return message, {"start": context.start, "other": other}

@@ -1,0 +1,118 @@
+"""FedEntOpt's sampler, which makes the labels of a round's clients as even as possible (Lutz et al. 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from fedstrata.base.arrays import Floats, Ints
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree, record
+from fedstrata.federation.allowed import Agreed, Allowed
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Weights
+from fedstrata.sampling.base import ClientSampler, Selection
+from fedstrata.sampling.label_counts import LabelCounts, allowed_label_counts
+
+
+@record("EntropyState")
+class EntropyState:
+    """The sampler's state.
+
+    Args:
+        labels: The clients' label counts.
+        recent: The buffer: the clients that were invited last, oldest first, int64.
+    """
+
+    labels: LabelCounts
+    recent: Ints
+
+
+class Entropy(ClientSampler):
+    """Adds clients one by one, each time the one that makes the entropy of the clients' labels largest.
+
+    The first client is drawn uniformly. Then the client k with the largest H((L + l_k) / ‖L + l_k‖₁) is added, where
+    l_k are the label counts of client k and L is the sum of the label counts of the clients that were added before.
+    Clients in the buffer are left out: it contains the clients that were invited last. If too few other clients can be
+    invited, those that have been in the buffer longest are added to the choice. Ties break at random.
+
+    Each client sends its label counts once. The sampler is biased on purpose: it prefers clients with rare labels.
+
+    Args:
+        buffer: Size of the buffer as a share of all clients. It contains at most as many clients as a round leaves
+            out.
+    """
+
+    tells_sizes = True
+
+    buffer: Annotated[float, Field(ge=0, lt=1)] = 0.7
+
+    def check(self, config: FederationConfig) -> None:
+        """Require classes, or other strata of samples."""
+        super().check(config)
+        if not config.strata:
+            problem = f"needs classes, and the task {config.task.name!r} has none. {config.task.stratum_hint}".rstrip()
+            raise SpecError("method.client_sampler", problem, self.name)
+
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
+        """Return the request for the clients' label counts, which are asked for once."""
+        return [allowed_label_counts()]
+
+    def init(self, federation: Federation) -> Tree:
+        """Ask all clients for their label counts."""
+        return EntropyState(LabelCounts.ask(federation), np.zeros(0, dtype=np.int64))
+
+    def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
+        """Choose the clients of the round, and put them into the buffer."""
+        config = federation.config
+        clients, counts = state.labels.among(federation.candidates())
+        m = min(config.training.invited(config.clients), len(clients))
+        if m == 0:
+            return Selection.plain(clients, 0), state
+        waiting = state.recent[np.isin(state.recent, clients)]
+        waiting = waiting[max(0, m - (len(clients) - len(waiting))) :]
+        free = np.flatnonzero(~np.isin(clients, waiting))
+        order = federation.rng("client-sampling").permutation(free)
+        chosen = order[greedy(counts[order], m)]
+        size = min(round(self.buffer * config.clients), config.clients - m)
+        invited = clients[chosen]
+        recent = np.concatenate([state.recent[~np.isin(state.recent, invited)], invited])
+        entropy = float(entropies(counts[chosen].sum(axis=0, keepdims=True))[0])
+        selection = replace(Selection.plain(invited, len(clients)), metrics={"label_entropy": entropy})
+        return selection, replace(state, recent=recent[len(recent) - size :] if size else recent[:0])
+
+
+def greedy(counts: Ints, m: int) -> Ints:
+    """Return the indices of m rows: the first row, and then each time the row that makes the entropy largest.
+
+    Args:
+        counts: The label counts of each client, shape (n, C), with n ≥ m. Of equally good rows, the first is added.
+        m: Number of rows to choose.
+
+    >>> greedy(np.array([[4, 0, 0], [4, 1, 0], [0, 9, 9], [0, 4, 0]]), 3).tolist()
+    [0, 2, 1]
+    """
+    chosen, total = [0], counts[0].copy()
+    for _ in range(m - 1):
+        gains = entropies(total + counts)
+        gains[chosen] = -1
+        # Rounding must not decide between rows that are equally good.
+        best = int(np.flatnonzero(gains >= gains.max() - 1e-12)[0])
+        chosen.append(best)
+        total += counts[best]
+    return np.array(chosen)
+
+
+def entropies(counts: Ints) -> Floats:
+    """Return the entropy of each row as a distribution, in bits, shape (n,); 0 for a row of zeros.
+
+    >>> entropies(np.array([[1, 1, 0, 0], [3, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])).tolist()
+    [1.0, 0.0, 0.0, 2.0]
+    """
+    p = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    result: Floats = np.abs(-(p * np.log2(np.where(p > 0, p, 1))).sum(axis=1))
+    return result
