@@ -71,7 +71,7 @@ def test_every_output_has_the_auroc_of_the_kept_model(
     text = (out / "table.md").read_text()
     assert main(["table", str(out), "--format", "latex"]) == 0
     latex = capsys.readouterr().out
-    said = "of the saved model (round of the best validation auroc)"
+    said = "from the saved model (round of the best validation auroc)"
     assert all(said in each for each in (text, page, latex))
     methods = {method["name"]: method for method in data["methods"]}
     for row in table:

@@ -58,7 +58,7 @@ def test_statistics_of_a_batch_of_one_are_refused_before_training():
         match=r"^evaluation\.batch_size = 1: with training\.batch_norm = 'local', statistics are computed from each",
     ):
         fs.prepare(fs.Experiment.from_table(table), model=norm)
-    with pytest.raises(SpecError, match=r"^training\.batch_norm = 'local': Stratify computes BatchNorm's statistics"):
+    with pytest.raises(SpecError, match=r"^training\.batch_norm = 'local': Stratify computes BatchNorm statistics"):
         fs.prepare(fs.Experiment.from_table({**table, "method": "stratify", "evaluation": {}}), model=norm)
     with pytest.raises(
         SpecError,
