@@ -32,7 +32,9 @@ def test_known_factors() -> None:
 
 def test_the_prime_is_prime_and_exceeds_secrets_of_16_bytes() -> None:
     assert 2**128 < PRIME < 2 ** (8 * SHARE_BYTES)
-    assert pytest.importorskip("sympy").isprime(PRIME)
+    # The test of Miller and Rabin: PRIME - 1 is twice an odd number.
+    assert PRIME % 4 == 3
+    assert all(pow(base, PRIME // 2, PRIME) in (1, PRIME - 1) for base in range(2, 42))
 
 
 @pytest.mark.parametrize(("prime", "threshold", "holders"), [(5, 1, 3), (5, 2, 4), (5, 3, 4), (7, 2, 6), (7, 3, 5)])
