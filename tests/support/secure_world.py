@@ -26,7 +26,7 @@ from fedstrata.federation.secure.protocol import (
     RevealSet,
 )
 from fedstrata.federation.secure.ring import Words
-from fedstrata.federation.secure.server import Exchange, Server
+from fedstrata.federation.secure.server import Exchange, Server, run
 from fedstrata.federation.secure.site import Site
 
 JOB = b"job".ljust(32, b"\0")
@@ -85,13 +85,20 @@ class World:
         names: The names of the sites.
         make: The class of the sites.
         exchanges: Number of exchanges per roster.
+        wire: Whether messages travel as bytes, as they do between machines.
         settings: Further arguments of ``Site``.
     """
 
     def __init__(
-        self, names: Iterable[str], make: Callable[..., Site] = Site, *, exchanges: int = 2, **settings: Any
+        self,
+        names: Iterable[str],
+        make: Callable[..., Site] = Site,
+        *,
+        exchanges: int = 2,
+        wire: bool = True,
+        **settings: Any,
     ) -> None:
-        trust = authority().trust
+        trust, self.sent = authority().trust, sent if wire else lambda message: message
         self.sites = {name: make(JOB, identity(name), trust, exchanges=exchanges, **settings) for name in sorted(names)}
         shared = {key: value for key, value in settings.items() if key in ("parties", "confirm")}
         self.server = Server(JOB, trust, exchanges=exchanges, **shared)
@@ -108,8 +115,14 @@ class World:
 
     def deals(self, offline: Iterable[str] = ()) -> dict[str, Any]:
         """Return the sites' shares for each other."""
-        roster = sent(self.server.roster)
-        return {name: sent(site.deal(roster)) for name, site in self.sites.items() if name not in set(offline)}
+        roster, deals = self.sent(self.server.roster), {}
+        for name, site in self.sites.items():
+            if name not in set(offline):
+                try:
+                    deals[name] = self.sent(site.deal(roster))
+                except RefusedError as error:
+                    self.refusals.append((name, error))
+        return deals
 
     def begin(self, number: int = 0) -> Exchange:
         """Begin an exchange about a question."""
@@ -117,18 +130,22 @@ class World:
         assert exchange is not None
         return exchange
 
+    def run(self, number: int = 0) -> list[int] | None:
+        """Return the sum of an exchange about a question in which all sites answer; None if it fails."""
+        return plain(run(self.begin(number), lambda name, message: self.answer(name, message, number)))
+
     def answer(self, name: str, message: Any, number: int = 0) -> Any:
         """Let a site answer a message; None if it refuses to."""
-        site, message = self.sites[name], sent(message)
+        site, message = self.sites[name], self.sent(message)
         try:
             if isinstance(message, Begin):
-                return sent(site.mask(message, question(number), self.vectors[name], self.enough[name]))
+                return self.sent(site.mask(message, question(number), self.vectors[name], self.enough[name]))
             if isinstance(message, Opened):
                 if site.opened(message):
                     self.committed.add(name)
                 return None
             kinds = {RevealAll: site.reveal_all, Propose: site.propose, RevealSet: site.reveal_set}
-            return sent(kinds[type(message)](message))
+            return self.sent(kinds[type(message)](message))
         except RefusedError as error:
             self.refusals.append((name, error))
             return None

@@ -30,8 +30,7 @@ from fedstrata.federation.secure.site import Site
 def test_the_server_gets_the_sum_and_all_sites_commit(names: str, confirm: str) -> None:
     world = World(names, confirm=confirm).join()
     for number in range(2):
-        total = run(world.begin(number), lambda name, message, n=number: world.answer(name, message, n))
-        assert plain(total) == world.sum_of(names)
+        assert world.run(number) == world.sum_of(names)
         assert world.committed == set(names)
         world.committed.clear()
     assert world.server.begin(question(2), LENGTH) is None
@@ -60,13 +59,13 @@ def test_a_site_that_was_lost_is_in_later_sums_of_the_same_roster() -> None:
         world.answer(name, message)
     assert world.committed == set("bcd")
     assert [(name, error.check) for name, error in world.refusals] == [("a", "exchange")]
-    assert plain(run(world.begin(1), lambda name, message: world.answer(name, message, 1))) == world.sum_of("abcd")
+    assert world.run(1) == world.sum_of("abcd")
 
 
 def test_sites_that_dealt_no_shares_are_left_out_and_the_threshold_stays() -> None:
     world = World("abcde").join(offline="e")
     assert world.server.members == list("abcd")
-    assert plain(run(world.begin(), world.answer)) == world.sum_of("abcd")
+    assert world.run() == world.sum_of("abcd")
     exchange = world.begin(1)
     world.step(exchange, "abc", 1)  # three sites of a roster of five, whose threshold is four
     assert exchange.stage == "failed"
@@ -95,16 +94,22 @@ def test_a_refused_message_changes_nothing() -> None:
     assert plain(run(exchange, world.answer)) == world.sum_of("abc")
 
 
+def test_sites_reveal_shares_for_all_only_if_all_have_signed_and_the_policy_allows_it() -> None:
+    for confirm, missing, check in [("always", "", "confirm"), ("needed", "b", "all")]:
+        world = World("abcd", confirm=confirm).join()
+        exchange = world.begin()
+        masked = {name: world.answer(name, begin) for name, begin in exchange.outgoing.items()}
+        present = {name: each.present for name, each in masked.items() if name != missing}
+        assert world.answer("a", protocol.RevealAll(0, present)) is None
+        assert [error.check for _, error in world.refusals] == [check]
+
+
 def test_boxes_may_be_delivered_twice() -> None:
     world = World("abc").join()
-    first = world.begin()
-    world.step(first, "bc")  # the server does not know whether a has got its boxes
-    assert first.stage == "failed"
-    world.answer("a", first.outgoing.get("a") or world.begin(1).outgoing["a"], 1)
-    third = World("abc", exchanges=3).join()
-    lost = third.begin()
-    third.answer("a", lost.outgoing["a"])  # the reply is lost on the way
-    assert plain(run(third.begin(1), lambda name, message: third.answer(name, message, 1))) == third.sum_of("abc")
+    world.answer("a", world.begin().outgoing["a"])  # the reply is lost, so the server sends the boxes again
+    second = world.begin(1)
+    assert all(begin.delivery is not None for begin in second.outgoing.values())  # type: ignore[attr-defined]
+    assert plain(run(second, lambda name, message: world.answer(name, message, 1))) == world.sum_of("abc")
 
 
 def test_default_thresholds_tolerate_the_documented_numbers_of_colluders() -> None:
