@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("cryptography")
 
 from secure_attacks import ATTACKS, Careless
-from secure_world import JOB, LENGTH, World, authority, identity, plain
+from secure_world import JOB, LENGTH, World, authority, identity, plain, question
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.federation.secure import protocol
@@ -213,6 +213,93 @@ def test_no_site_reveals_both_secrets_of_a_site() -> None:
                 assert not each.selfs.keys() & each.pairs.keys()
                 assert each.selfs.keys() == set(chosen)
                 assert each.pairs.keys() == set("abcdef") - set(chosen)
+
+
+Send = Callable[[World, Any], Any]
+"""Sends a message to the site "a", made from the right one."""
+BAD = "\ud800"
+"""A text that UTF-8 cannot encode."""
+
+
+def bad_roster(change: Callable[[protocol.Roster], protocol.Roster]) -> Send:
+    return lambda world, roster: world.sites["a"].deal(change(roster))
+
+
+def bad_begin(**changes: Any) -> Send:
+    return lambda world, begin: world.sites["a"].mask(replace(begin, **changes), question(), world.vectors["a"], True)
+
+
+ROSTERS: dict[str, Send] = {
+    "no packages": bad_roster(lambda roster: replace(roster, packages=[])),
+    "itself only": bad_roster(lambda roster: replace(roster, packages=roster.packages[:1])),
+    "itself twice": bad_roster(lambda roster: replace(roster, packages=[roster.packages[0], *roster.packages])),
+    "another order": bad_roster(lambda roster: replace(roster, packages=roster.packages[::-1])),
+    "a strange name": bad_roster(
+        lambda roster: replace(roster, packages=[*roster.packages[:3], replace(roster.packages[3], name=BAD)])
+    ),
+    "a large threshold": bad_roster(lambda roster: replace(roster, threshold=10**30)),
+    "a negative threshold": bad_roster(lambda roster: replace(roster, threshold=-3)),
+}
+BEGINS: dict[str, Send] = {
+    "a negative exchange": bad_begin(exchange=-1),
+    "a large exchange": bad_begin(exchange=10**30),
+    "no roster": bad_begin(roster=b""),
+    "no boxes": bad_begin(delivery=None),
+    "no members": bad_begin(delivery=protocol.Delivery([], {})),
+    "strange members": bad_begin(delivery=protocol.Delivery(["a", "b", "c", BAD], {})),
+    "members twice": bad_begin(delivery=protocol.Delivery(["a", "a", "b", "c"], {})),
+    "members without the site": bad_begin(delivery=protocol.Delivery(["b", "c", "d"], {})),
+    "members without boxes": bad_begin(delivery=protocol.Delivery(["a", "b", "c"], {"b": b""})),
+}
+IN = In(True, bytes(64))
+LATER: dict[str, Send] = {
+    "another exchange": lambda world, present: world.sites["a"].reveal_all(RevealAll(1, present)),
+    "no statements": lambda world, present: world.sites["a"].reveal_all(RevealAll(0, {})),
+    "strange statements": lambda world, present: world.sites["a"].reveal_all(RevealAll(0, present | {BAD: IN})),
+    "statements of nothing": lambda world, present: world.sites["a"].reveal_all(
+        RevealAll(0, dict.fromkeys("abcd", In(True, b"")))
+    ),
+    "no set": lambda world, present: world.sites["a"].propose(Propose(0, {})),
+    "a strange set": lambda world, present: world.sites["a"].propose(Propose(0, present | {BAD: IN})),
+    "shares without a vote": lambda world, present: world.sites["a"].reveal_set(RevealSet(0, {BAD: b""})),
+    "the end of another exchange": lambda world, present: world.sites["a"].opened(protocol.Opened(1, [])),
+}
+
+
+@pytest.mark.parametrize("what", [*ROSTERS, *BEGINS, *LATER])
+def test_a_site_refuses_strange_messages_and_goes_on(what: str) -> None:
+    world = World("abcd")
+    roster = world.server.enrol({name: site.package() for name, site in world.sites.items()})
+    if what in ROSTERS:
+        with pytest.raises(RefusedError):
+            ROSTERS[what](world, roster)
+    world.server.deliver(world.deals())
+    exchange = world.begin()
+    if what in BEGINS:
+        with pytest.raises(RefusedError):
+            BEGINS[what](world, exchange.outgoing["a"])
+    world.step(exchange, "abcd")
+    if what in LATER:
+        with pytest.raises(RefusedError):
+            LATER[what](world, exchange._present)
+    continues(world, exchange, "abcd")
+    assert plain(exchange.total) == world.sum_of("abcd")
+    assert world.refusals == []
+
+
+def test_a_site_without_a_package_or_a_roster_refuses_every_message() -> None:
+    site = Site(JOB, identity("a"), authority().trust, exchanges=2)
+    messages: list[Callable[[], Any]] = [
+        lambda: site.deal(protocol.Roster([], 3)),
+        lambda: site.mask(protocol.Begin(b"", 0, None), question(), np.zeros(1, dtype=np.uint32), True),
+        lambda: site.reveal_all(RevealAll(0, {})),
+        lambda: site.propose(Propose(0, {})),
+        lambda: site.reveal_set(RevealSet(0, {})),
+        lambda: site.opened(protocol.Opened(0, [])),
+    ]
+    for message in messages:
+        with pytest.raises(RefusedError):
+            message()
 
 
 # The votes: a model of all states, and the real site beside it
@@ -419,11 +506,18 @@ PACKAGES: dict[str, Change] = {
 }
 
 
+RESIGNED = {"weak box key", "weak key", "too few keys", "no keys", "other exchanges"}
+"""Faults that the site itself has signed."""
+
+
 @pytest.mark.parametrize("what", [*PACKAGES, *range(len(JUNK))])
 def test_a_site_with_a_faulty_package_is_left_out_of_the_roster(what: str | int) -> None:
     world = World("abcd")
     packages: dict[str, Any] = {name: site.package() for name, site in world.sites.items()}
     packages["a"] = JUNK[what] if isinstance(what, int) else PACKAGES[what](packages["a"])
+    if what in RESIGNED:
+        signature = world.sites["a"]._job_key.sign(packages["a"].signed(JOB))
+        packages["a"] = replace(packages["a"], signature=signature)
     roster = world.server.enrol(packages)
     assert roster is not None
     assert roster.names == ["b", "c", "d"]

@@ -162,6 +162,11 @@ def test_different_parts_give_different_statements(first: list[Part], second: li
     assert statement("x", *first) != statement("y", *first)
 
 
+def test_parts_do_not_run_together() -> None:
+    assert statement("x", "a", "b") != statement("x", "asb")
+    assert statement("x", ["a"], "b") != statement("x", ["a", "b"])
+
+
 def test_a_box_opens_only_with_its_key_and_public_bytes() -> None:
     key, other = b"k" * 32, b"l" * 32
     box = seal(key, b"shares", b"public")

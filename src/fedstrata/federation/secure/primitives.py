@@ -47,7 +47,8 @@ def statement(use: str, *parts: Part) -> bytes:
 
 def _flat(part: Part) -> bytes:
     if isinstance(part, str):
-        kind, content = b"s", part.encode()
+        # Names are those of another party, and may contain what UTF-8 cannot encode.
+        kind, content = b"s", part.encode("utf-8", "surrogatepass")
     elif isinstance(part, bytes):
         kind, content = b"b", part
     elif isinstance(part, int):

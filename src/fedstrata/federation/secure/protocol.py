@@ -202,7 +202,7 @@ def repeated(packages: Sequence[Package]) -> set[str]:
     owners: dict[bytes, str] = {}
     names: set[str] = set()
     for package in packages:
-        entries = [package.name.encode(), package.job_key, package.box_key]
+        entries = [package.name.encode("utf-8", "surrogatepass"), package.job_key, package.box_key]
         for many in (package.keys, package.self_commitments, package.pair_commitments):
             entries += [many[begin : begin + KEY_BYTES] for begin in range(0, len(many), KEY_BYTES)]
         for entry in entries:

@@ -270,7 +270,8 @@ class Exchange:
         if defect := _type_defect(reply, Masked):
             return defect
         vector = reply.vector
-        if vector.shape != (self.length,) or vector.dtype != torch.int32 or vector.device.type != "cpu":
+        form = (vector.shape, vector.dtype, vector.device.type, vector.layout)
+        if form != ((self.length,), torch.int32, "cpu", torch.strided):
             shape = f"{tuple(vector.shape)} {vector.dtype}"
             return f"its vector is {shape}, expected ({self.length},) torch.int32"
         signed = protocol.present_statement(self._context, name, reply.present.enough)
