@@ -17,7 +17,7 @@ FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
 
 def of_one(ring: Ring, value: float, weight: float = 1.0, client: int = 0) -> np.ndarray:
-    return ring.encode({"x": np.array([value])}, {}, rounding(0, 1, client, 0), weight=weight)
+    return ring.encode({"x": np.array([value])}, {}, rounding(0, 1, client, 0), weights={"x": weight})
 
 
 @given(SITES, RANGES, st.sampled_from([-1.0, 1.0]))
@@ -79,7 +79,7 @@ def test_the_expected_value_of_a_rounded_number_is_the_number(value: float, weig
     ring = Ring(20, {"x": Part(1, 1.0)})
 
     def whole(uniform: float) -> int:
-        words = ring.encode({"x": np.array([value])}, {}, Fixed(uniform), weight=weight)  # type: ignore[arg-type]
+        words = ring.encode({"x": np.array([value])}, {}, Fixed(uniform), weights={"x": weight})  # type: ignore[arg-type]
         return int(words[:1].view(np.int32)[0])
 
     low, high = 0.0, 1.0  # the result is the upper number below the change, and the lower one above it
@@ -121,8 +121,9 @@ def test_values_that_are_not_finite_are_withheld(value: float, dtype: type) -> N
 def test_weights_and_counts_out_of_range_are_withheld_without_their_value() -> None:
     ring = Ring(3, {"x": Part(1, 1.0)}, {"n": 9})
     for weight in (1.1, -0.1, np.nan):
-        with pytest.raises(WithheldError, match="must be between 0 and 1"):
-            ring.encode({"x": [0.0]}, {"n": 1}, rounding(0, 1, 0, 0), weight=weight)
+        with pytest.raises(WithheldError, match="its size is above the largest size") as raised:
+            ring.encode({"x": [0.0]}, {"n": 1}, rounding(0, 1, 0, 0), weights={"x": weight})
+        assert str(weight) not in str(raised.value)
     for count in (-1, 10):
         with pytest.raises(WithheldError, match="n is not between 0 and 9") as raised:
             ring.encode({"x": [0.0]}, {"n": count}, rounding(0, 1, 0, 0))

@@ -109,7 +109,7 @@ class Ring:
         counts: Mapping[str, int],
         generator: np.random.Generator,
         *,
-        weight: float = 1.0,
+        weights: Mapping[str, float] | None = None,
     ) -> Words:
         """Return a site's message, shape (``length``,).
 
@@ -119,15 +119,17 @@ class Ring:
             parts: The vectors, without their weight.
             counts: The counts.
             generator: The source of the roundings, see ``rounding``.
-            weight: The factor of all parts, between 0 and 1.
+            weights: The factors of the parts, between 0 and 1. Default: 1.
 
         Raises:
             WithheldError: A number is not finite, or the weight or a count is out of range.
         """
         if parts.keys() != self.parts.keys() or counts.keys() != self.counts.keys():
             raise ValueError(f"{sorted(parts)}, {sorted(counts)}: expected {sorted(self.parts)}, {sorted(self.counts)}")
-        if not 0 <= weight <= 1:
-            raise WithheldError(f"weight = {weight:g}: must be between 0 and 1. Raise the largest size of a site.")
+        factors = dict.fromkeys(self.parts, 1.0) | dict(weights or {})
+        if not all(0 <= factor <= 1 for factor in factors.values()):
+            # The message does not say the weight, which depends on the size of the site.
+            raise WithheldError("the client did not send its answer, because its size is above the largest size.")
         words = np.zeros(self.length, dtype=np.uint32)
         begin, scaled = 0, 0
         for name, part in self.parts.items():
@@ -142,7 +144,7 @@ class Ring:
             for first in range(0, part.size, _CHUNK):
                 # |chunk / unit| ≤ 1 holds exactly in floating point, and thus |exact| ≤ Q.
                 chunk = vector[first : first + _CHUNK].astype(np.float64)
-                exact = chunk / unit * weight * self.scale
+                exact = chunk / unit * factors[name] * self.scale
                 below = np.floor(exact)
                 up = generator.random(len(exact)) < exact - below
                 words[begin + first : begin + first + len(exact)] = (below + up).astype(np.int64).astype(np.uint32)
