@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("cryptography")
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from secure_attacks import ATTACKS, Careless
 from secure_world import JOB, LENGTH, World, authority, identity, plain, question
 
@@ -22,7 +24,7 @@ from fedstrata.federation.secure import protocol
 from fedstrata.federation.secure.protocol import (
     Deal,
     In,
-    Masked,
+    MaskedVector,
     Propose,
     RefusedError,
     RevealAll,
@@ -601,7 +603,7 @@ def masked_changes() -> dict[str, Change]:
         "shape": lambda reply: replace(reply, vector=reply.vector[None]),
         "dtype": lambda reply: replace(reply, vector=reply.vector.long()),
         "type": lambda reply: replace(reply, present=5),
-        "vector": lambda reply: Masked([1, 2], reply.present),  # type: ignore[arg-type]
+        "vector": lambda reply: MaskedVector([1, 2], reply.present),  # type: ignore[arg-type]
     }
 
 
@@ -686,6 +688,43 @@ def test_wrong_shares_of_twenty_sites_take_few_tries(liars: str, found: bool) ->
     world.step(exchange, names, **dict.fromkeys(liars, lying))
     assert (plain(exchange.total) == world.sum_of(names)) == found
     assert exchange.stage == ("opened" if found else "failed")
+
+
+FAULTS: dict[str, Change] = {
+    "silence": lambda reply: None,
+    "junk": lambda reply: RevealAll(0, {}),
+    "lies": lambda reply: lying(reply) if isinstance(reply, Shares) else reply,
+    "a false signature": lambda reply: replace(reply, signature=bytes(64)) if isinstance(reply, Vote) else reply,
+    "a false statement": lambda reply: (
+        replace(reply, present=replace(reply.present, signature=bytes(64)))
+        if isinstance(reply, MaskedVector)
+        else reply
+    ),
+}
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(st.lists(st.dictionaries(st.sampled_from("abcdefg"), st.sampled_from([*FAULTS]), max_size=4), max_size=3))
+def test_any_faults_give_the_right_sum_or_an_event(faults: list[dict[str, str]]) -> None:
+    """Each message of the protocol may meet other faulty sites. Two of seven may be faulty altogether."""
+    world = World("abcdefg", exchanges=1, wire=False).join()
+    exchange = world.begin()
+    for stage in range(4):
+        if exchange.stage in ("opened", "failed"):
+            break
+        now = faults[stage] if stage < len(faults) else {}
+        world.step(exchange, "abcdefg", **{name: FAULTS[fault] for name, fault in now.items()})
+    kinds = [event.kind for event in world.server.events]
+    if exchange.stage == "opened":
+        assert plain(exchange.total) == world.sum_of(exchange.contributors)
+        assert len(exchange.contributors) >= 5
+        assert "failed" not in kinds
+    else:
+        assert exchange.total is None
+        assert kinds[-1] == "failed"
+    if len({name for now in faults for name in now}) <= 2:
+        assert exchange.stage == "opened"
 
 
 class FalseDealer(Site):
@@ -808,7 +847,7 @@ def test_events_are_sentences() -> None:
     world.step(exchange, "bc")
     reasons = [event.reason for event in world.server.events]
     assert reasons == [
-        "a in exchange 0: it has sent a Vote instead of a Masked.",
+        "a in exchange 0: it has sent a Vote instead of a MaskedVector.",
         "Exchange 0 has no result, because only 2 sites have voted, not 3.",
     ]
 

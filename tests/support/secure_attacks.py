@@ -21,7 +21,7 @@ from fedstrata.federation.secure.protocol import (
     Begin,
     Delivery,
     In,
-    Masked,
+    MaskedVector,
     Package,
     Propose,
     RevealAll,
@@ -146,9 +146,14 @@ class Attacker:
         self.shares.clear()
 
     def unmasked(
-        self, number: int, context: bytes, chosen: Iterable[str], members: Iterable[str], masked: Mapping[str, Masked],
+        self,
+        number: int,
+        context: bytes,
+        chosen: Iterable[str],
+        members: Iterable[str],
+        masked: Mapping[str, MaskedVector],
         packages: Mapping[str, Package] | None = None,
-    ) -> Words | None:  # fmt: skip
+    ) -> Words | None:
         """Return the sum of the vectors of some sites; None if a seed that it takes is unknown.
 
         Args:
@@ -206,7 +211,7 @@ class Attacker:
         """Begin with a server without a roster. What the attacker knows stays."""
         self.world.server = Server(JOB, authority().trust, exchanges=2)
 
-    def mask_all(self, number: int = 0, asks: int | None = None, names: Sequence[str] = ()) -> dict[str, Masked]:
+    def mask_all(self, number: int = 0, asks: int | None = None, names: Sequence[str] = ()) -> dict[str, MaskedVector]:
         """Begin an exchange about a question, by default that of the same number, and return the masked vectors."""
         exchange = self.world.server.begin(question(number), LENGTH)
         assert exchange is not None
@@ -234,7 +239,7 @@ class Attacker:
             self.ask(name, RevealAll(number, dict(present)))
 
 
-def statements(masked: Mapping[str, Masked]) -> dict[str, In]:
+def statements(masked: Mapping[str, MaskedVector]) -> dict[str, In]:
     """Return the signed statements of the sites that sent masked vectors."""
     return {name: each.present for name, each in masked.items()}
 
@@ -280,13 +285,13 @@ def attack(
     return declare
 
 
-def first_exchange(attacker: Attacker) -> dict[str, Masked]:
+def first_exchange(attacker: Attacker) -> dict[str, MaskedVector]:
     """Let the sites join a roster, and answer the first question."""
     attacker.join()
     return attacker.mask_all()
 
 
-def victim(attacker: Attacker, masked: Mapping[str, Masked], context: bytes, number: int = 0) -> Words | None:
+def victim(attacker: Attacker, masked: Mapping[str, MaskedVector], context: bytes, number: int = 0) -> Words | None:
     """Return the vector of the site "a", if both its seeds are known."""
     return attacker.unmasked(number, context, "a", attacker.roster.names, masked)
 
@@ -354,7 +359,7 @@ LACKING = {"a": "cde", "b": "fgc", "c": "def", "d": "efg", "e": "fgc", "f": "gcd
 """Sets that 7 of 10 sites vote for: each set lacks three sites. Each of c, …, g is lacking in at least four sets."""
 
 
-def sum_of_two(attacker: Attacker, masked: Mapping[str, Masked], context: bytes, number: int) -> Words | None:
+def sum_of_two(attacker: Attacker, masked: Mapping[str, MaskedVector], context: bytes, number: int) -> Words | None:
     """Return the sum of the vectors of "a" and "b", if the seeds that it takes are known."""
     return attacker.unmasked(number, context, "ab", attacker.roster.names, masked)
 
@@ -434,6 +439,27 @@ def a_new_roster_after_a_failure(attacker: Attacker) -> Loot:
     second = again.mask_all(names="bcd")
     again.open_set(0, "bcd", statements(second))
     part = again.unmasked(0, again.context("b"), "bcd", "abcd", second)
+    assert whole is not None
+    assert part is not None
+    return whole - part, world.vectors["a"]
+
+
+@attack("question")
+def a_new_roster_after_all_sites_have_restarted(attacker: Attacker) -> Loot:
+    world = attacker.world
+    first = first_exchange(attacker)
+    attacker.open_all(0, statements(first))
+    whole = attacker.unmasked(0, attacker.context("b"), "abcd", "abcd", first)
+    for name, site in world.sites.items():
+        again = Careless(JOB, site.identity, site.trust, exchanges=2, answered=site.answered)
+        again.off = site.off  # type: ignore[attr-defined]
+        world.sites[name] = again
+    later = Attacker(world, attacker.colluders)
+    later.new_server()
+    later.join()
+    second = later.mask_all(names="bcd")
+    later.open_set(0, "bcd", statements(second))
+    part = later.unmasked(0, later.context("b"), "bcd", "abcd", second)
     assert whole is not None
     assert part is not None
     return whole - part, world.vectors["a"]

@@ -18,7 +18,7 @@ from fedstrata.base import records
 from fedstrata.federation.secure.certificates import Identity, IssuedBy
 from fedstrata.federation.secure.protocol import (
     Begin,
-    Masked,
+    MaskedVector,
     Opened,
     Propose,
     RefusedError,
@@ -182,7 +182,7 @@ def sent(message: Any) -> Any:
     return records.decode(records.encode(message))
 
 
-def words(reply: Masked) -> Words:
+def words(reply: MaskedVector) -> Words:
     """Return a masked vector."""
     return reply.vector.numpy().view(np.uint32)
 

@@ -15,7 +15,7 @@ message to a site     reply                                       checks of the 
 (none)                ``Package``
 ``Roster``            ``Deal``                                    own package fresh; signatures; peers; no key twice;
                                                                   threshold
-``Begin``             ``Masked``                                  boxes; the members R' of the sums; exchange unused;
+``Begin``             ``MaskedVector``                            boxes; the members R' of the sums; exchange unused;
                                                                   question never masked before
 ``RevealAll``         ``Shares`` of the self seeds of R'          "in" signed by all members; enough samples; no vote
 ``Propose``           ``Vote``                                    as before, for U ⊆ R' with t sites or more
@@ -264,8 +264,8 @@ class In(Message):
     signature: bytes
 
 
-@record("secure/Masked")
-class Masked(Message):
+@record("secure/Vector")
+class MaskedVector(Message):
     """A site's masked vector.
 
     Args:

@@ -24,7 +24,7 @@ from fedstrata.federation.secure.protocol import (
     Deal,
     Delivery,
     In,
-    Masked,
+    MaskedVector,
     Opened,
     Package,
     Propose,
@@ -267,7 +267,7 @@ class Exchange:
             self._ask("voting", self.contributors, Propose(self.number, self._present))
 
     def _vector_defect(self, name: str, reply: Any) -> str:
-        if defect := _type_defect(reply, Masked):
+        if defect := _type_defect(reply, MaskedVector):
             return defect
         vector = reply.vector
         form = (vector.shape, vector.dtype, vector.device.type, vector.layout)

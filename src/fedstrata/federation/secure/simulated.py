@@ -202,7 +202,7 @@ class Masks:
         assert exchange is not None
         exchange.receive(
             {
-                str(client): protocol.Masked(reply.vector, self._present[client])  # type: ignore[arg-type]
+                str(client): protocol.MaskedVector(reply.vector, self._present[client])  # type: ignore[arg-type]
                 for client, reply in answers.items()
             }
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,7 @@ from fedstrata.federation.secure.protocol import (
     Deal,
     Delivery,
     In,
-    Masked,
+    MaskedVector,
     Opened,
     Package,
     Propose,
@@ -92,7 +92,11 @@ class _Exchange:
 
 
 class Site:
-    """The state of a site in the secure sums of one job. It is never saved: a site that restarts is a new one.
+    """The state of a site in the secure sums of one job.
+
+    Its secrets are never saved: a site that restarts is a new one, which joins the next roster. Only ``answered`` must
+    be saved. Otherwise, a server could make sites restart, ask the same question again without one of them, and
+    compute this site's vector as the difference of the two sums.
 
     Each method answers one message of the server. If a check fails, it raises ``RefusedError``, and the state is as
     before. The server is the adversary, so the messages may contain anything.
@@ -106,6 +110,7 @@ class Site:
         confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", it skips
             this if all sites have sent their vectors. Both are equally safe, and "needed" saves two messages per site.
         exchanges: Number of exchanges for which the site makes keys at a time.
+        answered: The hashes of the questions that the site has answered in this job before it restarted.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class Site:
         peers: Collection[str] | None = None,
         confirm: Confirm = "needed",
         exchanges: int = protocol.MOST_EXCHANGES,
+        answered: Iterable[bytes] = (),
     ) -> None:
         if parties < protocol.FEWEST:
             problem = f"must be at least {protocol.FEWEST}, because each site of a sum knows its own part."
@@ -130,7 +136,8 @@ class Site:
         self._own: _Own | None = None
         self._joined: _Joined | None = None
         self._current: _Exchange | None = None
-        self._masked: set[bytes] = set()
+        self.answered = set(answered)
+        """The hashes of the questions that the site has answered. Save them before a masked vector leaves the site."""
 
     @property
     def name(self) -> str:
@@ -204,7 +211,7 @@ class Site:
         self._joined, self._current = joined, None
         return Deal(boxes)
 
-    def mask(self, begin: Begin, question: bytes, vector: Words, enough: bool) -> Masked:
+    def mask(self, begin: Begin, question: bytes, vector: Words, enough: bool) -> MaskedVector:
         """Return this site's masked vector. Its vector for this question is never masked again.
 
         Call this only after the site's guard has accepted the question.
@@ -235,7 +242,7 @@ class Site:
         if not 0 <= number < len(joined.shares):
             raise RefusedError("exchange", f"there are no keys for exchange {number}")
         self._require("exchange", number > joined.last, f"exchange {number} was used before")
-        self._require("question", question not in self._masked, "this question was answered before")
+        self._require("question", question not in self.answered, "this question was answered before")
         context = self._context(members, number, question)
         masked = vector + protocol.self_mask(context, self.name, joined.own.seeds[number]["self"], len(vector))
         key = protocol.exchange_key(self.job, self.name, number, joined.own.seeds[number]["pair"])
@@ -247,10 +254,10 @@ class Site:
         for kept, new in zip(joined.shares[number:], received[number:], strict=True):
             kept.update(new)
         joined.members, joined.last = members, number
-        self._masked.add(question)
+        self.answered.add(question)
         self._current = _Exchange(number, context, members)
         signature = self._job_key.sign(protocol.present_statement(context, self.name, enough))
-        return Masked(torch.from_numpy(masked.view(np.int32)), In(enough, signature))
+        return MaskedVector(torch.from_numpy(masked.view(np.int32)), In(enough, signature))
 
     def reveal_all(self, message: RevealAll) -> Shares:
         """Vote for the sum over all members, and return the shares that open it.
