@@ -198,6 +198,18 @@ def test_without_the_check_of_statements_another_model_for_one_site_gives_garbag
     assert (exchange.total != 0).all()
 
 
+def test_two_questions_with_sets_that_differ_by_one_site_reveal_its_vector() -> None:
+    """This attack remains possible and is documented: a site cannot see that its answers to two questions are equal."""
+    world = World("abcd").join()
+    whole = world.run(0)
+    exchange = world.begin(1)
+    while exchange.stage != "opened":
+        world.step(exchange, "bcd", 1)
+    assert whole is not None
+    difference = [(one - other) % 2**32 for one, other in zip(whole, plain(exchange.total) or [], strict=True)]
+    assert difference == plain(world.vectors["a"])
+
+
 def test_no_site_reveals_both_secrets_of_a_site() -> None:
     """In another framework, the sets of living and lost sites could overlap."""
     for size in range(4, 7):

@@ -67,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
         "availability": {"name": "bernoulli", "p": 0.7},
         "privacy": {"largest": 300},
     },
+    "kept states": {"training": {"optimizer_state": "keep", "momentum": 0.9, "lr": 0.02}},
     "a server optimiser": {"method": {"name": "fedavg", "aggregator": {"name": "size", "server": "adam"}}},
     "steps instead of epochs": {"training": {"local_epochs": None, "local_steps": 4}},
 }
@@ -92,7 +93,9 @@ def test_masks_change_no_byte_of_a_run(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["all answer", "dropouts", "a server optimiser", "steps instead of epochs"])
+@pytest.mark.parametrize(
+    "case", ["all answer", "dropouts", "kept states", "a server optimiser", "steps instead of epochs"]
+)
 def test_results_differ_from_plain_sums_by_rounding(case: str) -> None:
     plain, secure = (list(fs.run(spec(sums, **CASES[case]))) for sums in ("plain", "secure"))
     for one, other in zip(plain, secure, strict=True):
