@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -133,6 +134,17 @@ def test_the_bytes_in_the_record_are_those_of_the_messages(case: str, monkeypatc
     assert sum(line["bytes_up"] for line in history) == sent["up"]
     # A round with too few clients ends before their question is sent, but the log counts it when it looks for them.
     assert (sum(line["bytes_down"] for line in history) == sent["down"]) == (case != "many dropouts")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masks", [False, True])
+def test_late_clients_count_in_the_threshold(masks: bool) -> None:
+    """Of six clients that exchanged shares, five must answer, and not three of the four that are in time."""
+    made = spec(
+        availability={"name": "always", "speed_spread": 1.0, "deadline": 0.35}, privacy={"simulate_masks": masks}
+    )
+    history = list(fs.run(made))
+    assert [(line["clients_late"], line["clients_trained"]) for line in history] == [(2, 0), (0, 6), (2, 0)]
 
 
 @pytest.mark.slow
@@ -269,7 +281,7 @@ def test_without_the_library_a_run_is_refused_before_it_starts() -> None:
 
 
 def test_a_state_is_kept_only_if_the_sum_was_opened() -> None:
-    """Two of three clients are above the largest size: no sum, so the momentum of the third one stays empty."""
+    """A client above the largest size does not answer: no sum, so the momentum of the others stays empty."""
     made = spec(
         training={"rounds": 1, "clients_per_round": 3, "optimizer_state": "keep", "momentum": 0.9},
         partition={"name": "dirichlet", "alpha": 0.3, "clients": 3},
@@ -282,4 +294,6 @@ def test_a_state_is_kept_only_if_the_sum_was_opened() -> None:
         assert record["clients_trained"] == 0
         assert simulation.store.clients == set()
         assert all(torch.equal(w, before[name]) for name, w in simulation.state.weights.params.items())
-        assert [event["kind"] for event in simulation.events][-1] == "secure sum failed"
+        last = simulation.events[-1]
+        assert last["kind"] == "secure sum failed"
+        assert re.fullmatch(r"[0-2] clients answered, but the sum needs 3\.", last["reason"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -114,7 +114,7 @@ def ask_sum(
     check = partial(check_vector, length=ring.length)
     if len(online) < needed:
         exchanges.collect(reached, {}, False, check)
-        _fail(federation, online, needed)
+        _fail(federation, online, "are online", needed)
         return None
     masks = Masks(federation, online) if privacy.simulate_masks else None
     outcomes = engine.ask(reached, together=False) if masks is None else masks.ask(reached, request, ring.length)
@@ -122,7 +122,7 @@ def ask_sum(
     count_messages(federation, Masked(request), ring.length, online, list(answers), len(answers) >= needed)
     if len(answers) < needed:
         engine.commit([])
-        _fail(federation, answers, needed)
+        _fail(federation, answers, "answered", needed)
         return None
     total = add(map(words_of, answers.values())) if masks is None else masks.open(answers)
     try:
@@ -145,9 +145,8 @@ def reply_of(words: Words, present: Message | None = None) -> MaskedReply:
     return MaskedReply(torch.from_numpy(words.view(np.int32)), present)
 
 
-def _fail(federation: Federation, clients: Iterable[ClientId], needed: int) -> None:
-    listed = list(clients)
-    federation.note("secure sum failed", listed, f"{len(listed)} clients answered, but the sum needs {needed}.")
+def _fail(federation: Federation, clients: Collection[ClientId], did: str, needed: int) -> None:
+    federation.note("secure sum failed", clients, f"{len(clients)} clients {did}, but the sum needs {needed}.")
 
 
 class Masks:
