@@ -54,7 +54,7 @@ def losses(names: str, most: int) -> Iterator[Losses]:
 
 
 def expected(names: str, lost: Losses) -> list[str] | None:
-    """Return the sites whose vectors are in the sum; None if there is no sum."""
+    """Return the sites whose vectors are in the sum; None without a sum."""
     threshold = default_threshold(len(names))
     alive = {moment: [name for name in names if lost.get(name, 9) > moment] for moment in range(len(MOMENTS))}
     members, contributors, voters, revealing = (alive[moment] for moment in range(4))

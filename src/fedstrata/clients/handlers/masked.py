@@ -26,7 +26,7 @@ def answer(client: Client, request: Masked) -> MaskedReply:
 
     inner, before = request.request, dict(client.state)
     if not isinstance(inner, Fit):
-        raise FedstrataError(f"secure sums: there is no sum of replies to {type(inner).__name__}.")
+        raise FedstrataError(f"secure sums: replies to {type(inner).__name__} cannot be summed.")
     reply = client.context.handlers.alone[type(inner)](client, inner)
     assert isinstance(reply, FitReply)
     words = client.context.cached(form).encode(inner.weights, reply, inner.round, client.number)
