@@ -24,8 +24,8 @@ def test_imports_point_downwards_only(tmp_path):
 NAMES = {"pil": "pillow", "sklearn": "scikit-learn", "skimage": "scikit-image", "mlflow": "mlflow-skinny"}
 """Distributions that are not called what one imports."""
 
-WITH_OTHERS = {"pydantic-core", "markupsafe", "cryptography", "psutil", "ipython"}
-"""They come with pydantic, Jinja, NVFlare, Ray and notebooks."""
+WITH_OTHERS = {"pydantic-core", "markupsafe", "psutil", "ipython"}
+"""They come with pydantic, Jinja, Ray and notebooks."""
 
 
 def imported() -> set[str]:

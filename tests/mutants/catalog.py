@@ -37,6 +37,17 @@ class _File:
         return Mutant(label, self.file, old, new, tests or self.tests)
 
 
+ring = _of("federation/secure/ring.py", "federation/secure/test_ring.py")
+shamir = _of("federation/secure/shamir.py", "federation/secure/test_shamir.py")
+primitives = _of("federation/secure/primitives.py", "federation/secure/test_protocol.py")
+protocol = _of("federation/secure/protocol.py", "federation/secure/test_protocol.py", "hostile/test_secure_sums.py")
+trust = _of("federation/secure/certificates.py", "federation/secure/test_protocol.py")
+site = _of("federation/secure/site.py", "federation/secure/test_protocol.py", "hostile/test_secure_sums.py")
+secure_fit = _of("federation/secure/fit.py", "integration/test_secure_sums.py")
+simulated = _of("federation/secure/simulated.py", "integration/test_secure_sums.py")
+masked = _of("clients/handlers/masked.py", "integration/test_secure_sums.py")
+secure_checks = _of("runs/secure_checks.py", "integration/test_secure_sums.py")
+opening = _of("federation/secure/server.py", "federation/secure/test_protocol.py", "hostile/test_secure_sums.py")
 scaffold = _of("objectives/scaffold.py", "methods/test_scaffold.py")
 feddyn = _of("objectives/feddyn.py", "methods/test_feddyn.py")
 prox = _of("objectives/fedprox.py", "objectives/test_fedprox.py")
@@ -151,6 +162,129 @@ once = _of("sites/idempotency.py", "sites/test_transport.py")
 site_sums = _of("sites/sums.py", "sites/test_sites.py", "sites/test_patience.py")
 
 MUTANTS = [
+    secure_fit("the sum instead of the mean", "(self.largest / max(samples, 1))", "1.0"),
+    secure_fit("equal weights", '"update": reply.samples / max(self.largest, 1)', '"update": 1.0'),
+    secure_fit("the loss of all clients alike", '"loss": reply.seen / max(self.most_seen, 1)', '"loss": 1.0'),
+    simulated("late clients are no members", "set(asked) - federation.log.dropped", "set(reached)"),
+    simulated("one answer too few", "if len(answers) < needed:", "if len(answers) < needed - 1:"),
+    simulated("lost states", "engine.commit(answers)", "engine.commit([])"),
+    simulated(
+        "the end of a sum is not counted", "steps.append((protocol.Opened", "(steps.copy().append)((protocol.Opened"
+    ),
+    masked("a state without a sum", "simulated.pending, client.state = client.state, before", "pass"),
+    masked(
+        "another question for each round",
+        "question_of(inner), words, True",
+        "question_of(inner)[:16], words, True",
+    ),
+    secure_checks("every aggregator", "if type(aggregator) is not MeanBySize:", "if False:"),
+    secure_checks("every objective", "if type(objective) is not CrossEntropy:", "if False:"),
+    secure_checks("every recipe", "if type(method) is not FedAvg:", "if False:"),
+    secure_checks("draws with replacement", "or sampler.replacement:", "or False:"),
+    secure_checks("listeners", "if listener is not None:", "if False:"),
+    ring("a sum wraps", "return LARGEST // self.sites", "return LARGEST // self.sites + 1"),
+    ring("rounded to the nearest", "generator.random(len(exact)) < exact - below", "0.5 < exact - below"),
+    ring("rounded down", "(below + up)", "below"),
+    ring("clipped element by element", "unit = max(part.range, largest)", "unit = part.range"),
+    ring("scaled in silence", "scaled += largest > part.range", "scaled += 0"),
+    ring("infinity is sent", "if not math.isfinite(largest):", "if math.isnan(largest):"),
+    ring("a count out of range is sent", "if not 0 <= counts[name] <= most:", "if not 0 <= counts[name]:"),
+    ring("false counts are accepted", "if count > sites * self.counts[name]:", "if False:"),
+    ring("the first vector is changed", "total = first.copy()", "total = first"),
+    shamir("the secret is a share", "for holder in range(1, holders + 1):", "for holder in range(holders):"),
+    shamir("one coefficient too few", "for _ in range(threshold - 1))", "for _ in range(threshold - 2))"),
+    shamir("a smaller prime", "PRIME = 2**130 - 5", "PRIME = 2**127 - 1"),
+    shamir("always the secret", "above = above * (at - other)", "above = above * (0 - other)"),
+    primitives(
+        "half of the seed",
+        "HKDF(SHA256(), KEY_BYTES, salt, info).derive(secret)",
+        "HKDF(SHA256(), KEY_BYTES, salt, info).derive(secret[:8])",
+    ),
+    primitives("no salt", "HKDF(SHA256(), KEY_BYTES, salt, info)", "HKDF(SHA256(), KEY_BYTES, b'', info)"),
+    primitives("parts run together", 'return b"%b%d:%b" % (kind, len(content), content)', "return kind + content"),
+    primitives(
+        "every signature is valid",
+        "except (InvalidSignature, ValueError):\n        return False",
+        "except (InvalidSignature, ValueError):\n        return True",
+        "hostile/test_secure_sums.py",
+    ),
+    trust(
+        "expired certificates",
+        "if not read.not_valid_before_utc <= datetime.now(UTC) <= read.not_valid_after_utc:",
+        "if datetime.now(UTC) < read.not_valid_before_utc:",
+    ),
+    trust("another name", "if common_name != name:", "if False:"),
+    protocol("a majority is enough", "return 2 * sites // 3 + 1", "return sites // 2 + 1"),
+    protocol(
+        "the members are not in the context",
+        "job, roster, members, exchange, question)",
+        "job, roster, exchange, question)",
+    ),
+    protocol(
+        "the question is not in the context",
+        'digest("exchange", job, roster, members, exchange, question)',
+        'digest("exchange", job, roster, members, exchange)',
+    ),
+    protocol(
+        "whether there are enough samples is not signed",
+        'statement("in", context, name, int(enough))',
+        'statement("in", context, name)',
+    ),
+    protocol("weak keys", "if not all(map(primitives.agreeable,", "if False and not all(map(primitives.agreeable,"),
+    protocol("keys twice", "names |= {owners[entry], package.name}", "pass"),
+    site(
+        "all after a set",
+        'self._require("vote", current.voted is None, "it has already voted in this exchange")\n'
+        '        self._require("all"',
+        'self._require("all"',
+    ),
+    site(
+        "a set after all",
+        'self._require("vote", current.voted is None, "it has already voted in this exchange")\n'
+        '        self._require("subset", set',
+        'self._require("subset", set',
+    ),
+    site(
+        "a set without t votes",
+        'self._require("votes", len(votes) >= joined.roster.threshold,',
+        'self._require("votes", len(votes) >= 1,',
+    ),
+    site("votes for another set", "name in current.voted and valid(", "True or valid("),
+    site(
+        "an exchange again",
+        'self._require("exchange", number > joined.last,',
+        'self._require("exchange", number >= joined.last,',
+    ),
+    site("a question again", "self.answered.add(question)", "pass"),
+    site("a package again", "own.dealt = True", "pass"),
+    site("statements are not checked", 'self._require("in", right,', 'self._require("in", True,'),
+    site("too few parties", 'self._require("parties", enough >= self.parties,', 'self._require("parties", True,'),
+    site("strangers", 'self._require("peers", not unknown,', 'self._require("peers", True,'),
+    site("forgotten questions", "self.answered = set(answered)", "self.answered = set()"),
+    site("both seeds", "for name in current.members if name not in chosen},", "for name in current.members},"),
+    site("seeds stay", "joined.forget(current.number + 1)", "joined.forget(current.number)"),
+    site(
+        "a threshold of the server's choice",
+        'self._require("threshold", threshold >= least,',
+        'self._require("threshold", threshold >= 0,',
+    ),
+    site(
+        "boxes of another roster",
+        "return derive(agree(self._box_key, other.box_key), roster, public), content, public",
+        "return derive(agree(self._box_key, other.box_key), b'', b''), content, b''",
+    ),
+    opening(
+        "commitments are not checked",
+        "!= package.commitment(\n                kind, self.number\n            ):",
+        "== b'':",
+    ),
+    opening("one set of shares only", "MOST_TRIES = 1000", "MOST_TRIES = 1"),
+    opening(
+        "sets in lexicographic order", "yield tuple(generator.sample(holders, size))", "yield tuple(holders[:size])"
+    ),
+    opening("unsigned vectors", 'return "the signature of its vector is wrong"', 'return ""'),
+    opening("the pair masks of lost sites stay", "total += protocol.pair_mask(", "protocol.pair_mask("),
+    opening("liars are asked first again", "self._suspects.update(wrong)", "pass"),
     scaffold("K is one too many", "1 / (trained.steps * context.lr)", "1 / ((trained.steps + 1) * context.lr)"),
     scaffold("K is never 1", "if trained.steps == 0:", "if trained.steps <= 1:"),
     scaffold("the correction's sign", "c[name] - c_k[name] for name in c", "c_k[name] - c[name] for name in c"),

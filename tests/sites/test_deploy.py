@@ -174,6 +174,14 @@ def test_an_attack_is_not_deployed(tmp_path: Path, attack: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_secure_sums_are_not_deployed(tmp_path: Path) -> None:
+    pytest.importorskip("nvflare")
+    spec = fs.Experiment(privacy={"sums": "secure"})
+    with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': is not available at sites yet"):
+        provision(spec, Sites.read(EXAMPLE), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_job_does_not_say_where_a_server_writes(tmp_path: Path) -> None:
     pytest.importorskip("nvflare")
     spec = fs.Experiment.from_table({"tracking": {"tensorboard": {"dir": "/srv"}}})

@@ -30,7 +30,9 @@ def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:
         from fedstrata.engines.local import LocalEngine
         from fedstrata.engines.worker_pool import cores
 
-        return LocalEngine(context, store, context.config.training.workers or cores())
+        # Clients keep the secrets of simulated masks in this process.
+        workers = 1 if context.config.privacy.simulate_masks else context.config.training.workers or cores()
+        return LocalEngine(context, store, workers)
     if name == "ray":
         from fedstrata.engines.ray import RayEngine
 

@@ -65,7 +65,7 @@ class DPSGD(Setting):
 
 
 class Privacy(Setting):
-    """The minimum number of samples for each value that a client sends, and differential privacy of samples.
+    """Secure sums, the minimum number of samples for each value that a client sends, and privacy of samples.
 
     A client with too few samples does not answer a request for an update, a count, a loss or a measurement. Prototypes,
     labels and counts of classes with too few samples are left out of answers. A site may require more samples than the
@@ -80,11 +80,33 @@ class Privacy(Setting):
             does not answer for the rest of the epoch.
         dp: Clipping and noise in local training, for differential privacy of each sample; only in simulations.
             Default: none.
+        sums: The server's view of clients' updates. ``plain``: every update. ``secure``: only the sum over the clients
+            of a round (Bonawitz et al. 2017); only for fedavg, and only in simulations so far. It needs the extra
+            ``secure``.
+        simulate_masks: Whether clients of a simulation really mask their updates. The results are the same without
+            masks, and the run is faster. With masks, all clients run in one process.
+        range: Largest absolute value of an element of an update in a secure sum. An update with a larger value is
+            scaled down as a whole, and the metric ``scaled`` counts such updates.
+        largest: Largest number of samples of a client in secure sums. A client with more samples does not answer.
+            Default: the size of the largest client.
+        parties: Smallest number of clients in a secure sum, at least 3.
     """
 
     min_samples: PositiveInt = 1
     below: Literal["hold-back", "refuse"] = "hold-back"
     dp: DPSGD | None = None
+    sums: Literal["plain", "secure"] = "plain"
+    simulate_masks: bool = False
+    range: PositiveFloat = 1.0
+    largest: PositiveInt | None = None
+    parties: Annotated[int, Field(ge=3)] = 3
+
+    @model_validator(mode="after")
+    def _refuse_settings_without_effect(self) -> Privacy:
+        for key in ("simulate_masks", "range", "largest", "parties") if self.sums == "plain" else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise SpecError(key, "has an effect only with sums = 'secure'. Remove it.", getattr(self, key))
+        return self
 
     @property
     def gathers(self) -> bool:

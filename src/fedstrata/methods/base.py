@@ -19,6 +19,7 @@ from fedstrata.federation.allowed import SHARE, Agreed, Allowed, declares, joine
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fact, Fit, FitReply, Params, Requests, Weights, check_message
+from fedstrata.methods.secure import secure_round
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
@@ -334,6 +335,8 @@ class Recipe(Method):
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
         """Select clients, train them, and combine their models."""
+        if federation.config.privacy.sums == "secure":
+            return secure_round(self, federation, state)
         sampler, data = self.client_sampler, self.data_sampler
         objective, aggregator = self.objective, self.aggregator
         config, weights = federation.config, state.weights

@@ -38,6 +38,7 @@ from fedstrata.models.zoo import CustomModel, OwnModel, Trial, make_model, own_m
 from fedstrata.objectives.base import is_plain
 from fedstrata.runs.dp_checks import check_privacy
 from fedstrata.runs.identity import about_data, about_model, identity_of
+from fedstrata.runs.secure_checks import check_secure_sums
 from fedstrata.spec.experiment import Experiment
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
@@ -200,6 +201,8 @@ def assemble(
         if not sizes_known:
             refuse_attack(spec)
         dataset = _attacked(spec.attack, spec.method, dataset, assignment, spec.seed)
+    if spec.privacy.sums == "secure":
+        check_secure_sums(spec, config, held)
     _check_optimizer(spec.method, config)
     _check_task(spec.method, config)
     spec.method.check(config)

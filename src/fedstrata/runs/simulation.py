@@ -17,7 +17,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.process import training_process
 from fedstrata.base.records import Tree
 from fedstrata.clients.client import ClientContext
-from fedstrata.clients.handlers import encoded, evaluation, fedtan, fit, sampling, sequential
+from fedstrata.clients.handlers import encoded, evaluation, fedtan, fit, masked, sampling, sequential
 from fedstrata.clients.handling import Handlers
 from fedstrata.clients.store import StateStore
 from fedstrata.clients.training.devices import on_device
@@ -34,6 +34,7 @@ from fedstrata.runs.checkpoint import Checkpoint
 from fedstrata.runs.loop_state import LoopState, SavedLoopState
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.run_folder import RunFolder
+from fedstrata.runs.secure_checks import check_secure_run
 from fedstrata.spec.callbacks import Callback, named
 from fedstrata.stratify import client_batch, client_single
 from fedstrata.stratify.masking import client as masking
@@ -49,6 +50,8 @@ HANDLERS = Handlers(
         fit.fit,
         encoded.answer,
         encoded.answer_second,
+        masked.answer,
+        masked.step,
         evaluation.evaluate,
         evaluation.evaluate_task,
         sampling.report_size,
@@ -135,6 +138,8 @@ class Simulation:
         self.prepared, self.spec = prepared, prepared.spec
         self.store = StateStore()
         self.context = make_context(prepared)
+        if self.spec.privacy.sums == "secure":
+            check_secure_run(self.spec.privacy, engine, listener)
         with ExitStack() as closing:
             closing.enter_context(training_process(self.spec.training.threads))
             name = engine if isinstance(engine, str) else type(engine).__name__

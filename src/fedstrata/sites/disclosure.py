@@ -14,6 +14,7 @@ from fedstrata.federation.allowed import Agreed, Allowed, Terms, joined
 from fedstrata.federation.communication.allowed import encoded
 from fedstrata.federation.messages import PHASES, Fact, Phase
 from fedstrata.federation.settings import Privacy
+from fedstrata.runs.secure_checks import refuse_secure_sums
 from fedstrata.spec.experiment import Experiment
 
 UNDECLARED = (
@@ -131,7 +132,11 @@ def declaration_of(
         clients: The number of clients; not used with ``agreed``. Default: the number in the spec, or 1.
         own_data: Whether the clients are sites that bring their own data. Default: whether the spec describes such
             data.
+
+    Raises:
+        SpecError: The spec sets ``privacy.sums`` to "secure".
     """
+    refuse_secure_sums(spec)
     data, method = spec.data, spec.method
     own = (data.schema is not None or data.shape is not None) if own_data is None else own_data
     if agreed is None:

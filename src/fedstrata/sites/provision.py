@@ -21,6 +21,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import write_json
 from fedstrata.base.loading import only_from
 from fedstrata.runs.preparation import refuse_attack
+from fedstrata.runs.secure_checks import refuse_secure_sums
 from fedstrata.sites.certificates import ROOT_DAYS, key_pair, renew
 from fedstrata.sites.check import PART, SPEC
 from fedstrata.sites.configuration import CLASSES, write_job
@@ -74,6 +75,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         problem = "cannot be set in a job for real sites. Remove it, and read the run folder of the result."
         raise SpecError("tracking", problem)
     refuse_attack(spec)
+    refuse_secure_sums(spec)
     site_of_client = sites.site_of_client(spec)
     test = path_of(sites.server.data, base_dir)
     # In a real deployment, the file may exist only on the server's machine, and is then not checked.

@@ -22,6 +22,7 @@ from fedstrata.evaluation.history import History
 from fedstrata.runs import checkpoint
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.run_folder import METRICS, SPEC, WEIGHTS, refuse_foreign
+from fedstrata.runs.secure_checks import refuse_secure_sums
 from fedstrata.runs.simulation import refuse_elsewhere
 from fedstrata.sites.configuration import CLASSES, ERROR, raised, write_job
 from fedstrata.sites.nvflare_workarounds import SIMULATOR_ATTEMPTS, simulator_command
@@ -71,6 +72,8 @@ def simulate(
         FedstrataError: A run ended early.
     """
     require_nvflare()
+    for spec, _ in runs:
+        refuse_secure_sums(spec)
     ready = [prepare(spec) for spec, _ in runs]
     for prepared, (_, folder) in zip(ready, runs, strict=True):
         refuse_foreign(folder, prepared, resume=resume)

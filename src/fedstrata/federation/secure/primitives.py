@@ -1,0 +1,158 @@
+"""Keys, signatures, boxes and masks of secure sums, by the library ``cryptography`` (extra ``secure``)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedstrata.base.errors import ExtraMissingError
+from fedstrata.federation.secure.ring import Words
+
+try:
+    from cryptography.exceptions import InvalidSignature, InvalidTag
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+except ImportError:
+    raise ExtraMissingError("secure sums", "secure") from None
+
+KEY_BYTES = 32
+"""Length of keys and hashes in bytes."""
+SEED_BYTES = 16
+
+_VERSION = "fedstrata secure sums 1"
+_PROBE = X25519PrivateKey.from_private_bytes(b"\1" * KEY_BYTES)
+
+Part = bytes | str | int | Sequence["Part"]
+
+
+def statement(use: str, *parts: Part) -> bytes:
+    """Return bytes that determine their use and all parts, for signatures, hashes and the derivation of keys.
+
+    Args:
+        use: The use. Statements for different uses differ.
+        parts: Texts, bytes, whole numbers and sequences of these.
+
+    >>> statement("vote", "a", "bc") != statement("vote", "ab", "c")
+    True
+    """
+    return _flat([_VERSION, use, *parts])
+
+
+def _flat(part: Part) -> bytes:
+    if isinstance(part, str):
+        # Names are those of another party, and may contain what UTF-8 cannot encode.
+        kind, content = b"s", part.encode("utf-8", "surrogatepass")
+    elif isinstance(part, bytes):
+        kind, content = b"b", part
+    elif isinstance(part, int):
+        kind, content = b"i", str(part).encode()
+    else:
+        kind, content = b"l", b"".join(map(_flat, part))
+    return b"%b%d:%b" % (kind, len(content), content)
+
+
+def digest(use: str, *parts: Part) -> bytes:
+    """Return the SHA-256 hash of a statement."""
+    return hashlib.sha256(statement(use, *parts)).digest()
+
+
+def derive(secret: bytes, salt: bytes, info: bytes) -> bytes:
+    """Return a key of 32 bytes, derived from a secret by HKDF with SHA-256.
+
+    Args:
+        secret: A secret without structure, such as a seed or an agreed secret.
+        salt: Public bytes, such as a roster's hash.
+        info: A statement that names the use of the key.
+    """
+    return HKDF(SHA256(), KEY_BYTES, salt, info).derive(secret)
+
+
+def public_key(key: Ed25519PrivateKey | X25519PrivateKey) -> bytes:
+    """Return the public key of a private key, as 32 bytes."""
+    return key.public_key().public_bytes_raw()
+
+
+def valid(key: bytes, signature: bytes, signed: bytes) -> bool:
+    """Return True if a signature by an Ed25519 key is valid.
+
+    Args:
+        key: The public key.
+        signature: The signature.
+        signed: The bytes that were signed.
+    """
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, signed)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def signing_key() -> Ed25519PrivateKey:
+    """Return a new private key for signatures."""
+    return Ed25519PrivateKey.generate()
+
+
+def agreement_key(secret: bytes | None = None) -> X25519PrivateKey:
+    """Return a private key for the agreement on secrets.
+
+    Args:
+        secret: The 32 bytes from which the key follows. Default: bytes from the operating system.
+    """
+    return X25519PrivateKey.generate() if secret is None else X25519PrivateKey.from_private_bytes(secret)
+
+
+def agree(own: X25519PrivateKey, other: bytes) -> bytes:
+    """Return the secret that only the owners of two X25519 keys can compute.
+
+    Raises:
+        ValueError: The other public key has a small order, so that the secret would be zero, or is not a key.
+    """
+    return own.exchange(X25519PublicKey.from_public_bytes(other))
+
+
+def agreeable(key: bytes) -> bool:
+    """Return True if a public X25519 key can be used. For a key of small order, every agreed secret would be zero."""
+    try:
+        agree(_PROBE, key)
+    except ValueError:
+        return False
+    return True
+
+
+def seal(key: bytes, content: bytes, public: bytes) -> bytes:
+    """Encrypt content with a key that is used only once.
+
+    Args:
+        key: The key.
+        content: The content.
+        public: Bytes that the receiver must know too; they are authenticated but not sent.
+    """
+    return ChaCha20Poly1305(key).encrypt(bytes(12), content, public)
+
+
+def unseal(key: bytes, box: bytes, public: bytes) -> bytes | None:
+    """Return the content of a box; None if the box was made with another key or other public bytes, or was changed."""
+    try:
+        return ChaCha20Poly1305(key).decrypt(bytes(12), box, public)
+    except (InvalidTag, ValueError):
+        return None
+
+
+def mask(key: bytes, length: int) -> Words:
+    """Return a pseudo-random vector of the ring, shape (``length``,): the key stream of ChaCha20.
+
+    Args:
+        key: A key that is used for one mask only.
+        length: Number of elements.
+    """
+    stream = bytearray(4 * length)
+    # With a key for one mask, the nonce may be constant. Encrypting zeros in place gives the key stream.
+    Cipher(ChaCha20(key, bytes(16)), None).encryptor().update_into(stream, stream)
+    return np.frombuffer(stream, dtype="<u4").astype(np.uint32, copy=False)

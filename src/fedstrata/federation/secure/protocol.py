@@ -1,0 +1,420 @@
+"""The messages of secure sums, and the statements that sites sign.
+
+The protocol is that of Bonawitz et al. (2017), in its variant against an active server, with all pairs of sites. Keys
+and shares are made in advance, for several exchanges. ``Site`` and ``Server`` are the two state machines.
+
+A *roster* is a set of n sites with a threshold t. Each site has two seeds per exchange. Its *self seed* gives a mask
+that is added to its vector. Its *pair seed* gives a private key, from which it derives one mask per other site; of two
+sites, one adds this mask and the other one subtracts it. The sites hold shares of both seeds of each site, and t shares
+give the seed. To open the sum over a set U of sites, the server needs the self seeds of the sites in U, and the pair
+seeds of the other sites, whose vectors do not count.
+
+====================  ==========================================  ==================================================
+message to a site     reply                                       checks of the site before it replies
+====================  ==========================================  ==================================================
+(none)                ``Package``
+``Roster``            ``Deal``                                    own package fresh; signatures; peers; no key twice;
+                                                                  threshold
+``Begin``             ``MaskedVector``                            boxes; the members R' of the sums; exchange unused;
+                                                                  question never masked before
+``RevealAll``         ``Shares`` of the self seeds of R'          "in" signed by all members; enough samples; no vote
+``Propose``           ``Vote``                                    as before, for U ⊆ R' with t sites or more
+``RevealSet``         ``Shares``: self seeds of U, pair seeds of  t votes for the U that the site voted for
+                      R' without U
+``Opened``            (none)                                      the site did not vote for another set
+====================  ==========================================  ==================================================
+
+Security
+--------
+Let m sites collude with an active server, and let 2t > n + m and m ≤ t − 2. Then, per exchange, **the secrets of at
+most one set are opened, the two seeds of an honest site are never both opened, and each opened sum contains at least
+t − m honest inputs.** The proof needs three checks of honest sites:
+
+1. A site votes once per exchange: it answers ``RevealAll``, or it signs one set U.
+2. A site reveals shares for U only after t different members of R' have signed U.
+3. All signatures are about one *context*: the job, the roster, R', the exchange and the question.
+
+*At most one set is signed t times.* At least t − m honest sites sign such a set. For two sets, this takes 2(t − m)
+votes, but there are only n − m honest sites, and 2(t − m) > n − m.
+
+*Suppose that a set U is signed t times.* At most (n − m) − (t − m) = n − t honest sites voted otherwise. Those that
+answered ``RevealAll`` revealed shares of self seeds. Together with the colluders' shares, the server has at most
+n − t + m < t shares of the self seed of an honest site outside U, so this seed stays secret. Nobody reveals shares of
+pair seeds of sites in U, so the colluders' m < t shares are all that the server has of such a seed. Hence no honest
+site loses both seeds. The masks of pairs of honest sites in U cancel only in the sum over all of them. As honest sites
+sign only sets that contain themselves, U contains at least t − m honest sites.
+
+*Suppose that no set is signed t times.* Then no shares of pair seeds of honest sites are revealed. The only sum whose
+masks cancel is that over all honest sites of R'. R' has at least t members, of which at least t − m are honest.
+
+This is why ``RevealAll`` needs no round of signatures, unlike in the paper: a site's answer to it is its vote, and the
+few sites that vote otherwise cannot reach a threshold. With different contexts for different sites, the same count
+holds: honest sites of different contexts do not accept each other's signatures, so each signed set and each R' that is
+revealed takes t − m honest votes of its own context.
+
+The bound needs the true t. A server that could choose t close to n / 2 would reduce the number of colluders that the
+sites tolerate to zero. Sites therefore refuse a roster whose threshold is below ``default_threshold``.
+
+Limits: across exchanges with different questions, the server may open sums over sets that differ by one site. A site
+that sends a false vector spoils a sum undetected. The server can always stop a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from torch import Tensor
+
+from fedstrata.base.errors import WithheldError
+from fedstrata.base.records import Message, record
+from fedstrata.federation.secure import primitives
+from fedstrata.federation.secure.primitives import KEY_BYTES, agree, derive, digest, statement, valid
+from fedstrata.federation.secure.ring import Words
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+MOST_SITES = 64
+MOST_EXCHANGES = 64
+FEWEST = 3
+"""The smallest number of sites in a sum. With two, each site would know the other one's part."""
+
+Confirm = Literal["needed", "always"]
+"""When sites sign the set before they reveal shares: if a site is missing (``needed``), or always."""
+Seed = Literal["self", "pair"]
+
+
+def default_threshold(sites: int) -> int:
+    """Return the threshold t of a roster: the smallest number of sites that can open a sum.
+
+    >>> [default_threshold(n) for n in (3, 4, 5, 10, 20)]
+    [3, 3, 4, 7, 14]
+    """
+    return 2 * sites // 3 + 1
+
+
+class RefusedError(WithheldError):
+    """A message of the server that a site does not answer, because a check failed.
+
+    Args:
+        check: The name of the check.
+        problem: The problem, as the end of a sentence.
+    """
+
+    def __init__(self, check: str, problem: str) -> None:
+        self.check, self.problem = check, problem
+        super().__init__(f"the site refused a message of a secure sum: {problem}.")
+
+    def __reduce__(self) -> tuple[type[RefusedError], tuple[str, str]]:
+        return RefusedError, (self.check, self.problem)
+
+
+@record("secure/Package")
+class Package(Message):
+    """A site's public keys for one roster.
+
+    Args:
+        name: The site's name.
+        certificate: The site's certificate, DER-encoded.
+        job_key: The Ed25519 key with which the site signs in this job.
+        credential: The signature of ``job_key`` by the certificate's key.
+        box_key: The X25519 key for boxes to the site in this job.
+        keys: The X25519 keys of the exchanges, one after the other.
+        self_commitments: The hashes of the self seeds of the exchanges.
+        pair_commitments: The hashes of the pair seeds of the exchanges.
+        signature: The signature of all keys and hashes by ``job_key``.
+    """
+
+    name: str
+    certificate: bytes
+    job_key: bytes
+    credential: bytes
+    box_key: bytes
+    keys: bytes
+    self_commitments: bytes
+    pair_commitments: bytes
+    signature: bytes
+
+    def signed(self, job: bytes) -> bytes:
+        """Return the bytes that ``signature`` is about."""
+        public = self.box_key, self.keys, self.self_commitments, self.pair_commitments
+        return statement("package", job, self.name, *public)
+
+    def hash(self, job: bytes) -> bytes:
+        """Return the hash of everything in the package."""
+        return digest("whole package", self.signed(job), self.certificate, self.job_key)
+
+    @property
+    def exchanges(self) -> int:
+        """Number of exchanges for which the package has keys."""
+        return len(self.keys) // KEY_BYTES
+
+    def key(self, exchange: int) -> bytes:
+        """Return the X25519 key of an exchange."""
+        return _entry(self.keys, exchange)
+
+    def commitment(self, kind: Seed, exchange: int) -> bytes:
+        """Return the hash of a seed of an exchange."""
+        return _entry(self.self_commitments if kind == "self" else self.pair_commitments, exchange)
+
+    def form_defect(self) -> str:
+        """Return the reason why the keys cannot be used, whoever signed them; an empty text if they can."""
+        lengths = {len(self.keys), len(self.self_commitments), len(self.pair_commitments)}
+        if len(lengths) > 1 or len(self.keys) % KEY_BYTES or not 1 <= self.exchanges <= MOST_EXCHANGES:
+            return "its package has a wrong number of keys or hashes"
+        if len(self.job_key) != KEY_BYTES:
+            return "its job key has a wrong length"
+        if not all(map(primitives.agreeable, [self.box_key, *map(self.key, range(self.exchanges))])):
+            return "one of its keys is weak"
+        return ""
+
+    def signature_defect(self, job: bytes) -> str:
+        """Return the reason why the package's own signature is wrong; an empty text if it is right."""
+        return "" if valid(self.job_key, self.signature, self.signed(job)) else "the signature of its package is wrong"
+
+
+@record("secure/Roster")
+class Roster(Message):
+    """The sites whose vectors are summed in several exchanges.
+
+    Args:
+        packages: The package of each site, in ascending order of the names.
+        threshold: Number t of sites that can open a sum.
+    """
+
+    packages: list[Package]
+    threshold: int
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the sites."""
+        return [package.name for package in self.packages]
+
+    def hash(self, job: bytes) -> bytes:
+        """Return the hash of the roster, which all signatures and keys contain."""
+        return digest("roster", job, self.threshold, [package.hash(job) for package in self.packages])
+
+
+def repeated(packages: Sequence[Package]) -> set[str]:
+    """Return the names of the sites whose name, key or seed occurs at another site or exchange too."""
+    owners: dict[bytes, str] = {}
+    names: set[str] = set()
+    for package in packages:
+        entries = [package.name.encode("utf-8", "surrogatepass"), package.job_key, package.box_key]
+        for many in (package.keys, package.self_commitments, package.pair_commitments):
+            entries += [many[begin : begin + KEY_BYTES] for begin in range(0, len(many), KEY_BYTES)]
+        for entry in entries:
+            if entry in owners:
+                names |= {owners[entry], package.name}
+            owners[entry] = package.name
+    return names
+
+
+@record("secure/Deal")
+class Deal(Message):
+    """A site's shares of its seeds, for the other sites.
+
+    Args:
+        boxes: For each other site of the roster, the encrypted shares of this site's seeds of all exchanges.
+    """
+
+    boxes: dict[str, bytes]
+
+
+@record("secure/Delivery")
+class Delivery(Message):
+    """The members of a roster's sums, and the other members' boxes for one site.
+
+    Args:
+        members: The sites that have dealt shares, in ascending order: R'.
+        boxes: The box of each other member for this site.
+    """
+
+    members: list[str]
+    boxes: dict[str, bytes]
+
+
+@record("secure/Begin")
+class Begin(Message):
+    """The beginning of an exchange, which goes to a site together with the question.
+
+    Args:
+        roster: The hash of the roster.
+        exchange: The number of the exchange, counted from 0.
+        delivery: The members and boxes, if this is the site's first exchange in the roster.
+    """
+
+    roster: bytes
+    exchange: int
+    delivery: Delivery | None
+
+
+@record("secure/In")
+class In(Message):
+    """A site's signed statement that it has sent its masked vector.
+
+    Args:
+        enough: Whether at least ``privacy.min_samples`` samples contribute to the vector.
+        signature: The signature of the site's job key.
+    """
+
+    enough: bool
+    signature: bytes
+
+
+@record("secure/Vector")
+class MaskedVector(Message):
+    """A site's masked vector.
+
+    Args:
+        vector: The vector modulo 2³², with its bits in an int32 tensor.
+        present: The site's signed statement.
+    """
+
+    vector: Tensor
+    present: In
+
+
+@record("secure/RevealAll")
+class RevealAll(Message):
+    """A request for shares after all members have sent their vectors.
+
+    Args:
+        exchange: The exchange.
+        present: The statement of each member.
+    """
+
+    exchange: int
+    present: dict[str, In]
+
+
+@record("secure/Propose")
+class Propose(Message):
+    """A request to vote for the sum over some of the members.
+
+    Args:
+        exchange: The exchange.
+        present: The statements of the sites in the set U.
+    """
+
+    exchange: int
+    present: dict[str, In]
+
+
+@record("secure/Vote")
+class Vote(Message):
+    """A site's vote for a set.
+
+    Args:
+        signature: The signature of the site's job key.
+    """
+
+    signature: bytes
+
+
+@record("secure/RevealSet")
+class RevealSet(Message):
+    """A request for shares after t sites have voted for a set.
+
+    Args:
+        exchange: The exchange.
+        votes: The votes' signatures, by site.
+    """
+
+    exchange: int
+    votes: dict[str, bytes]
+
+
+@record("secure/Shares")
+class Shares(Message):
+    """A site's shares of other sites' seeds, and of its own.
+
+    Args:
+        selfs: The shares of self seeds, by the seeds' owners.
+        pairs: The shares of pair seeds, by the seeds' owners. No site is in both mappings.
+    """
+
+    selfs: dict[str, bytes]
+    pairs: dict[str, bytes]
+
+
+@record("secure/Opened")
+class Opened(Message):
+    """The news that the server has opened the sum over a set.
+
+    Args:
+        exchange: The exchange.
+        members: The sites of the set U, in ascending order.
+    """
+
+    exchange: int
+    members: list[str]
+
+
+def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, question: bytes) -> bytes:
+    """Return the hash of what an exchange is about. All signatures and masks of the exchange depend on it.
+
+    Args:
+        job: The job's hash.
+        roster: The roster's hash.
+        members: The members R' of the roster's sums.
+        exchange: The exchange.
+        question: The hash of the question, with the model as the site decoded it.
+    """
+    return digest("exchange", job, roster, members, exchange, question)
+
+
+def present_statement(context: bytes, name: str, enough: bool) -> bytes:
+    """Return the bytes that a site signs when it sends its masked vector."""
+    return statement("in", context, name, int(enough))
+
+
+def vote_statement(context: bytes, members: Sequence[str]) -> bytes:
+    """Return the bytes that a site signs when it votes for a set."""
+    return statement("vote", context, members)
+
+
+def job_key_statement(job: bytes, name: str, job_key: bytes) -> bytes:
+    """Return the bytes that a certificate's key signs once per job."""
+    return statement("job key", job, name, job_key)
+
+
+def commitment(job: bytes, name: str, kind: Seed, exchange: int, seed: bytes) -> bytes:
+    """Return the hash of a seed, which its owner publishes before anybody sends a vector."""
+    return digest("seed", job, name, kind, exchange, seed)
+
+
+def exchange_key(job: bytes, name: str, exchange: int, pair_seed: bytes) -> X25519PrivateKey:
+    """Return the private key of an exchange, which its owner derives from its pair seed."""
+    key = derive(pair_seed, b"", statement("exchange key", job, name, exchange))
+    return primitives.agreement_key(key)
+
+
+def self_mask(context: bytes, name: str, self_seed: bytes, length: int) -> Words:
+    """Return the mask of a site's self seed, shape (``length``,)."""
+    return primitives.mask(derive(self_seed, context, statement("self mask", name)), length)
+
+
+def pair_mask(context: bytes, key: X25519PrivateKey, owner: str, other: Package, exchange: int, length: int) -> Words:
+    """Return the mask that a site adds to its vector for one other site, shape (``length``,).
+
+    The other site adds the negative of it. Both can compute it, and everybody who knows one of the two private keys.
+
+    Args:
+        context: The exchange's context.
+        key: The private key of one of the two sites for the exchange.
+        owner: The name of this site.
+        other: The package of the other site.
+        exchange: The exchange.
+        length: Number of elements.
+    """
+    names = sorted((owner, other.name))
+    secret = agree(key, other.key(exchange))
+    words = primitives.mask(derive(secret, context, statement("pair mask", names)), length)
+    return words if owner == names[0] else np.negative(words)
+
+
+def _entry(many: bytes, place: int) -> bytes:
+    return many[place * KEY_BYTES : (place + 1) * KEY_BYTES]

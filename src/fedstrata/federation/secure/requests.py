@@ -1,0 +1,76 @@
+"""Requests to clients in secure sums. The messages of the protocol travel inside them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstrata.base.errors import ReplyRefusedError
+from fedstrata.base.records import Message, record
+from fedstrata.federation.messages import Reply, Request
+from fedstrata.federation.reply_checks import require_shape
+
+
+@record("MaskedReply")
+class MaskedReply(Reply):
+    """A client's reply as a vector of the ring.
+
+    Args:
+        vector: The vector modulo 2³², with its bits in an int32 tensor. It is masked if ``present`` is not None.
+        present: The client's signed statement (``protocol.In``); None without masks.
+    """
+
+    vector: Tensor
+    present: Message | None = None
+
+
+@record("Masked")
+class Masked(Request):
+    """A request whose replies the server sees only as a sum.
+
+    Args:
+        request: The request, which is the same for all clients.
+        begin: The beginning of the exchange (``protocol.Begin``); None without masks.
+    """
+
+    reply_type: ClassVar[type[Reply]] = MaskedReply
+
+    request: Request
+    begin: Message | None = None
+
+
+@record("secure/StepReply")
+class StepReply(Reply):
+    """A client's message of the protocol.
+
+    Args:
+        message: The message; None if the protocol has no reply.
+    """
+
+    message: Message | None
+
+
+@record("secure/Step")
+class Step(Request):
+    """A message of the protocol to a client.
+
+    Args:
+        message: The message; None asks for the client's keys.
+    """
+
+    reply_type: ClassVar[type[Reply]] = StepReply
+
+    message: Message | None
+
+
+def check_vector(reply: MaskedReply, length: int) -> None:
+    """Refuse a vector of another shape or dtype.
+
+    Raises:
+        ReplyRefusedError: The vector differs.
+    """
+    require_shape(reply.vector, (length,), torch.int32, "the vector")
+    if reply.vector.layout != torch.strided:
+        raise ReplyRefusedError("the vector is sparse")

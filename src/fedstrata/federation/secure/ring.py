@@ -1,0 +1,212 @@
+"""Numbers of secure sums: fixed point modulo 2³².
+
+Masks hide a vector only if all numbers are elements of a finite ring. Each real number is therefore sent as a whole
+number, in units of ``range / Q``, and each count as it is. Q is so small that the sum over all sites cannot wrap, so
+the sum of the vectors modulo 2³² determines the sum of the numbers. It does not depend on the order of the sites.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedstrata.base.arrays import Floats
+from fedstrata.base.errors import ReplyRefusedError, SpecError, WithheldError
+from fedstrata.base.rng import rng
+from fedstrata.federation.reply_checks import DIVERGED
+
+Words = NDArray[np.uint32]
+"""A vector of the ring: numbers modulo 2³²."""
+
+LARGEST = 2**31 - 1
+"""The largest absolute value of a sum that does not wrap."""
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """A vector of real numbers inside a site's message, such as an update.
+
+    Args:
+        size: Number of elements.
+        range: Largest absolute value of an element. A vector with a larger value is scaled down as a whole.
+    """
+
+    size: int
+    range: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.range < math.inf:
+            raise SpecError(
+                "range", "must be positive and finite. Set it to the largest value of an update.", self.range
+            )
+
+
+@dataclass(frozen=True)
+class Total:
+    """The sum of several sites' messages.
+
+    Args:
+        parts: The sum of each part, in float64.
+        counts: The sum of each count.
+        scaled: Number of parts that a site scaled down, summed over the sites. If it is not 0, the sums of the parts
+            are those of the scaled vectors.
+    """
+
+    parts: dict[str, Floats]
+    counts: dict[str, int]
+    scaled: int
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The layout of the messages that are summed, and the unit of each number.
+
+    Args:
+        sites: Largest number of sites in a sum.
+        parts: The vectors of real numbers, by name.
+        counts: The largest value of each count at one site, by name. A count is a whole number that is not negative.
+
+    Raises:
+        SpecError: A sum could wrap.
+
+    >>> ring = Ring(2, {"update": Part(1, range=1.0)}, {"samples": 10})
+    >>> one, two = (ring.encode({"update": [x]}, {"samples": 5}, rounding(0, 1, 0, 0)) for x in (0.25, -1.0))
+    >>> total = ring.decode(add([one, two]), 2)
+    >>> round(total.parts["update"].item(), 6), total.counts
+    (-0.75, {'samples': 10})
+    """
+
+    sites: int
+    parts: Mapping[str, Part]
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.sites <= LARGEST:
+            raise SpecError("sites", f"must be between 1 and {LARGEST}. Use fewer sites.", self.sites)
+        for name, most in self.counts.items():
+            if most < 0 or self.sites * most > LARGEST:
+                problem = f"the sum over {self.sites} sites may exceed {LARGEST}. Use a smaller bound or fewer sites."
+                raise SpecError(f"counts.{name}", problem, most)
+
+    @property
+    def scale(self) -> int:
+        """The whole number Q that stands for ``range``."""
+        return LARGEST // self.sites
+
+    @property
+    def length(self) -> int:
+        """Number of elements of a message: all parts, the counts, and the number of scaled parts."""
+        return sum(part.size for part in self.parts.values()) + len(self.counts) + 1
+
+    def encode(
+        self,
+        parts: Mapping[str, ArrayLike],
+        counts: Mapping[str, int],
+        generator: np.random.Generator,
+        *,
+        weights: Mapping[str, float] | None = None,
+    ) -> Words:
+        """Return a site's message, shape (``length``,).
+
+        Real numbers are rounded up or down at random, so that the expected value of the result is the number itself.
+
+        Args:
+            parts: The vectors, without their weight.
+            counts: The counts.
+            generator: The source of the roundings, see ``rounding``.
+            weights: The factors of the parts, between 0 and 1. Default: 1.
+
+        Raises:
+            WithheldError: A number is not finite, or the weight or a count is out of range.
+        """
+        if parts.keys() != self.parts.keys() or counts.keys() != self.counts.keys():
+            raise ValueError(f"{sorted(parts)}, {sorted(counts)}: expected {sorted(self.parts)}, {sorted(self.counts)}")
+        factors = dict.fromkeys(self.parts, 1.0) | dict(weights or {})
+        if not all(0 <= factor <= 1 for factor in factors.values()):
+            # The message does not say the weight, which depends on the size of the site.
+            raise WithheldError("the client did not send its answer, because its size is above the largest size.")
+        words = np.zeros(self.length, dtype=np.uint32)
+        begin, scaled = 0, 0
+        for name, part in self.parts.items():
+            vector = np.asarray(parts[name])
+            if vector.shape != (part.size,):
+                raise ValueError(f"{name} has the shape {vector.shape}, expected {(part.size,)}")
+            largest = float(np.max(np.abs(vector))) if part.size else 0.0
+            if not math.isfinite(largest):
+                raise WithheldError(f"the client did not send its answer, because it is not finite. {DIVERGED}")
+            scaled += largest > part.range
+            unit = max(part.range, largest)
+            for first in range(0, part.size, _CHUNK):
+                # |chunk / unit| ≤ 1 holds exactly in floating point, and thus |exact| ≤ Q.
+                chunk = vector[first : first + _CHUNK].astype(np.float64)
+                exact = chunk / unit * factors[name] * self.scale
+                below = np.floor(exact)
+                up = generator.random(len(exact)) < exact - below
+                words[begin + first : begin + first + len(exact)] = (below + up).astype(np.int64).astype(np.uint32)
+            begin += part.size
+        for place, (name, most) in enumerate(self.counts.items(), start=begin):
+            if not 0 <= counts[name] <= most:
+                # The message does not say the count, which may be a secret of the site.
+                raise WithheldError(f"the client did not send its answer, because {name} is not between 0 and {most}.")
+            words[place] = counts[name]
+        words[-1] = scaled
+        return words
+
+    def decode(self, total: Words, sites: int) -> Total:
+        """Return the sum of the messages of several sites.
+
+        Args:
+            total: The sum of the messages modulo 2³².
+            sites: Number of sites that contributed.
+
+        Raises:
+            ReplyRefusedError: A number is out of the range that the messages of so many sites can have. At least one
+                site has sent a false vector.
+        """
+        if total.shape != (self.length,) or total.dtype != np.uint32:
+            raise ReplyRefusedError(f"the sum is {total.shape} {total.dtype}, expected {(self.length,)} uint32")
+        if not 0 < sites <= self.sites:
+            raise ValueError(f"{sites} sites contributed, but at most {self.sites} can")
+        parts: dict[str, Floats] = {}
+        begin = 0
+        for name, part in self.parts.items():
+            whole = total[begin : begin + part.size].view(np.int32)
+            if part.size and max(int(whole.max()), -int(whole.min())) > sites * self.scale:
+                raise ReplyRefusedError(f"the sum of {name} is out of range: a site sent a false vector")
+            parts[name] = whole.astype(np.float64) * (part.range / self.scale)
+            begin += part.size
+        counts = {name: int(total[place]) for place, name in enumerate(self.counts, start=begin)}
+        for name, count in counts.items():
+            if count > sites * self.counts[name]:
+                raise ReplyRefusedError(f"the sum of {name} is out of range: a site sent a false vector")
+        if (scaled := int(total[-1])) > sites * len(self.parts):
+            raise ReplyRefusedError("the number of scaled parts is out of range: a site sent a false vector")
+        return Total(parts, counts, scaled)
+
+
+def add(vectors: Iterable[Words]) -> Words:
+    """Return the sum of one or more vectors of the ring."""
+    first, *others = vectors
+    total = first.copy()
+    for vector in others:
+        total += vector
+    return total
+
+
+def rounding(seed: int, round: int, client: int, exchange: int) -> np.random.Generator:
+    """Return the source of the roundings of one client's message.
+
+    Everybody who knows the spec can compute the roundings. This reveals nothing, because the sum contains them.
+
+    Args:
+        seed: The experiment's seed.
+        round: The round.
+        client: The client's id.
+        exchange: The number of the exchange in the round.
+    """
+    return rng(seed, f"rounding of secure sum {exchange}", round, client)

@@ -1,0 +1,280 @@
+"""Secure sums in simulations: with masks, as at real sites, or without them and with the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedstrata.base import records
+from fedstrata.base.errors import FedstrataError, ReplyRefusedError
+from fedstrata.base.records import Message, Tree
+from fedstrata.federation.engine import Failure
+from fedstrata.federation.exchanges import Replies
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import ClientId, Request, Requests, Work
+from fedstrata.federation.secure import protocol, shamir
+from fedstrata.federation.secure.certificates import Identity
+from fedstrata.federation.secure.primitives import KEY_BYTES, digest, public_key, signing_key, valid
+from fedstrata.federation.secure.requests import Masked, MaskedReply, Step, StepReply, check_vector
+from fedstrata.federation.secure.ring import Ring, Total, Words, add
+from fedstrata.federation.secure.server import Exchange, Server
+from fedstrata.federation.secure.site import Site
+
+SIGNATURE_BYTES = 64
+TAG_BYTES = 16
+
+
+@dataclass(frozen=True)
+class SecureSum:
+    """The sum of several clients' replies.
+
+    Args:
+        total: The sum.
+        clients: The clients whose replies are in it.
+    """
+
+    total: Total
+    clients: list[ClientId]
+
+
+def job_of(seed: int) -> bytes:
+    """Return the job's hash in a simulation."""
+    return digest("simulation", seed)
+
+
+class KeyIsCertificate:
+    """Trust in certificates that are nothing but a public key, which is enough in a simulation."""
+
+    def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
+        """Return the reason why a signature is not accepted; an empty text if it is."""
+        return "" if valid(certificate, signature, signed) else "the signature of its key is wrong"
+
+
+@dataclass
+class SimulatedSite:
+    """A client's part of the protocol, and the state that it keeps until its sum is opened.
+
+    Args:
+        site: The state machine.
+        pending: The client's new state; None if no exchange is open.
+    """
+
+    site: Site
+    pending: dict[str, Tree] | None = field(default=None)
+
+    @classmethod
+    def of(cls, number: ClientId, seed: int, parties: int) -> SimulatedSite:
+        """Return a site with new keys."""
+        key = signing_key()
+        identity = Identity(str(number), public_key(key), key.sign)
+        return cls(Site(job_of(seed), identity, KeyIsCertificate(), parties=parties, exchanges=1))
+
+    def answer(self, message: Message | None) -> Message | None:
+        """Answer a message of the protocol, except the beginning of an exchange."""
+        site = self.site
+        if message is None:
+            return site.package()
+        answers: dict[type[Message], Callable[[Any], Message]] = {
+            protocol.Roster: site.deal,
+            protocol.RevealAll: site.reveal_all,
+            protocol.Propose: site.propose,
+            protocol.RevealSet: site.reveal_set,
+        }
+        return answers[type(message)](message)
+
+
+def ask_sum(
+    federation: Federation, clients: Iterable[ClientId], request: Request, ring: Ring, *, work: Work | None = None
+) -> SecureSum | None:
+    """Ask clients a question, and return only the sum of their replies.
+
+    The log counts the bytes of all messages of the protocol, also if the masks are not simulated.
+
+    Args:
+        federation: The federation.
+        clients: The clients to ask.
+        request: The question.
+        ring: The layout of the replies.
+        work: See ``Federation.ask``.
+
+    Returns:
+        The sum; None if too few clients answered. An event then gives the reason.
+    """
+    privacy, engine, exchanges = federation.config.privacy, federation.engine, federation.exchanges
+    asked = Requests.of(clients, Masked(request))
+    reached = exchanges.reach(asked, work)
+    # Late clients have exchanged keys and shares like the others, so they count in the threshold.
+    online = sorted(set(asked) - federation.log.dropped)
+    needed = max(privacy.parties, protocol.default_threshold(len(online)))
+    check = partial(check_vector, length=ring.length)
+    if len(online) < needed:
+        exchanges.collect(reached, {}, False, check)
+        _fail(federation, online, "are online", needed)
+        return None
+    masks = Masks(federation, online) if privacy.simulate_masks else None
+    outcomes = engine.ask(reached, together=False) if masks is None else masks.ask(reached, request, ring.length)
+    answers = exchanges.collect(reached, outcomes, False, check)
+    count_messages(federation, Masked(request), ring.length, online, list(answers), len(answers) >= needed)
+    if len(answers) < needed:
+        engine.commit([])
+        _fail(federation, answers, "answered", needed)
+        return None
+    total = add(map(words_of, answers.values())) if masks is None else masks.open(answers)
+    try:
+        decoded = ring.decode(total, len(answers))
+    except ReplyRefusedError as error:
+        engine.commit([])
+        federation.note("secure sum failed", answers, f"{error}.")
+        return None
+    engine.commit(answers)
+    return SecureSum(decoded, list(answers))
+
+
+def words_of(reply: MaskedReply) -> Words:
+    """Return the vector of a reply."""
+    return reply.vector.contiguous().numpy().view(np.uint32)
+
+
+def reply_of(words: Words, present: Message | None = None) -> MaskedReply:
+    """Return the reply with a vector of the ring."""
+    return MaskedReply(torch.from_numpy(words.view(np.int32)), present)
+
+
+def _fail(federation: Federation, clients: Collection[ClientId], did: str, needed: int) -> None:
+    federation.note("secure sum failed", clients, f"{len(clients)} clients {did}, but the sum needs {needed}.")
+
+
+class Masks:
+    """The protocol over an engine, for one sum.
+
+    Args:
+        federation: The federation.
+        clients: The clients that are online.
+    """
+
+    def __init__(self, federation: Federation, clients: Sequence[ClientId]) -> None:
+        self._engine, self._clients = federation.engine, clients
+        config = federation.config
+        self._server = Server(job_of(config.seed), KeyIsCertificate(), parties=config.privacy.parties, exchanges=1)
+        self._exchange: Exchange | None = None
+        self._present: dict[ClientId, Message | None] = {}
+
+    def ask(self, requests: Requests, request: Request, length: int) -> Mapping[ClientId, MaskedReply | Failure]:
+        """Let all clients that are online exchange keys and shares, and those in time send their masked vectors.
+
+        Args:
+            requests: The requests to the clients that answer in time.
+            request: The question.
+            length: Number of elements of a vector.
+        """
+        roster = self._server.enrol(self._step(dict.fromkeys(self._clients)))
+        if roster is not None:
+            self._server.deliver(self._step(dict.fromkeys(self._clients, roster)))
+        if self._server.members != sorted(map(str, self._clients)):
+            raise FedstrataError(f"secure sums: the clients could not join a roster. {self._reasons()}")
+        self._exchange = self._server.begin(question_of(request), length)
+        assert self._exchange is not None
+        begun = {
+            client: Masked(request, begin)
+            for client in requests
+            if (begin := self._exchange.outgoing.get(str(client))) is not None
+        }
+        asked = Requests.of(begun, begun)
+        outcomes = self._engine.ask(Requests(asked.distinct, asked.which, requests.work), together=False)
+        result: dict[ClientId, MaskedReply | Failure] = {}
+        for client, outcome in outcomes.items():
+            if isinstance(outcome, MaskedReply):
+                self._present[client] = outcome.present
+                result[client] = replace(outcome, present=None)
+            else:
+                result[client] = outcome if isinstance(outcome, Failure) else Failure("it sent no vector", refused=True)
+        return result
+
+    def open(self, answers: Replies) -> Words:
+        """Return the sum of the vectors that the server accepted, after the clients have revealed their shares."""
+        exchange = self._exchange
+        assert exchange is not None
+        exchange.receive(
+            {
+                str(client): protocol.MaskedVector(reply.vector, self._present[client])  # type: ignore[arg-type]
+                for client, reply in answers.items()
+            }
+        )
+        while exchange.stage not in ("opened", "failed"):
+            exchange.receive(self._step({int(name): message for name, message in exchange.outgoing.items()}))
+        if exchange.total is None or self._server.events:
+            raise FedstrataError(f"secure sums: the sum could not be opened. {self._reasons()}")
+        self._step({int(name): exchange.outgoing[name] for name in exchange.contributors})
+        return exchange.total
+
+    def _step(self, messages: Mapping[ClientId, Message | None]) -> dict[str, Any]:
+        outcomes = self._engine.ask(Requests.of(messages, {c: Step(m) for c, m in messages.items()}), together=False)
+        return {str(c): each.message for c, each in outcomes.items() if isinstance(each, StepReply)}
+
+    def _reasons(self) -> str:
+        return " ".join(event.reason for event in self._server.events)
+
+
+def question_of(request: Request) -> bytes:
+    """Return the hash of a question, with the model in it."""
+    return digest("question", records.encode(request))
+
+
+def count_messages(
+    federation: Federation,
+    question: Masked,
+    length: int,
+    clients: Sequence[ClientId],
+    answered: Sequence[ClientId],
+    opened: bool,
+) -> None:
+    """Add the messages of the protocol to the log: the bytes follow from the number of clients.
+
+    Args:
+        federation: The federation.
+        question: The question without the beginning of an exchange. Its bytes and those of the vectors are in the log.
+        length: Number of elements of a vector.
+        clients: The clients of the roster.
+        answered: The clients that sent their vectors.
+        opened: Whether they are enough to open the sum.
+    """
+    names, present = sorted(map(str, clients)), {str(client): _IN for client in answered}
+    key, share = bytes(KEY_BYTES), bytes(shamir.SHARE_BYTES)
+    signature, box = bytes(SIGNATURE_BYTES), bytes(2 * shamir.SHARE_BYTES + TAG_BYTES)
+    packages = [protocol.Package(name, key, key, signature, key, key, key, key, signature) for name in names]
+    roster = protocol.Roster(packages, 0)
+    boxes = {name: {other: box for other in names if other != name} for name in names}
+    sizes = records.size
+    down = up = 0
+    for name, package in zip(names, packages, strict=True):
+        begin = protocol.Begin(key, 0, protocol.Delivery(names, boxes[name]))
+        down += sizes(Step(None)) + sizes(Step(roster)) + sizes(replace(question, begin=begin)) - sizes(question)
+        up += sizes(StepReply(package)) + sizes(StepReply(protocol.Deal(boxes[name])))
+    vector = torch.empty(length, dtype=torch.int32)
+    up += len(answered) * (sizes(MaskedReply(vector, _IN)) - sizes(MaskedReply(vector)))
+    exchanges = 2
+    if opened:
+        selfs = dict.fromkeys(present, share)
+        steps: list[tuple[Message, Message | None]] = [(protocol.RevealAll(0, present), protocol.Shares(selfs, {}))]
+        if len(answered) < len(clients):
+            pairs = {name: share for name in names if name not in present}
+            votes = dict.fromkeys(present, signature)
+            steps = [
+                (protocol.Propose(0, present), protocol.Vote(signature)),
+                (protocol.RevealSet(0, votes), protocol.Shares(selfs, pairs)),
+            ]
+        steps.append((protocol.Opened(0, sorted(present)), None))
+        for message, reply in steps:
+            down += len(answered) * sizes(Step(message))
+            up += len(answered) * sizes(StepReply(reply))
+        exchanges += len(steps)
+    log = federation.log
+    log.bytes_down, log.bytes_up, log.exchanges = log.bytes_down + down, log.bytes_up + up, log.exchanges + exchanges
+
+
+_IN = protocol.In(True, bytes(SIGNATURE_BYTES))

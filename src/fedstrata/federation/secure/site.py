@@ -1,0 +1,411 @@
+"""A site in secure sums: its secrets, its checks of the server's messages, and its votes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fedstrata.base.errors import SpecError
+from fedstrata.federation.secure import protocol, shamir
+from fedstrata.federation.secure.certificates import Identity, Trust, stranger
+from fedstrata.federation.secure.primitives import (
+    SEED_BYTES,
+    agree,
+    agreement_key,
+    derive,
+    public_key,
+    seal,
+    signing_key,
+    statement,
+    unseal,
+    valid,
+)
+from fedstrata.federation.secure.protocol import (
+    Begin,
+    Confirm,
+    Deal,
+    Delivery,
+    In,
+    MaskedVector,
+    Opened,
+    Package,
+    Propose,
+    RefusedError,
+    RevealAll,
+    RevealSet,
+    Roster,
+    Seed,
+    Shares,
+    Vote,
+)
+from fedstrata.federation.secure.ring import Words
+
+SEEDS: tuple[Seed, Seed] = "self", "pair"
+
+
+@dataclass
+class _Own:
+    """A package of this site, and the seeds of its exchanges."""
+
+    package: Package
+    seeds: list[dict[Seed, bytes]]
+    dealt: bool = False
+
+
+@dataclass
+class _Joined:
+    """A roster in which this site has dealt shares.
+
+    ``shares`` has a mapping per exchange, from the kind and the owner of a seed to this site's share of it.
+    """
+
+    roster: Roster
+    hash: bytes
+    own: _Own
+    shares: list[dict[tuple[Seed, str], bytes]]
+    members: list[str] | None = None
+    last: int = -1
+
+    def package(self, name: str) -> Package:
+        return self.roster.packages[self.roster.names.index(name)]
+
+    def forget(self, before: int) -> None:
+        """Delete the seeds and shares of the exchanges before this one."""
+        for exchange in range(before):
+            self.shares[exchange].clear()
+            self.own.seeds[exchange].clear()
+
+
+@dataclass
+class _Exchange:
+    """The exchange in which this site has sent its last vector."""
+
+    number: int
+    context: bytes
+    members: list[str]
+    voted: list[str] | None = None
+    signed: bool = False
+
+
+class Site:
+    """The state of a site in the secure sums of one job.
+
+    Its secrets are never saved: a site that restarts is a new one, which joins the next roster. Only ``answered`` must
+    be saved. Otherwise, a server could make sites restart, ask the same question again without one of them, and
+    compute this site's vector as the difference of the two sums.
+
+    Each method answers one message of the server. If a check fails, it raises ``RefusedError``, and the state is as
+    before. The server is the adversary, so the messages may contain anything.
+
+    Args:
+        job: The job's hash, which contains the spec.
+        identity: The site's certificate.
+        trust: The certificates that the site accepts.
+        parties: Smallest number of sites with enough samples in a sum, at least 3.
+        peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
+        confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", it skips
+            this if all sites have sent their vectors. Both are equally safe, and "needed" saves two messages per site.
+        exchanges: Number of exchanges for which the site makes keys at a time.
+        answered: The hashes of the questions that the site has answered in this job before it restarted.
+    """
+
+    def __init__(
+        self,
+        job: bytes,
+        identity: Identity,
+        trust: Trust,
+        *,
+        parties: int = protocol.FEWEST,
+        peers: Collection[str] | None = None,
+        confirm: Confirm = "needed",
+        exchanges: int = protocol.MOST_EXCHANGES,
+        answered: Iterable[bytes] = (),
+    ) -> None:
+        if parties < protocol.FEWEST:
+            problem = f"must be at least {protocol.FEWEST}, because each site of a sum knows its own part."
+            raise SpecError("parties", f"{problem} Raise it.", parties)
+        self.job, self.identity, self.trust = job, identity, trust
+        self.parties, self.peers, self.confirm, self.exchanges = parties, peers, confirm, exchanges
+        self._job_key, self._box_key = signing_key(), agreement_key()
+        signed = protocol.job_key_statement(job, identity.name, public_key(self._job_key))
+        self._credential = identity.sign(signed)
+        self._own: _Own | None = None
+        self._joined: _Joined | None = None
+        self._current: _Exchange | None = None
+        self.answered = set(answered)
+        """The hashes of the questions that the site has answered. Save them before a masked vector leaves the site."""
+
+    @property
+    def name(self) -> str:
+        """The site's name."""
+        return self.identity.name
+
+    def package(self) -> Package:
+        """Return new public keys for the next roster. Keys of an earlier call are no longer accepted in a roster."""
+        seeds: list[dict[Seed, bytes]] = [
+            {kind: secrets.token_bytes(SEED_BYTES) for kind in SEEDS} for _ in range(self.exchanges)
+        ]
+
+        def commitments(kind: Seed) -> bytes:
+            numbered = enumerate(seeds)
+            return b"".join(protocol.commitment(self.job, self.name, kind, e, seed[kind]) for e, seed in numbered)
+
+        keys = [protocol.exchange_key(self.job, self.name, e, seed["pair"]) for e, seed in enumerate(seeds)]
+        package = Package(
+            self.name,
+            self.identity.certificate,
+            public_key(self._job_key),
+            self._credential,
+            public_key(self._box_key),
+            b"".join(map(public_key, keys)),
+            commitments("self"),
+            commitments("pair"),
+            b"",
+        )
+        signature = self._job_key.sign(package.signed(self.job))
+        package = Package(**{**vars(package), "signature": signature})
+        self._own = _Own(package, seeds)
+        return package
+
+    def deal(self, roster: Roster) -> Deal:
+        """Join a roster, and return shares of this site's seeds for the other sites. The site leaves its last roster.
+
+        Raises:
+            RefusedError: A check failed.
+        """
+        own, sites, threshold = self._own, len(roster.packages), roster.threshold
+        if own is None:
+            raise RefusedError("package", "the site has not made a package")
+        self._require("package", not own.dealt, "its package has already been in a roster")
+        self._require("package", own.package in roster.packages, "the roster does not contain its newest package")
+        self._require("order", roster.names == sorted(roster.names), "the roster is not in the order of the names")
+        least = protocol.default_threshold(sites)
+        self._require("threshold", sites >= protocol.FEWEST, f"the roster has fewer than {protocol.FEWEST} sites")
+        self._require("threshold", sites <= protocol.MOST_SITES, f"the roster has over {protocol.MOST_SITES} sites")
+        self._require("threshold", threshold >= least, f"the threshold is {threshold}, but must be at least {least}")
+        self._require("threshold", threshold <= sites, f"the threshold is {threshold}, for only {sites} sites")
+        self._require("repeated", not protocol.repeated(roster.packages), "a name or a key occurs twice")
+        for package in roster.packages:
+            if package != own.package:
+                self._check_package(package, own.package.exchanges)
+        roster_hash = roster.hash(self.job)
+        contents = [bytearray() for _ in range(sites)]
+        for seeds in own.seeds:
+            for kind in SEEDS:
+                shares = shamir.split(int.from_bytes(seeds[kind]), threshold, sites)
+                for content, share in zip(contents, shares, strict=True):
+                    content += share.to_bytes(shamir.SHARE_BYTES)
+        mine = contents[roster.names.index(self.name)]
+        boxes = {
+            other.name: seal(*self._box(roster_hash, other, bytes(content), sends=True))
+            for other, content in zip(roster.packages, contents, strict=True)
+            if other.name != self.name
+        }
+        own.dealt = True
+        joined = _Joined(roster, roster_hash, own, [{} for _ in own.seeds])
+        _add_shares(joined.shares, self.name, bytes(mine))
+        self._joined, self._current = joined, None
+        return Deal(boxes)
+
+    def mask(self, begin: Begin, question: bytes, vector: Words, enough: bool) -> MaskedVector:
+        """Return this site's masked vector. Its vector for this question is never masked again.
+
+        Call this only after the site's guard has accepted the question.
+
+        Args:
+            begin: The message of the server.
+            question: The hash of the question, with the model as this site decoded it.
+            vector: The site's vector, shape (d,).
+            enough: Whether at least ``privacy.min_samples`` samples contribute to it.
+
+        Raises:
+            RefusedError: A check failed.
+        """
+        joined, number = self._joined, begin.exchange
+        if joined is None or begin.roster != joined.hash:
+            raise RefusedError("roster", "the roster is unknown or is not the newest")
+        received: list[dict[tuple[Seed, str], bytes]] = [{} for _ in joined.shares]
+        members = joined.members
+        if begin.delivery is not None:
+            fixed = members is None or begin.delivery.members == members
+            self._require("members", fixed, "the members of a roster cannot change")
+            members = begin.delivery.members
+            self._check_members(joined, members)
+            if joined.members is None:
+                received = self._opened_boxes(joined, begin.delivery)
+        if members is None:
+            raise RefusedError("members", "the members of the roster are not known")
+        if not 0 <= number < len(joined.shares):
+            raise RefusedError("exchange", f"there are no keys for exchange {number}")
+        self._require("exchange", number > joined.last, f"exchange {number} was used before")
+        self._require("question", question not in self.answered, "this question was answered before")
+        context = self._context(members, number, question)
+        masked = vector + protocol.self_mask(context, self.name, joined.own.seeds[number]["self"], len(vector))
+        key = protocol.exchange_key(self.job, self.name, number, joined.own.seeds[number]["pair"])
+        for other in members:
+            if other != self.name:
+                package = joined.package(other)
+                masked += protocol.pair_mask(context, key, self.name, package, number, len(vector))
+        joined.forget(number)
+        for kept, new in zip(joined.shares[number:], received[number:], strict=True):
+            kept.update(new)
+        joined.members, joined.last = members, number
+        self.answered.add(question)
+        self._current = _Exchange(number, context, members)
+        signature = self._job_key.sign(protocol.present_statement(context, self.name, enough))
+        return MaskedVector(torch.from_numpy(masked.view(np.int32)), In(enough, signature))
+
+    def reveal_all(self, message: RevealAll) -> Shares:
+        """Vote for the sum over all members, and return the shares that open it.
+
+        Raises:
+            RefusedError: A check failed.
+        """
+        current, joined = self._exchange(message.exchange)
+        self._require("confirm", self.confirm != "always", "it reveals shares only for a set that was signed")
+        self._require("vote", current.voted is None, "it has already voted in this exchange")
+        self._require("all", sorted(message.present) == current.members, "not all members have sent their vectors")
+        self._check_present(current, joined, message.present)
+        current.voted = current.members
+        return Shares({name: joined.shares[current.number]["self", name] for name in current.members}, {})
+
+    def propose(self, message: Propose) -> Vote:
+        """Vote for the sum over some members.
+
+        Raises:
+            RefusedError: A check failed.
+        """
+        current, joined = self._exchange(message.exchange)
+        chosen = sorted(message.present)
+        self._require("vote", current.voted is None, "it has already voted in this exchange")
+        self._require("subset", set(chosen) <= set(current.members), "the set has a site that is not a member")
+        self._require("subset", self.name in chosen, "the set does not contain this site")
+        self._require("size", len(chosen) >= joined.roster.threshold, "the set has too few sites")
+        self._check_present(current, joined, message.present)
+        current.voted, current.signed = chosen, True
+        return Vote(self._job_key.sign(protocol.vote_statement(current.context, chosen)))
+
+    def reveal_set(self, message: RevealSet) -> Shares:
+        """Return the shares that open the sum for which this site and at least t − 1 others have voted.
+
+        Raises:
+            RefusedError: A check failed.
+        """
+        current, joined = self._exchange(message.exchange)
+        if current.voted is None or not current.signed:
+            raise RefusedError("votes", "it has not voted for a set")
+        signed = protocol.vote_statement(current.context, current.voted)
+        votes = {
+            name
+            for name, signature in message.votes.items()
+            if name in current.voted and valid(joined.package(name).job_key, signature, signed)
+        }
+        self._require("votes", len(votes) >= joined.roster.threshold, "too few sites have voted for the same set")
+        shares, chosen = joined.shares[current.number], set(current.voted)
+        return Shares(
+            {name: shares["self", name] for name in current.members if name in chosen},
+            {name: shares["pair", name] for name in current.members if name not in chosen},
+        )
+
+    def opened(self, message: Opened) -> bool:
+        """Delete the secrets of an exchange that has ended.
+
+        Returns:
+            Whether the server says that the sum contains this site's vector. The caller then makes the state that
+            belongs to it permanent.
+
+        Raises:
+            RefusedError: The site has voted for another set, or the exchange is not its last one.
+        """
+        current, joined = self._exchange(message.exchange)
+        members = sorted(message.members)
+        self._require("opened", current.voted in (None, members), "the site has voted for another set")
+        joined.forget(current.number + 1)
+        self._current = None
+        return self.name in members
+
+    def _require(self, check: str, holds: bool, problem: str) -> None:
+        """Refuse the server's message unless a condition holds."""
+        if not holds:
+            raise RefusedError(check, problem)
+
+    def _exchange(self, number: int) -> tuple[_Exchange, _Joined]:
+        if self._current is None or self._joined is None or self._current.number != number:
+            raise RefusedError("exchange", f"exchange {number} is not the last one in which it has sent its vector")
+        return self._current, self._joined
+
+    def _context(self, members: list[str], number: int, question: bytes) -> bytes:
+        assert self._joined is not None
+        return protocol.context(self.job, self._joined.hash, members, number, question)
+
+    def _check_package(self, package: Package, exchanges: int) -> None:
+        who = f"the package of {package.name!r} is wrong: "
+        if defect := package.form_defect():
+            raise RefusedError("form", who + defect)
+        self._require("form", package.exchanges == exchanges, f"{who}it is for {package.exchanges} exchanges")
+        defect = package.signature_defect(self.job)
+        self._require("signature", not defect, who + defect)
+        signed = protocol.job_key_statement(self.job, package.name, package.job_key)
+        defect = self.trust.defect(package.name, package.certificate, package.credential, signed)
+        self._require("certificate", not defect, who + defect)
+        unknown = stranger(package.certificate, self.peers)
+        self._require("peers", not unknown, f"{who}its certificate is not among the peers")
+
+    def _check_members(self, joined: _Joined, members: list[str]) -> None:
+        names = set(joined.roster.names)
+        ordered = members == sorted(set(members) & names)
+        self._require("members", ordered, "the members are not sites of the roster in the order of their names")
+        self._require("members", self.name in members, "the members do not contain this site")
+        self._require("members", len(members) >= joined.roster.threshold, "there are too few members")
+
+    def _opened_boxes(self, joined: _Joined, delivery: Delivery) -> list[dict[tuple[Seed, str], bytes]]:
+        shares: list[dict[tuple[Seed, str], bytes]] = [{} for _ in joined.shares]
+        for name in delivery.members:
+            if name != self.name:
+                box = delivery.boxes.get(name)
+                if box is None:
+                    raise RefusedError("box", f"the box of {name!r} is missing")
+                content = unseal(*self._box(joined.hash, joined.package(name), box, sends=False))
+                right = content is not None and _add_shares(shares, name, content)
+                self._require("box", right, f"the box of {name!r} cannot be opened, or has wrong contents")
+        return shares
+
+    def _box(self, roster: bytes, other: Package, content: bytes, *, sends: bool) -> tuple[bytes, bytes, bytes]:
+        """Return the key of the box to or from another site, the content, and the public bytes."""
+        names = (self.name, other.name) if sends else (other.name, self.name)
+        public = statement("box", roster, *names)
+        return derive(agree(self._box_key, other.box_key), roster, public), content, public
+
+    def _check_present(self, current: _Exchange, joined: _Joined, present: Mapping[str, In]) -> None:
+        for name, each in present.items():
+            signed = protocol.present_statement(current.context, name, each.enough)
+            right = name in current.members and valid(joined.package(name).job_key, each.signature, signed)
+            self._require("in", right, f"{name!r} has not signed that it sent its vector in this exchange")
+        enough = sum(each.enough for each in present.values())
+        self._require("parties", enough >= self.parties, f"fewer than {self.parties} sites have enough samples")
+
+
+def _add_shares(shares: list[dict[tuple[Seed, str], bytes]], owner: str, content: bytes) -> bool:
+    """Add the shares of one owner's seeds to those of each exchange.
+
+    Args:
+        shares: The shares of each exchange, to which the new ones are added.
+        owner: The owner of the seeds.
+        content: The content of a box: the shares of all exchanges.
+
+    Returns:
+        False if the content is not that of a box, so that nothing was added.
+    """
+    size = shamir.SHARE_BYTES
+    if len(content) != len(shares) * len(SEEDS) * size:
+        return False
+    each = [content[begin : begin + size] for begin in range(0, len(content), size)]
+    if any(int.from_bytes(share) >= shamir.PRIME for share in each):
+        return False
+    for number, held in enumerate(shares):
+        held.update({(kind, owner): each[len(SEEDS) * number + place] for place, kind in enumerate(SEEDS)})
+    return True
