@@ -21,7 +21,7 @@ from fedstrata.sampling.label_counts import LabelCounts, allowed_label_counts
 
 @record("EntropyState")
 class EntropyState:
-    """The sampler's state.
+    """The state of FedEntOpt's sampler between rounds.
 
     Args:
         labels: The clients' label counts.

@@ -26,7 +26,7 @@ MOST_CLIENTS = 2000
 
 @record("GraphState")
 class GraphState:
-    """The sampler's state.
+    """The state of FedGS's sampler between rounds.
 
     Args:
         labels: The clients' label counts.

@@ -141,7 +141,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The site's name."""
+        """The name of this site in the roster."""
         return self.identity.name
 
     def package(self) -> Package:
