@@ -1,6 +1,6 @@
-// What all pages share: elements, colours, numbers and axes. A name is text: it is set as text, never as markup.
+// Functions that all pages share, for elements, colours, numbers and axes. Names are set as text and never as markup.
 "use strict";
-const HEIGHT = 270; // of a chart
+const HEIGHT = 270; // The height of a chart in pixels.
 
 function make(tag, attributes = {}, ...children) {
   const svg = ["svg", "path", "text", "rect", "title"].includes(tag);
@@ -13,9 +13,9 @@ function make(tag, attributes = {}, ...children) {
   return made;
 }
 
-// Paper is white and narrower than most windows, so that everything drawn is drawn anew for it.
+// Charts are drawn again for printing, because paper is white and narrower than most windows.
 let printing = false;
-const COLUMN = 450; // pixels: two columns fit on A4 and Letter paper in landscape
+const COLUMN = 450; // With this width in pixels, two columns fit on A4 and Letter paper in landscape.
 const widthOf = plot => printing ? COLUMN : Math.max(plot.clientWidth, 200);
 
 function followPrint(repaint) {
@@ -32,7 +32,7 @@ function followPrint(repaint) {
   addEventListener("afterprint", () => print(false));
 }
 
-// A colour of the style sheet as a canvas takes it.
+// Convert a colour of the style sheet to a form that a canvas accepts.
 const probe = document.body.appendChild(make("i", {hidden: true}));
 function colour(name) {
   probe.style.color = `var(--${name})`;
@@ -48,7 +48,7 @@ function text(value) {
   return String(Number(value.toPrecision(size >= 100 ? 4 : 3))).replace("-", "−");
 }
 
-// Axes
+// Functions for the axes of charts.
 
 function logTicks(low, high) {
   const ticks = [], digits = high < 4 * low ? [1, 1.5, 2, 3, 4, 5, 6, 8] : [1, 2, 3, 5];

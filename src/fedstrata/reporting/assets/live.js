@@ -1,4 +1,4 @@
-// A run while it goes on: its status is asked for every two seconds, and what changed is shown.
+// The page of a running experiment, which requests the run's status every two seconds and shows the changes.
 "use strict";
 (() => {
 const EVERY = 2000, STALE = 10;
@@ -18,7 +18,7 @@ const amount = count => {
   return `${(count / 1e3).toFixed(1)} kB`;
 };
 
-const isShare = name => name.endsWith("accuracy"); // shown in per cent
+const isShare = name => name.endsWith("accuracy"); // Accuracies are shown in percent.
 const value = (name, number) => number == null ? null : isShare(name) ? `${(100 * number).toFixed(1)} %` : text(number);
 
 function result(status) {
@@ -33,7 +33,7 @@ function show(status) {
   last = status;
   const away = status?.away, waiting = status?.waiting;
   const nothing = status == null || away != null || waiting != null;
-  const site = !nothing && status.sites == null; // a site knows its own part alone
+  const site = !nothing && status.sites == null; // A site does not know the status of other sites.
   const age = status?.at == null ? 0 : status.now - status.at;
   find("title").textContent = status == null ? "No run is active" : away != null ? "The server cannot be reached"
     : waiting != null ? "A run is waiting"
@@ -49,7 +49,7 @@ function show(status) {
     : site ? (status.working ? "working" : "waiting for the next request") : "running";
   find("report").hidden = !status?.report;
   find("done").hidden = nothing || site;
-  find("facts-head").hidden = nothing && !charts.size; // curves that were there stay
+  find("facts-head").hidden = nothing && !charts.size; // Existing curves stay visible.
   find("done").value = status?.rounds ? status.round / status.rounds : 0;
   sites(Object.entries(status?.sites ?? {}));
   const facts = nothing ? [] : site
@@ -110,7 +110,7 @@ async function look() {
     show(await answer.json());
     missed = 0;
   } catch {
-    missed++; // who serves this page was ended
+    missed++; // The command that serves this page may have ended.
     if (missed > 1) find("state").textContent = "the command that serves this page does not respond";
   }
   document.documentElement.dataset.drawn = "yes";

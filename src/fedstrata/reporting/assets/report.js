@@ -1,15 +1,15 @@
-// The page's own script: tables that sort, curves whose methods can be switched off, heat maps and strips. Names come
-// from specs and data and are text: they are set as text or as attributes, and never as markup.
+// The script of the report, which sorts tables and draws curves, heat maps and strips. Names come from specs and data,
+// and are therefore set as text or as attributes, and never as markup.
 "use strict";
 (() => {
 const blocks = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;
-const repaints = []; // charts and heat maps are drawn anew when the colours change
+const repaints = []; // Charts and heat maps are drawn again when the colours change.
 
 const choice = (options, chosen) => make("select", {}, ...options.map(([value, name]) =>
   make("option", {value, selected: value === chosen}, name)));
 
-// A data set: its methods, which methods are shown, and all updates when this selection changes
+// The part of the page about a data set: its methods, which of them are shown, and updates when this choice changes.
 
 class Block {
   constructor(section, data) {
@@ -32,7 +32,7 @@ class Block {
     select.append(...choice(across.map(axis => [axis.key, axis.name]), "round").children);
     select.value = "round";
     select.addEventListener("change", () => {
-      log.checked = this.log = select.value === "bytes"; // methods differ by orders of magnitude
+      log.checked = this.log = select.value === "bytes"; // The bytes of methods differ by orders of magnitude.
       this.across = select.value;
       this.draw();
     });
@@ -93,7 +93,7 @@ class Block {
     this.changed();
   }
 
-  // The values beside the names are those at the pointer, or the last values.
+  // The values beside the names are the values at the pointer, or the last values without a pointer.
   values(metric = this.data.metrics[0].key, at = null) {
     const quantity = this.data.metrics.find(each => each.key === metric);
     const place = this.across === "round" ? "round " : "";
@@ -128,7 +128,7 @@ class Block {
       new Heat(this, box, "By client", [options], chosen => {
         const map = clients[chosen], scale = map.percent ? 100 : 1;
         const values = map.rows.map(row => row?.map(value => value == null ? null : value * scale));
-        const every = values.flat().filter(value => value != null); // a method without a table has no values
+        const every = values.flat().filter(value => value != null); // A method without a table has no values.
         const first = `${names.length > 1 ? "mean " : ""}${clients[0].column}${names.length > 1 ? " over the methods" : ""}`;
         return {rows: names, rowName: "", columns: map.clients.map(String), columnName: "client ", values, methods: true,
           ...(map.percent ? percent(values) : {low: 0, high: Math.max(...every, 0)}),
@@ -136,7 +136,7 @@ class Block {
             (map.of > map.clients.length ? `; ${map.clients.length} of ${map.of} clients are shown, evenly spaced.` : ".")};
       }, "full");
     }
-    function percent(values) { // the scale begins at the multiple of ten below the lowest value
+    function percent(values) { // The scale begins at the multiple of ten below the lowest value.
       const lowest = Math.min(...values.flat().filter(value => value != null), 90);
       return {low: Math.floor(lowest / 10) * 10, high: 100};
     }
@@ -180,11 +180,11 @@ class Block {
     });
   }
 
-  // Draw a strip for each run: bars over the rounds, and a text on the bar under the pointer or chosen by arrow keys.
+  // Draw a strip of bars over the rounds for each run. A text describes the bar that the pointer or the arrow keys select.
   strip(box, runs, drawing) {
     const {methods} = this.data, readout = make("output", {class: "readout"});
     const longest = Math.max(...runs.flat().map(run => run?.rounds ?? 0), 1);
-    const groups = new Map(); // dropouts depend only on the seed, so that many methods have the same strip
+    const groups = new Map(); // Dropouts depend only on the seed, so many methods have the same strip.
     runs.forEach((members, index) => members.filter(Boolean).forEach(run => {
       const key = JSON.stringify(run);
       groups.set(key, {run, of: [...(groups.get(key)?.of ?? []), index]});
@@ -227,7 +227,7 @@ class Block {
   }
 }
 
-// Whole percentages that add up to 100.
+// Return whole percentages that add up to 100.
 function shares(counts) {
   const sum = counts.reduce((a, b) => a + b, 0);
   const exact = counts.map(count => 100 * count / sum), whole = exact.map(Math.floor);
@@ -241,11 +241,11 @@ function swatch(method) {
     stroke: `var(--${method.colour})`, "stroke-width": 3, "stroke-dasharray": method.dash.join(" ")}));
 }
 
-// A value of a metric: percentages have one digit after the point.
+// Format a value of a metric; percentages have one digit after the decimal point.
 const measured = (value, metric) => value != null && metric.high === 100 ? value.toFixed(1) : text(value);
 const shortened = (name, length) => name.length > length ? name.slice(0, length - 1) + "…" : name;
 
-// Text with a halo, so that it can be read on lines
+// Draw text with a halo, so that it can be read on lines.
 function haloed(ctx, name, left, top) {
   ctx.strokeStyle = colour("paper");
   ctx.lineWidth = 4 * devicePixelRatio;
@@ -254,7 +254,7 @@ function haloed(ctx, name, left, top) {
   ctx.fillText(name, left, top);
 }
 
-// Curves; the band over seeds is drawn for the method in focus only
+// Charts of curves. The band over seeds is drawn only for the method in focus.
 
 class Chart {
   constructor(block, box, metric) {
@@ -272,10 +272,10 @@ class Chart {
     this.figure = make("figure", {class: "chart"}, make("div", {class: "chart-head"}, select), this.plot);
     box.append(this.figure);
     watchWidth(this);
-    block.listeners.push(() => this.draw()); // axes span what is shown
+    block.listeners.push(() => this.draw()); // The axes span only the curves that are shown.
   }
 
-  points(index) { // x, y and deviation of a method where it has them
+  points(index) { // Return x, y and the deviation at each point at which the method has values.
     const {across, log, data} = this.block, method = data.methods[index], [mean, sd] = method.y[this.metric] ?? [[]];
     const kept = mean.map((y, i) => i).filter(i => mean[i] != null && (!log || method[across][i] > 0));
     return {x: kept.map(i => method[across][i]), y: kept.map(i => mean[i]), sd: sd && kept.map(i => sd[i])};
@@ -292,14 +292,14 @@ class Chart {
     const last = index => this.of[index].y.at(-1);
     const ends = this.drawn.slice(0, 8).map(index => `${methods[index].name} ${measured(last(index), metric)}`).join(", ");
     this.plot.setAttribute("aria-label", `${metric.name} over ${axis.name}, of ${methods.length} methods; at the end: ${ends || "none"}`);
-    if (this.drawn.every(index => this.of[index].x.length === 1)) { // a line needs two points
+    if (this.drawn.every(index => this.of[index].x.length === 1)) { // A line needs two points.
       const percent = metric.high === 100 ? " %" : "";
       this.plot.replaceChildren(make("div", {class: "only"}, ...this.drawn.map(index => make("p", {},
         `${methods.length > 1 ? `${methods[index].name}, one` : "one"} evaluation: ${measured(last(index), metric)}${percent}`))));
       return;
     }
     this.plot.replaceChildren();
-    // Curves that coincide are drawn once: with the name of all methods, or with the names of those that share it.
+    // Curves that coincide are drawn once, with the names of all their methods.
     const same = new Map();
     for (const index of this.drawn) {
       const key = JSON.stringify([this.of[index].x, this.of[index].y]);
@@ -309,7 +309,7 @@ class Chart {
     this.names = new Map([...same.values()].map(group => [group[0],
       this.all ? "all methods" : group.map(index => methods[index].name).join(", ")]));
     // Two rounds of a method may have the same cost, but a table needs sorted and distinct positions.
-    // Grey lines are drawn first, so that they do not hide coloured ones.
+    // Grey lines are drawn first, so that they do not hide coloured lines.
     this.order = [...methods.keys()].sort((a, b) => (methods[b].colour === "other") - (methods[a].colour === "other"));
     const tables = this.order.map(index => {
       const {x, y} = this.of[index];
@@ -352,9 +352,9 @@ class Chart {
     this.pointed = over;
   }
 
-  // The range of the visible curves. The worst tenth of the values, where runs begin, is cut off, but never the end of a curve.
+  // Return the range of the visible curves. The worst tenth of the values, from the beginning of runs, is cut off, but the end of a curve is not.
   span(u) {
-    const [first, last] = u.series[0].idxs.map(i => u.data[0][i]); // the scale of x itself is not set yet
+    const [first, last] = u.series[0].idxs.map(i => u.data[0][i]); // The scale of x is not set yet.
     const {low: least, high: most, better} = this.quantity, seen = [], ends = [];
     this.of.forEach(({x, y}, index) => {
       if (!this.block.shown(index)) return;
@@ -388,7 +388,7 @@ class Chart {
     ctx.restore();
   }
 
-  ends(u) { // names at the ends of the lines, where they do not overlap; the method in focus comes first
+  ends(u) { // Write names at the ends of the lines if they do not overlap; the method in focus comes first.
     const {ctx} = u, {methods} = this.block.data, high = 13 * devicePixelRatio, places = [];
     ctx.save();
     ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
@@ -409,7 +409,8 @@ class Chart {
   focus(index) { this.u?.setSeries(index == null ? null : this.order.indexOf(index) + 1, {focus: index != null}); }
 }
 
-// The final primary metric over its cost. Marked methods are on the Pareto front: no method is both cheaper and better.
+// A chart of the final primary metric over its cost. Marked methods are on the Pareto front: no method is both cheaper
+// and better than a marked method.
 
 class Pareto {
   constructor(block, box) {
@@ -483,7 +484,7 @@ class Pareto {
     u.ctx.restore();
   }
 
-  names(u, front) { // all of them where they are few, else those of the front
+  names(u, front) { // Write all names if there are few; otherwise, write only the names of the Pareto front.
     const {ctx} = u, near = 8 * devicePixelRatio;
     ctx.save();
     ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
@@ -517,11 +518,11 @@ function watchWidth(chart) {
   }).observe(chart.plot);
 }
 
-// Heat maps: a path for each shade
+// Heat maps, which have one path for each shade.
 
 const opacity = shade => 0.06 + 0.94 * shade;
 
-// Return black or white, whichever has more contrast to the colour of the scale with this opacity
+// Return black or white, whichever has more contrast to the colour of the scale with this opacity.
 function onShade(alpha) {
   const parts = name => colour(name).match(/[\d.]+/g).slice(0, 3).map(Number);
   const ground = parts("panel"), linear = parts("heat").map((part, i) => {
@@ -570,7 +571,7 @@ class Heat {
     const svg = make("svg", {width: size.w, height: size.h, viewBox: `0 0 ${size.w} ${size.h}`, role: "img", tabindex: 0, "shape-rendering": "crispEdges",
       "aria-label": `${rows.length} rows and ${map.columns.length} columns, from ${text(map.low)} to ${text(map.high)}`});
     const shades = new Map(), numbers = [];
-    const edge = column => Math.round(left + wide * column); // whole pixels, or seams would show between cells
+    const edge = column => Math.round(left + wide * column); // Round to whole pixels, because seams would otherwise show between cells.
     svg.append(make("rect", {class: "frame", x: edge(0), y: Math.round(top), width: edge(map.columns.length) - edge(0), height: high * rows.length}));
     rows.forEach((row, down) => {
       const label = make("text", {x: left - 6, y: top + high * (down + 0.5) + 4, "text-anchor": "end"}, shortened(map.rows[row], 16));
@@ -617,7 +618,7 @@ class Heat {
   }
 }
 
-// Tables: a click sorts from the highest, the next from the lowest, the third restores the order of the page
+// Sort tables. The first click sorts from the highest value, the second from the lowest, and the third restores the order.
 
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0], original = [...body.rows], heads = [...table.tHead.rows[0].cells];
@@ -630,20 +631,20 @@ for (const table of document.querySelectorAll("table.sortable")) {
     const value = row => row.cells[column].dataset.value;
     const compared = (a, b) => {
       if (words) return sign * a.cells[0].textContent.localeCompare(b.cells[0].textContent, "en", {numeric: true});
-      if (value(a) === "" || value(b) === "") return (value(a) === "") - (value(b) === ""); // missing values come last
+      if (value(a) === "" || value(b) === "") return (value(a) === "") - (value(b) === ""); // Missing values come last.
       return sign * (Number(value(a)) - Number(value(b)));
     };
     body.append(...(order ? [...original].sort(compared) : original));
   }));
 }
 
-// Copying a spec
+// Copy a spec.
 
 for (const button of document.querySelectorAll(".copy")) {
   button.hidden = false;
   button.addEventListener("click", async () => {
     const pre = button.nextElementSibling;
-    getSelection().selectAllChildren(pre); // where the clipboard is not allowed it is one key away
+    getSelection().selectAllChildren(pre); // If the page may not use the clipboard, users can copy the selection with one key.
     try {
       await navigator.clipboard.writeText(pre.textContent);
       button.textContent = "copied";
@@ -653,7 +654,7 @@ for (const button of document.querySelectorAll(".copy")) {
   });
 }
 
-// Light and dark
+// Switch between light and dark colours.
 
 const theme = document.getElementById("theme");
 function repaint() {
@@ -667,7 +668,7 @@ function setTheme(name) {
 let chosen = "auto";
 try {
   chosen = localStorage.getItem("fedstrata-theme") ?? "auto";
-} catch { /* a page may be shown where nothing can be kept */ }
+} catch { /* Some browsers do not allow a page to store settings. */ }
 setTheme(chosen);
 theme.hidden = false;
 theme.addEventListener("click", () => {
@@ -675,13 +676,13 @@ theme.addEventListener("click", () => {
   setTheme(chosen);
   try {
     localStorage.setItem("fedstrata-theme", chosen);
-  } catch { /* see above */ }
+  } catch { /* Some browsers do not allow a page to store settings. */ }
   repaint();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 followPrint(repaint);
 
 for (const section of document.querySelectorAll("[data-block]")) new Block(section, blocks[section.dataset.block]);
-// uPlot paints in a microtask, so everything is painted before the next task.
+// uPlot paints in a microtask, so all charts are painted before the next task.
 setTimeout(() => { root.dataset.drawn = Math.round(performance.now()); });
 })();
