@@ -1,5 +1,5 @@
 """Tables, pictures and HTML pages about runs, and the progress that a terminal shows during a run.
 
-In this package, a label is the name of a method or variant in a report. Runs that differ only by their seeds have the
-same label.
+A report compares methods, or variants of a method. Each has a *label*, its name in the report. Runs that differ only by
+their seeds have the same label. The docstrings of this package say *method* for methods and variants.
 """

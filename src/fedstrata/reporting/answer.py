@@ -1,4 +1,4 @@
-"""Sentences about which method is best, by how much, with which certainty and at which cost."""
+"""Sentences that say which method is best, by how much, with what certainty, and at what cost."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Answer:
     """The result of a comparison in sentences.
 
     Args:
-        headline: Which methods are ahead of the baseline.
+        headline: The sentence that says which methods are ahead of the baseline.
         best: The best method, its difference from the baseline with the interval, and its cost.
-        seeds: The number of seeds that would show the best method's difference, if the standard deviation does not
-            change. None if the difference is shown already, or if the number is unknown.
+        seeds: The number of seeds with which the best method's difference would be significant, if the standard
+            deviation stays the same. None if the difference is significant already, or if the number is unknown.
     """
 
     headline: str
@@ -36,10 +36,10 @@ class Answer:
 
 
 def verdict(row: Contrast, direction: int) -> Verdict:
-    """Return the verdict on a label: ahead of the baseline, behind it, or no order shown.
+    """Return the verdict on a method: ahead of the baseline, behind the baseline, or no order shown.
 
     Args:
-        row: The comparison of the label with the baseline.
+        row: The comparison of the method with the baseline.
         direction: 1 if higher is better, -1 if lower is better, and 0 if neither is better, so that an order cannot be
             shown.
     """
@@ -52,7 +52,7 @@ def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answ
     """Return the result of a comparison by its first measure, usually the final value of the primary metric.
 
     Args:
-        runs: The histories of each label, one per seed.
+        runs: The histories of each method, one per seed.
         comparison: The comparison of these runs.
     """
     key = next(iter(comparison.measures), "")
@@ -95,7 +95,7 @@ def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answ
 
 
 def names(labels: Sequence[str]) -> str:
-    """List labels in words, such as ``a, b and 3 others``."""
+    """List names in words, such as ``a, b and 3 others``."""
     *first, last = [*labels[:NAMED], f"{len(labels) - NAMED} others"] if len(labels) > NAMED + 1 else labels
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -106,18 +106,18 @@ def worded(value: float, how: tables.Measure) -> str:
 
 
 def rounded(how: tables.Measure, seeds: int) -> tables.Measure:
-    """Return the display of a measure, with the number of digits that ``number`` shows."""
+    """Return the display settings of a measure, with the number of digits that ``number`` shows."""
     return replace(how, digits=(1 if seeds < FINE else 2) if how.factor == 100 else min(how.digits, 3))
 
 
 def number(value: float, how: tables.Measure, sign: str = "", seeds: int = 1) -> str:
-    """Format a number with few digits after the decimal point: percentages with one, other measures with at most three.
+    """Format a number with few digits after the decimal point: percentages with one, other measures with up to three.
 
     Args:
         value: The number, in the recorded unit.
-        how: The display of its measure.
+        how: The display settings of the number's measure.
         sign: ``"+"`` to show the sign of positive numbers too.
-        seeds: The number of seeds of a mean. If it is at least ``FINE``, percentages have two digits.
+        seeds: The number of seeds of a mean. With at least ``FINE`` seeds, percentages have two digits.
 
     >>> number(-0.0125, tables.measure("final_accuracy"), "+"), number(0.25, tables.measure("final_auroc"))
     ('−1.2', '0.250')

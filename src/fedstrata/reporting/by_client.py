@@ -1,4 +1,4 @@
-"""A table of the results of single clients: a row per client, and a column per method."""
+"""A table of the results of single clients, with a row per client and a column per method."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fedstrata.reporting import contrasts, tables
 from fedstrata.reporting.statistics import Estimate
 
 ByClient = dict[str, dict[str, Estimate]]
-"""A mapping from the name of each client to a mapping from each label to an estimate."""
+"""A mapping from the name of each client to a mapping from each method's label to an estimate."""
 
 NOT_RESULTS = ("client", "name", "in_partition", "train_samples", "samples", "heard")
 """The columns of a run's table of clients that do not contain results."""
 
 
 def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -> ByClient:
-    """For each client and label, estimate a result over the seeds, such as the accuracy on the client's test samples.
+    """Estimate a result over the seeds for each client and method, such as the accuracy on the client's test samples.
 
     Args:
-        runs: The histories of each label, one per seed.
+        runs: The histories of each method, one per seed.
         column: A column of results in the runs' tables of clients (``clients.csv``).
 
     Returns:
@@ -68,7 +68,7 @@ def _number(cell: object) -> float | None:
 
 
 def _cells(table: ByClient, column: str) -> tuple[list[str], list[list[str]]]:
-    """Return the labels and, for each client, a row of texts: its name, and each label's mean with interval."""
+    """Return the labels of the methods and, for each client, a row of texts: its name, and the methods' means."""
     how, labels = tables.measure(f"final_{column}"), list(next(iter(table.values())))
     rows = []
     for name, estimates in table.items():
@@ -94,7 +94,7 @@ def caption(table: ByClient, column: str) -> str:
 
 
 def to_screen(table: ByClient, column: str, every: bool = False) -> ScreenTable:
-    """Return the table for a terminal; ``every`` shows all columns in a narrow terminal too."""
+    """Return the table for a terminal; with ``every``, it has all columns even in a narrow terminal."""
     labels, rows = _cells(table, column)
     return ScreenTable(["client", *labels], rows, every=every, note=caption(table, column))
 
@@ -113,7 +113,7 @@ def to_latex(table: ByClient, column: str) -> str:
 
 
 def to_csv(table: ByClient) -> str:
-    """Return CSV with a row per client and label; numbers have all digits, and missing numbers are empty."""
+    """Return CSV with a row per client and method; numbers have all digits, and missing numbers are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["client", "label", "n", "mean", "sd", "low", "high"])

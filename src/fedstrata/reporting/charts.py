@@ -1,4 +1,4 @@
-"""The data of the charts in the HTML report, as values for JSON: curves, participation and heat maps."""
+"""The data of the charts in the HTML report (curves, participation and heat maps), as values for JSON."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 NUMBERS = 300_000
-"""The approximate limit of numbers in all curves of a data set, which keeps the page small enough for e-mail."""
+"""The approximate limit on the number of values in all curves of a data set, so that the page fits into an e-mail."""
 POINTS = 400
 """The largest number of points per curve."""
 OWN = 24
-"""The largest number of drawn columns that only some methods record."""
+"""The largest number of drawn columns among the columns that only some methods record."""
 BARS = 240
 """The largest number of bars in the participation chart; if a run has more rounds, a bar shows several rounds."""
 CLASSES = 40
@@ -34,7 +34,7 @@ CLASSES = 40
 CLIENTS = 200
 """The largest number of clients in a heat map; if there are more, an evenly spaced selection is shown."""
 CELLS = 80_000
-"""The largest number of fields (pairs of a label and a client) in all heat maps together."""
+"""The largest number of fields (pairs of a method and a client) in all heat maps together."""
 
 DASHES: dict[Dash, list[int]] = {"-": [], "--": [8, 4], ":": [2, 3], "-.": [8, 3, 2, 3]}
 """A mapping from each line style to the lengths of its dashes and gaps in pixels."""
@@ -50,12 +50,11 @@ _NOT_METRICS = ("client", "name", "in_partition", "train_samples", "samples")
 
 
 def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Stroke]:
-    """Choose a line for each label; if there are too few colours, only the baseline and the best labels get a colour.
+    """Choose a line for each method; if there are too few colours, only the baseline and the best methods get a colour.
 
     Args:
-        labels: The labels in the order of the comparison, the baseline first.
-        ranked: The same labels, sorted
-        from the best to the worst.
+        labels: The methods' labels in the order of the comparison, the baseline first.
+        ranked: The same labels, sorted from the best method to the worst.
     """
     if len(labels) <= len(style.SERIES):
         return style.lines(labels)
@@ -67,8 +66,8 @@ def chart_data(runs: Mapping[str, Sequence[Run]], lines: Mapping[str, style.Stro
     """Return the data of all charts about the runs on a data set, as values for JSON.
 
     Args:
-        runs: A mapping from each label to its runs, one per seed.
-        lines: The line of each label. Default: the result of ``style.lines``.
+        runs: A mapping from each method's label to its runs, one per seed.
+        lines: The line style of each method. Default: the result of ``style.lines``.
     """
     lines = style.lines(list(runs)) if lines is None else lines
     members = histories(runs)
@@ -118,7 +117,7 @@ def _total(history: History, key: str) -> float:
 
 
 def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
-    """Return a column's name, its limits in the unit of the name, and whether higher or lower is better.
+    """Return a column's name with its unit, its limits in this unit, and whether higher or lower is better.
 
     Args:
         key: The column.
@@ -178,19 +177,19 @@ def named(key: str) -> Quantity:
 
 
 def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str], points: int) -> dict[str, Any]:
-    """Return the curves of a label: the mean and standard deviation over seeds of each column in selected rounds.
+    """Return the curves of a method: the mean and standard deviation over seeds of each column in selected rounds.
 
-    For each resource in ``axes``, the amount that was spent until each of these rounds is added.
+    For each resource in ``axes``, the result also contains the amount that was spent until each of these rounds.
 
     Args:
-        members: The histories of a label, one per seed.
+        members: The histories of a method, one per seed.
         names: The columns to draw.
         axes: The keys of ``BUDGETS`` for possible horizontal axes.
         points: The largest number of rounds to select.
     """
     bands = {}
     for name in names:
-        with suppress(SpecError):  # this method does not record the column
+        with suppress(SpecError):  # This method does not record the column.
             bands[name] = over_seeds(members, name)
     rounds = _thin([band.rounds for band in bands.values()], points)
     curves: dict[str, Any] = {"round": rounds.tolist(), "y": {}}
@@ -249,16 +248,16 @@ def fates(run: Run) -> dict[str, Any]:
 
 
 def absences(run: Run, classes: int) -> dict[str, Any] | None:
-    """Show in which rounds no client returned that holds samples of a class; None if the run did not record this.
+    """Show in which rounds no client with samples of a class replied; None if the run did not record this.
 
     Args:
         run: The run.
         classes: The number of classes.
 
     Returns:
-        A table for JSON. ``run``, ``rounds`` and ``each`` are those of ``fates``. ``some`` is the number of rounds in
-        which at least one class was absent. ``rows`` has a text for each class, with a digit per bar: 0 if the class
-        was absent in none of the bar's rounds, up to 4 if it was absent in all.
+        A table for JSON. ``run``, ``rounds`` and ``each`` are the same as in ``fates``. ``some`` is the number of
+        rounds in which at least one class was absent. ``rows`` has a text for each class, with a digit per bar. The
+        digit is 0 if the class was present in all rounds of the bar, and up to 4 if it was absent in all rounds.
     """
     rounds = len(run.history)
     each = max(-(-rounds // BARS), 1)
@@ -274,7 +273,7 @@ def absences(run: Run, classes: int) -> dict[str, Any] | None:
 
 
 def _absences(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:
-    """Return the absences of all runs, and the names of the classes; None with more than ``CLASSES`` classes."""
+    """Return the absences of all runs, and the names of the classes; None for more than ``CLASSES`` classes."""
     names = next((names for members in runs.values() for run in members if (names := _class_names(run))), [])
     if not 0 < len(names) <= CLASSES:
         return None
@@ -283,7 +282,7 @@ def _absences(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:
 
 
 def _classes(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:
-    """Return each label's accuracy per class, in percent, and confusion matrix; None if the runs do not have these."""
+    """Return each method's accuracy per class (in percent) and confusion matrix; None if the runs have neither."""
     rows = [_class_accuracy([run.history for run in members]) for members in runs.values()]
     counts = max((len(row) for row in rows if row is not None), default=0)
     if not counts:
@@ -334,11 +333,11 @@ def _matrix(history: History) -> Confusion | None:
     matrix = history.confusion.get("last")
     if history.model_round is not None:
         matrix = next((each for each in history.confusion.values() if each.round == history.model_round), None)
-    return matrix if matrix is not None and matrix.counts.size else None  # empty if the task has no classes
+    return matrix if matrix is not None and matrix.counts.size else None  # Without classes, the matrix is empty.
 
 
 def _class_names(run: Run) -> list[str]:
-    with suppress(OSError, ValueError, AttributeError, TypeError):  # an unfinished run does not have this file
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # An unfinished run does not have this file.
         return [str(name) for name in json.loads((run.folder / MODEL).read_text(encoding="utf-8"))["class_names"]]
     return []
 
@@ -349,9 +348,9 @@ def _by_name(rows: Iterable[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
 
 
 def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """Return one heat map (labels × clients) for each seed and metric.
+    """Return one heat map (methods × clients) for each seed and metric.
 
-    Results are not averaged over seeds, because a client has other samples with another seed.
+    Results are not averaged over seeds, because a client has different samples with each seed.
     """
     maps = list[dict[str, Any]]()
     for seed in dict.fromkeys(run.name for members in runs.values() for run in members):

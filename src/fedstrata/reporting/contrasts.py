@@ -1,4 +1,4 @@
-"""Comparisons of labels with a baseline, by differences that are paired by seed, and tables of comparisons."""
+"""Comparisons of methods with a baseline, by differences that are paired by seed, and tables of comparisons."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Budget(NamedTuple):
     """A resource that runs use, such as bytes sent.
 
     Args:
-        columns: The columns of a round's record whose sum is the amount that the round used.
+        columns: The columns of a round's record that add up to the amount that the round used.
         unit: The unit in which the amount is shown.
         axis: The title of an axis of a chart that shows the amount.
         factor: The factor from the recorded unit to the shown unit.
@@ -51,10 +51,10 @@ BUDGETS = {
     "seconds": Budget(("seconds",), "s", "time, s"),
     "simulated_seconds": Budget(("simulated_seconds",), "simulated s", "simulated time, s"),
 }
-"""The resources, such as bytes, of which equal amounts can be compared: metrics after the same number of bytes."""
+"""The resources at equal amounts of which metrics can be compared, such as bytes."""
 
 LESS = ("train_loss", "samples", "seconds", "simulated_seconds", *TRAFFIC)
-"""The columns, apart from metrics, for which lower is better."""
+"""The columns other than metrics for which lower is better."""
 
 SHOWN = 10
 """The largest number of columns that an error about an unknown measure lists."""
@@ -64,16 +64,15 @@ _AT = "_at_"
 
 @dataclass(frozen=True)
 class Contrast:
-    """The values of a measure for a label, and the difference to the baseline.
+    """The values of a measure for a method, and the difference from the baseline.
 
     Args:
         key: The key of the measure, such as ``final_accuracy``.
-        label: The label of the runs.
-        seeds: The number of the label's runs.
+        label: The label of the method's runs.
+        seeds: The number of the method's runs.
         value: The estimate of the measure over these runs.
-        difference: The difference to the baseline, paired by seed; None for the baseline itself, or without a baseline.
-        stuck: The number of runs that broke down: from some round to the end, the server could not use any client's
-            reply.
+        difference: The difference from the baseline, paired by seed; None for the baseline, or without a baseline.
+        stuck: The number of runs that broke down: from some round to the end, the server could not use any reply.
         kept: A text that says which round's model the runs saved at their end; see ``tables.kept``.
     """
 
@@ -93,12 +92,12 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Contrasts:
-    """The comparisons of all labels with a baseline, which are the content of a table.
+    """The comparisons of all methods with a baseline, which are the content of a table.
 
     Args:
         rows: The comparisons, sorted by measure and then by label.
-        measures: A mapping from the key of each measure to its display.
-        baseline: The label with which all other labels are compared; None if there is only one label.
+        measures: A mapping from the key of each measure to its display settings.
+        baseline: The label of the method with which all other methods are compared; None if there is only one method.
         test: The significance test for the p-values.
         budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND in recorded units. The primary
             metric M is compared at this amount.
@@ -126,19 +125,19 @@ def contrast(
     baseline: str | None = None,
     test: Test = "t",
 ) -> Contrasts:
-    """Compare the runs of each label with those of a baseline label, by measures such as the final accuracy.
+    """Compare the runs of each method with the runs of a baseline, by measures such as the final accuracy.
 
     A measure can be limited to a budget, such as a number of bytes. The value then comes from the last evaluation
-    within the budget. A run that spent less in total has no value.
+    within the budget. A run that spent less than the budget in total has no value.
 
     Args:
-        runs: The histories of each label, one per seed.
+        runs: The histories of each method, one per seed.
         metrics: The measures to compare: keys of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
             ``rounds_to_T`` for a target T, or columns of the records (the value for the saved model). Default: the
             primary metric at the end, at equal bytes and at equal samples.
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. An amount of None
             stands for the largest amount that all runs reached.
-        baseline: The label with which all other labels are compared. Default: the first label.
+        baseline: The label of the method with which all other methods are compared. Default: the first label.
         test: The test of paired differences. All differences of a measure are judged together: their intervals hold at
             the same time, and their p-values are corrected for the number of differences (Bonferroni).
 
@@ -223,7 +222,7 @@ def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | Non
 def _spent(history: History, kind: str, metric: str) -> Floats:
     """Return the amount of a resource that was spent until each evaluation of a metric.
 
-    Without evaluations, the only value is the amount of the whole run.
+    If there are no evaluations, the only value is the amount of the whole run.
     """
     rounds, _ = history.points(column_of(metric))
     return spent(history, BUDGETS[kind].columns, rounds if len(rounds) else np.array([history[-1]["round"]]))
@@ -241,7 +240,7 @@ def _value(history: History, key: str, budgets: Mapping[str, float]) -> float | 
 def value_at(history: History, kind: str, budget: float, metric: str = "accuracy") -> float | None:
     """Return a metric in the last evaluation within a budget.
 
-    The value is None if there is no such evaluation, or if the whole run spent less than the budget.
+    The value is None if the metric was not evaluated within the budget, or if the whole run spent less than the budget.
 
     Args:
         history: A run.
@@ -258,7 +257,7 @@ def value_at(history: History, kind: str, budget: float, metric: str = "accuracy
 
 
 def _measure(key: str, budgets: Mapping[str, float], runs: Curves) -> tables.Measure:
-    """Return the display of a measure: heading, factor and digits.
+    """Return how a table displays a measure: heading, factor and digits.
 
     Raises:
         SpecError: The measure is unknown.
@@ -370,10 +369,10 @@ def _sentences(table: Contrasts) -> Iterator[str]:
 
 
 def to_screen(table: Contrasts, every: bool = False) -> ScreenTable:
-    """Return the table for a terminal; ``every`` shows all columns in a narrow terminal too."""
+    """Return the table for a terminal; with ``every``, it has all columns even in a narrow terminal."""
     headings, groups = _lines(table)
     rows = [row for title, lines in groups.items() for row in ([title], *lines)]
-    # Intervals of the means are less important than all other columns.
+    # Intervals of the means are the least important columns, which a narrow terminal leaves out first.
     order = sorted(range(1, len(headings) + 1), key=lambda column: (column == 2 and len(headings) > 2, column))
     return ScreenTable(["", *headings], rows, order=order, every=every, note=caption(table))
 
@@ -386,7 +385,7 @@ def to_markdown(table: Contrasts) -> str:
 
 
 def to_latex(table: Contrasts) -> str:
-    """Return a LaTeX table with a row per label and a column per measure. It needs the package booktabs.
+    """Return a LaTeX table with a row per method and a column per measure. The table needs the package booktabs.
 
     The best mean of each measure is bold. Intervals, differences and tests are in a comment above the table.
     """
@@ -461,7 +460,7 @@ _LATEX = {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$",
     "|": "$|$", "±": r"$\pm$", tables.MISSING: "--",
     "−": "$-$", tables.STUCK: r"$\dagger$",
-    "[": "{[}", "]": "{]}", "*": "{*}",  # at the start of a row, LaTeX reads brackets as an argument of the previous \\
+    "[": "{[}", "]": "{]}", "*": "{*}",  # At a row's start, LaTeX reads brackets as an argument of the previous \\.
 }  # fmt: skip
 
 
@@ -486,7 +485,7 @@ def _mathematics(cell: str) -> str:
 
 
 def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
-    """Return CSV with a row per data set, measure and label; numbers have all digits, and missing numbers are empty.
+    """Return CSV with a row per data set, measure and method; numbers have all digits, and missing numbers are empty.
 
     Args:
         comparisons: A mapping from the name of each data set to its comparisons.

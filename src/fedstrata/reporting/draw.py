@@ -1,4 +1,4 @@
-"""Functions that draw charts of runs into Matplotlib axes: curves, participation and communication."""
+"""Functions that draw charts of runs (curves, participation and communication) into Matplotlib axes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from fedstrata.evaluation.history import History
 
 Curves: TypeAlias = "Mapping[str, Sequence[History]]"
-"""The type of a mapping from each label to its histories, one per seed."""
+"""The type of a mapping from each method's label to its histories, one per seed."""
 
 INK, GRID = style.INK.light, style.GRID.light
 PAIR = style.SERIES[1:3]
-"""The lines for two curves in a chart that do not stand for methods."""
+"""The line styles for two curves that do not stand for methods, such as training and test loss."""
 BANDS = 3
-"""The largest number of curves that all have bands; if there are more, only the baseline and the best have bands."""
+"""The largest number of curves that all have bands; if there are more, only the baseline and the best method have
+one."""
 BAND = 0.12
 """The opacity of a band."""
 EARLY = 10
-"""The smallest number of points of a curve whose beginning may be left out of the chart."""
+"""The number of points from which on the beginning of a curve may be left out of the chart."""
 LONGEST = 24
 """The largest number of characters of a label in a chart."""
 
@@ -46,7 +47,7 @@ FATES = {
 
 
 class Quantity(NamedTuple):
-    """The display of a column: the name with its unit, and the factor from recorded values to this unit."""
+    """How a column is displayed: the name with its unit, and the factor from recorded values to this unit."""
 
     name: str
     factor: float = 1.0
@@ -65,7 +66,7 @@ QUANTITIES = {
 
 
 def quantity(column: str) -> Quantity:
-    """Return the display of a column; it is derived from the name if ``QUANTITIES`` does not contain the column.
+    """Return how a column is displayed, which is derived from its name if ``QUANTITIES`` does not contain it.
 
     >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("test.auroc").name
     (1e-06, 'head accuracy, %', 'test auroc')
@@ -78,7 +79,7 @@ def quantity(column: str) -> Quantity:
 
 
 class Band(NamedTuple):
-    """A curve: rounds, and the mean and standard deviation over seeds in each round, (R,); ``sd`` is 0 for one seed."""
+    """The mean and the standard deviation over seeds in each round, shape (R,); ``sd`` is 0 for one seed."""
 
     rounds: Ints
     mean: Floats
@@ -86,7 +87,7 @@ class Band(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A curve in a chart: horizontal positions, and the mean and standard deviation over seeds at each, (R,)."""
+    """A curve in a chart: horizontal positions, and the mean and standard deviation over seeds, shape (R,)."""
 
     x: Ints | Floats
     mean: Floats
@@ -116,7 +117,7 @@ def over_seeds(histories: Sequence[History], column: str) -> Band:
     for history in histories:
         try:
             rounds, values = history.column(column)
-        except SpecError as error:  # the column may record events that did not happen with this seed
+        except SpecError as error:  # The column may record events that did not happen with this seed.
             missing = error
             continue
         if len(rounds):
@@ -139,7 +140,7 @@ def rising(drawn: Mapping[str, Curve]) -> bool:
 def ranked(drawn: Mapping[str, Curve]) -> list[str]:
     """Return the labels of curves, sorted by the last values of the curves, the best first.
 
-    The highest value is best if the curves rise; otherwise, the lowest is.
+    The highest value is best if the curves rise; otherwise, the lowest value is best.
     """
     sign = -1 if rising(drawn) else 1
     return sorted(drawn, key=lambda label: sign * float(drawn[label].mean[-1]))
@@ -149,12 +150,12 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
     """Return the curves of a chart, in the units that the chart shows.
 
     Args:
-        curves: The histories of each label.
+        curves: The histories of each method.
         column: The column.
         against: The horizontal axis: ``"round"``, or ``"bytes"`` for the MB sent since the start.
 
     Returns:
-        A mapping from each label to its curve. Labels without values are omitted.
+        A mapping from each method's label to its curve. Methods without values are omitted.
 
     Raises:
         SpecError: No history has such a column.
@@ -165,11 +166,11 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
     for label, histories in curves.items():
         try:
             rounds, mean, sd = over_seeds(histories, column)
-        except SpecError as error:  # this label does not have the column, but others may
+        except SpecError as error:  # This method does not record the column, but other methods may.
             problem, missing = error, missing + 1
             continue
         x = rounds.astype(np.float64) if against == "round" else sent(histories, rounds)
-        if (positive := x > 0).any():  # a logarithmic axis has no 0
+        if (positive := x > 0).any():  # A logarithmic axis has no 0.
             drawn[label] = Curve(x[positive], mean[positive] * factor, sd[positive] * factor)
     if problem is not None and missing == len(curves):
         raise problem
@@ -177,20 +178,20 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
 
 
 def banded(drawn: Mapping[str, Curve]) -> list[str]:
-    """Return the labels whose curves have bands: curves with several different seeds, if there are not too many."""
+    """Return the labels of the curves with bands, which are curves over several seeds, if there are not too many."""
     labels = drawn if len(drawn) <= BANDS else dict.fromkeys((next(iter(drawn)), ranked(drawn)[0]))
     return [label for label in labels if drawn[label].sd.any()]
 
 
 def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "round") -> list[End]:
-    """Draw a column as a curve per label, with a band of one standard deviation.
+    """Draw a column as a curve per method, with a band of one standard deviation.
 
-    If there are more labels than colours, the baseline (the first label) and the best labels have colours, and all
+    If there are more methods than colours, the baseline (the first method) and the best methods have colours, and all
     other curves are grey. The vertical axis begins where the curves begin to differ.
 
     Args:
         axes: The axes to draw into.
-        curves: The histories of each label.
+        curves: The histories of each method.
         column: The column.
         against: The horizontal axis: ``"round"``, or ``"bytes"`` for the MB sent since the start, on a logarithmic
             scale.
@@ -215,7 +216,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     else:
         style_axes(axes, "sent and received since the start, MB", quantity(column).name)
         if drawn:
-            axes.set_xscale("log")  # the amounts of data of different methods differ by orders of magnitude
+            axes.set_xscale("log")  # The amounts of data that methods send differ by orders of magnitude.
             visible = [float(x) for line in drawn.values() for x in line.x[(low <= line.mean) & (line.mean <= high)]]
             axes.set_xlim(0.9 * min(visible), 1.05 * max(visible))
             log_ticks(axes.xaxis)
@@ -257,14 +258,14 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw the number of invited clients with each outcome in each round, stacked, as means over seeds."""
+    """Draw how many invited clients had each outcome in each round, as stacked means over seeds."""
     base: Floats | None = None
     for column, name in FATES.items():
         band = over_seeds(histories, column)
         if len(band.rounds) == 0 or (column != "clients_returned" and not band.mean.any()):
             continue
         base = np.zeros(len(band.rounds)) if base is None else base
-        if len(base) != len(band.rounds):  # columns can only be stacked if they have the same rounds
+        if len(base) != len(band.rounds):  # Columns can be stacked only if they have the same rounds.
             continue
         low, high = (np.append(values, values[-1]) for values in (base, base + band.mean))
         axes.fill_between(
@@ -292,7 +293,7 @@ def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
 
 
 def draw_losses(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw the test loss and the training loss: means over seeds, with bands of one standard deviation."""
+    """Draw the means of the test loss and the training loss over seeds, with bands of one standard deviation."""
     for column, name, stroke in zip(("loss", "train_loss"), ("test", "training"), PAIR, strict=True):
         _curve(axes, Curve(*over_seeds(histories, column)), stroke, name)
     _style_rounds(axes, "loss")
@@ -304,7 +305,7 @@ def _curve(axes: Axes, line: Curve, stroke: Stroke, label: str | None = None, *,
         return
     colour = stroke.colour.light
     width, order = (1.0, 1.5) if stroke is style.OTHER else (1.8, 2.0)
-    marker = "o" if len(mean) == 1 else ""  # a single round would be invisible without a marker
+    marker = "o" if len(mean) == 1 else ""  # A single round would be invisible without a marker.
     axes.plot(
         x, mean, stroke.dash, color=colour, label=label, linewidth=width, zorder=order, marker=marker, markersize=4
     )
@@ -371,7 +372,7 @@ def label_ends(
     """Write labels to the right of the axes, at the heights of the lines' ends; overlapping labels are moved apart.
 
     Args:
-        axes: The axes, with all lines and limits. Their figure must have its final size.
+        axes: The axes, with all lines and limits. The figure of the axes must have its final size.
         ends: The last points of the lines.
         size: The size of the text in points.
         longest: The largest number of characters of a label.
@@ -381,7 +382,7 @@ def label_ends(
 
     figure, halo = axes.get_figure(root=True), [withStroke(linewidth=2, foreground=ground)]
     assert figure is not None
-    figure.draw_without_rendering()  # compute the layout, which the next lines need
+    figure.draw_without_rendering()  # Compute the layout, because the next lines need it.
     heights = [float(axes.transData.transform((end.x, end.y))[1]) for end in ends]
     places = separated(heights, 1.15 * size * figure.dpi / 72)
     for end, place in zip(ends, places, strict=True):
@@ -403,7 +404,7 @@ def separated(wanted: Sequence[float], gap: float) -> list[float]:
     [4.0, 6.0, 0.0]
     """
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    blocks = list[tuple[float, int]]()  # each block's mean position without gaps, and its number of positions
+    blocks = list[tuple[float, int]]()  # Each block has a mean position (without gaps) and a number of positions.
     for rank, index in enumerate(order):
         mean, size = wanted[index] - rank * gap, 1
         while blocks and blocks[-1][0] > mean:

@@ -29,9 +29,9 @@ class Ending:
     """The output about the result of a comparison.
 
     Args:
-        table: The table, with the best label first.
+        table: The table, with the best method first.
         sentences: The result in sentences.
-        seeds: The seeds of a repeated comparison with more seeds; empty if more seeds are not needed.
+        seeds: The seeds with which the comparison should be repeated; empty if more seeds are not needed.
     """
 
     table: ScreenTable
@@ -43,8 +43,8 @@ def ending(runs: Mapping[str, Sequence[History]], *, is_comparable: bool = True,
     """Return the output about the result of a comparison.
 
     Args:
-        runs: The histories of each label, one per seed.
-        is_comparable: Whether all runs use the same data. If not, the labels are not compared.
+        runs: The histories of each method, one per seed.
+        is_comparable: Whether all runs use the same data. If not, the methods are not compared.
         every: Whether the table shows all columns, not only the most important columns.
     """
     comparison = contrasts.contrast(runs)
@@ -121,7 +121,7 @@ def _with_best(
 
 
 def _difference(row: contrasts.Contrast | None, comparison: contrasts.Contrasts, how: tables.Measure) -> str | Text:
-    """Format a difference with its interval; a coloured sign marks labels ahead of the baseline or behind it."""
+    """Format a difference with its interval; a coloured sign marks methods ahead of the baseline or behind it."""
     from rich.text import Text
 
     if row is None or row.difference is None or row.difference.mean is None:

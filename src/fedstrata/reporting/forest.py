@@ -54,7 +54,7 @@ def _mean(row: Contrast) -> float:
 
 
 def _panel(axes: Axes, comparison: Contrasts, how: tables.Measure, rows: list[Contrast]) -> None:
-    """Draw a row per label, with the last label at the top."""
+    """Draw a row per method, with the last method at the top."""
     strokes = style.lines(list(dict.fromkeys(row.label for row in comparison.rows)))
     axes.axvline(0, color=style.SOFT.light, linewidth=0.8)
     for place, row in enumerate(rows):

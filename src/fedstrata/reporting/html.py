@@ -1,4 +1,4 @@
-"""HTML reports about runs: each is a file that loads nothing from the network, and that can be printed."""
+"""HTML reports about runs: a report is a single file that loads nothing from the network and can be printed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 EVENTS = 10
-"""The largest number of events of a label that are shown in full."""
+"""The largest number of a method's events that are shown in full."""
 NAMED = 12
-"""The largest number of entries that are shown of a list, such as the clients of an event."""
+"""The largest number of entries of a list, such as the clients of an event, that are shown."""
 PICTURES = 1_000_000
 """The largest total size of the pictures of partitions, in bytes."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -65,8 +65,8 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
 def write_comparison(folder: Path | str) -> list[tables.Row]:
     """Write the report of a comparison into its folder: tables, pictures and an HTML page.
 
-    The files are ``table.md``, ``table.json``, two figures (``plot_comparison``) and ``report.html``. They show only
-    finished runs, or all runs if none has finished.
+    The files are ``table.md``, ``table.json``, two figures (``plot_comparison``) and ``report.html``. The files show
+    only finished runs, or all runs if none has finished.
 
     Returns:
         The rows of the table.
@@ -116,7 +116,7 @@ def assets(names: Sequence[str]) -> dict[str, Any]:
     scripts = [_asset(name) for name in names]
     scripts[0] = Markup(f"/*\n{_asset('uPlot.LICENSE')}*/\n{scripts[0]}")
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    # With these hashes, a browser runs only these scripts, and not a script in a name that a spec contains.
+    # With these hashes, a browser runs only these scripts, and no script that a name in a spec contains.
     trusted = " ".join(f"'sha256-{each}'" for each in hashes)
     return {"styles": [Markup(style.style_sheet()), *map(_asset, STYLES)], "scripts": scripts, "trusted": trusted}
 
@@ -124,7 +124,7 @@ def assets(names: Sequence[str]) -> dict[str, Any]:
 def render(
     runs: Mapping[str, Sequence[Run]], *, every: Mapping[str, Sequence[Run]] | None = None, folder: Path | None = None
 ) -> str:
-    """Return the HTML report about the runs of each label.
+    """Return the HTML report about the runs of each method.
 
     Args:
         runs: The runs to show.
@@ -150,7 +150,7 @@ def render(
 
 
 def _named(runs: Mapping[str, Sequence[Run]]) -> Mapping[str, Sequence[Run]]:
-    """Label a single run by its method if its label is only the folder's name."""
+    """Use the method's name as the label of a single run if its label is only the folder's name."""
     members = [run for each in runs.values() for run in each]
     if len(members) == 1 and (method := members[0].history.method) and not members[0].folder.name.startswith("seed-"):
         return {method: [replace(members[0], label=method)]}
@@ -208,7 +208,7 @@ def _is_single(runs: Mapping[str, Sequence[Run]]) -> bool:
 
 
 def ranked(labels: Sequence[str], comparison: contrasts.Contrasts) -> list[str]:
-    """Sort labels by the first measure of a comparison, the best first; labels without a value come last."""
+    """Sort methods by the first measure of a comparison, the best first; methods without a value come last."""
     if not comparison.measures:
         return list(labels)
     key = next(iter(comparison.measures))
@@ -220,12 +220,12 @@ def ranked(labels: Sequence[str], comparison: contrasts.Contrasts) -> list[str]:
 def _more(
     members: Mapping[str, Sequence[History]], comparison: contrasts.Contrasts, labels: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the table of further measures, and sentences about measures that are equal for all labels."""
+    """Return the table of further measures, and sentences about measures that are equal for all methods."""
     every = {row.label: row for row in tables.compare_table(members)}
     rows = [every[label] for label in labels]
     left_out = {"best_round", "rounds", *itertools.islice(comparison.measures, 1)}
     keys = [key for key in tables.keys(rows) if key not in left_out and any(row.cells[key].mean for row in rows)]
-    # The records contain the metrics in the order of the spec.
+    # Sort metrics as in the records, because the records have the order of the spec.
     order = {
         name: i for i, name in enumerate(name for each in members.values() for run in each for name in run.columns)
     }
@@ -309,9 +309,9 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Count the events and their clients for each label and kind; a client in several events counts several times.
+    """Count the events and their clients for each method and kind of event; a client counts once per event.
 
-    Labels with equal counts share a row, because dropouts depend only on the seed.
+    Methods with equal counts share a row, because dropouts depend only on the seed.
     """
     counts = {label: Counter[str]() for label in runs}
     clients = {label: Counter[str]() for label in runs}
@@ -333,7 +333,7 @@ def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 
 
 def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the values for the report's section about a label: its runs, other records, events and spec."""
+    """Return the values for the report's section about a method: its runs, other records, events and spec."""
     members = [run.history for run in runs]
     every = [(run, event) for run in runs for event in run.events]
     # Errors come first. An error has the entry ``reason``, but an expected event, such as a dropout, does not.

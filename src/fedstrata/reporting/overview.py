@@ -19,22 +19,22 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 LAST = 10
-"""The number of last evaluations for the steadiness of a run (a standard deviation); a run needs as many."""
+"""A run's steadiness is the standard deviation over this number of last evaluations; shorter runs have none."""
 WIDE = 250
 """The width of the plot of differences, in pixels."""
 BAR = 56
 """The width of the longest bar, in pixels."""
 CUT = 3.0
-"""Rows of the plot are cut at this multiple of the extent that three quarters of the rows do not exceed."""
+"""Rows of the plot are cut at this multiple of the upper quartile of the rows' extents."""
 UNITS = (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3))
 """The units of amounts of data, with their factors, from the largest unit."""
 
 Estimates = dict[str, Estimate]
-"""The type of a mapping from each label to an estimate."""
+"""The type of a mapping from each method's label to an estimate."""
 
 
 def display(key: str) -> tables.Measure:
-    """Return the display of a measure in the report: accuracies in percent, other measures with at most 3 digits."""
+    """Return how the report displays a measure: accuracies in percent, and other measures with at most 3 digits."""
     how = tables.measure(key)
     if how.factor == 1 and tables.metric_of(key).endswith("accuracy"):
         return replace(how, heading=f"{how.heading}, %", factor=100, digits=2)
@@ -48,7 +48,7 @@ class Column:
     Args:
         heading: The name of the column.
         unit: The unit, which is shown below the name.
-        values: The estimate of each label.
+        values: The estimate of each method.
         text: A function that formats a mean.
         better: 1 if higher is better, and -1 if lower is better.
         bars: Whether each cell has a bar.
@@ -62,7 +62,10 @@ class Column:
     bars: bool = False
 
     def best(self, labels: Sequence[str]) -> list[str]:
-        """Return the labels with the best value; a label with a missing seed counts only if all labels have one."""
+        """Return the methods with the best value.
+
+        A method that lacks a value for a seed can be best only if all methods lack one.
+        """
         known = {label: each for label in labels if (each := self.values[label]).mean is not None}
         most = max((each.n for each in known.values()), default=0)
         texts = {
@@ -79,9 +82,10 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
     """Return the values for the template's cards and first table.
 
     Args:
-        runs: The runs of each label.
-        comparison: The comparison of these runs. Its first measure is the final value of the primary metric.
-        labels: The labels, sorted from the best.
+        runs: The runs of each method.
+        comparison: The comparison of these runs. The first measure of this comparison is the final value of the primary
+            metric.
+        labels: The methods' labels, sorted from the best method to the worst.
     """
     members = histories(runs)
     key = next(iter(comparison.measures))
@@ -115,7 +119,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 
 
 def target_of(members: Mapping[str, Sequence[History]]) -> float | None:
-    """Return the hardest target of the primary metric that at least half of the labels reached with every seed.
+    """Return the hardest target of the primary metric that at least half of the methods reached with every seed.
 
     If there is no such target, return the hardest target that any run reached, or None if no run reached a target.
     """
@@ -192,7 +196,7 @@ def _cell(column: Column, label: str, seeds: int, labels: Sequence[str], *, firs
 
 
 def _is_constant(column: Column, labels: Sequence[str]) -> bool:
-    """Return True if the column has the same text and the same number of seeds for all labels."""
+    """Return True if the column has the same text and the same number of seeds for all methods."""
     texts = {tables.MISSING if (mean := column.values[label].mean) is None else column.text(mean) for label in labels}
     return len(texts) == 1 and len({column.values[label].n for label in labels}) == 1
 
@@ -254,7 +258,7 @@ def _cards(
     others: Sequence[Column],
     direction: int,
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the title, the labels and the value of each card; a method behind the baseline is not called steady."""
+    """Yield the title, the methods and the value of each card; a method behind the baseline is not called steady."""
     labels = [label for label, row in rows.items() if row.value.mean is not None]
     steady = [label for label in labels if verdict(rows[label], direction) is not BEHIND and not rows[label].stuck]
     accuracy, alone = main.heading == "final accuracy", len(rows) == 1

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class Format(NamedTuple):
     """The format of a figure: its width and height in inches, and its type size in points.
 
-    ``longest`` is the largest number of characters of a label, and ``across`` of a line of the title.
+    ``longest`` is the largest number of characters of a label, and ``across`` is the largest number of characters of a
+    line of the title.
     """
 
     width: float
@@ -59,9 +60,9 @@ def plot(
     baseline and the best method have bands. The vertical axis begins where the lines begin to differ.
 
     Args:
-        history: The history of a run, or a mapping from each label to its histories, as ``compare`` returns it.
+        history: The history of a run, or a mapping from the methods' labels to histories, as ``compare`` returns it.
         column: A column of numbers, such as ``accuracy`` or ``bytes_up``.
-        path: The file to write; optional. Its suffix decides the format, such as ``.png`` or ``.pdf``.
+        path: The file to write; optional. The suffix decides the format, such as ``.png`` or ``.pdf``.
         against: ``"round"``, or ``"bytes"`` for the data sent since the start.
         title: The title; optional.
         narrow: Whether the figure is 3.5 inches wide with type of 8 points, for one column of a paper.
@@ -182,7 +183,7 @@ def save(figure: Figure, path: Path | str) -> None:
     """Write a figure to a file; equal figures give equal files."""
     import matplotlib
 
-    # Journals require TrueType fonts (type 42).
+    # Embed TrueType fonts (type 42), because journals require them.
     dates = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
     with matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedstrata"}):
         figure.savefig(path, metadata=dates.get(Path(path).suffix.lower()))

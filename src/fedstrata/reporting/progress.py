@@ -25,7 +25,7 @@ DRAW_EVERY = 0.25
 
 
 MOST = 12
-"""The largest number of labels that all have bars; if there are more, only labels with active runs have bars."""
+"""The largest number of methods that all have bars; if there are more, only methods with active runs have bars."""
 
 NAME = 22
 """The largest number of characters of a bar's name; longer names are cut."""
@@ -207,7 +207,7 @@ class Progress:
         *,
         done: Iterable[tuple[str, int]] = (),
     ) -> Callable[[str, int, int], None]:
-        """Show a bar for all rounds of a comparison, and a bar for each label.
+        """Show a bar for all rounds of a comparison, and a bar for each method.
 
         Args:
             rounds: A mapping from the label and seed of every run to its number of rounds.

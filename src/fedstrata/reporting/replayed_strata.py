@@ -1,4 +1,4 @@
-"""The strata (client groups) of a run's client sampler, with the labels of the clients in each stratum."""
+"""The strata (client groups) of a run's client sampler, with the class labels of the clients in each stratum."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class View:
         clients: The sorted ids of the clients that the sampler has grouped, shape (n,).
         points: The vector by which the sampler groups each client, shape (n, d).
         strata: The stratum of each client, as an id from 0, shape (n,).
-        labels: The number of samples of each label at each client, shape (n, C). The server does not know these
+        labels: The number of samples of each class label at each client, shape (n, C). The server does not know these
             numbers.
         title: The title of the picture.
-        class_names: The names of the labels. If there are none, pictures show labels as integers.
+        class_names: The names of the classes. If there are none, pictures show class labels as integers.
     """
 
     round: int
@@ -47,7 +47,7 @@ class View:
         return sizes
 
     def purity(self) -> float:
-        """Return the purity in [0, 1]: the fraction of samples with the most frequent label of their stratum."""
+        """Return the purity in [0, 1]: the fraction of samples with the most frequent class label of their stratum."""
         largest = [self.labels[self.strata == h].sum(axis=0).max() for h in range(int(self.strata.max()) + 1)]
         return float(sum(largest)) / max(int(self.labels.sum()), 1)
 

@@ -40,7 +40,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """A name that is unique among the runs of a label: the seed or, if it is unknown, the folder's name."""
+        """A name that is unique among runs with the same label: the seed or, if it is unknown, the folder's name."""
         return self.folder.name if self.history.seed is None else f"seed {self.history.seed}"
 
     @property
@@ -56,7 +56,7 @@ class Run:
 
 
 class Runs(dict[str, list[Run]]):
-    """A mapping from each label to its runs, sorted by seed."""
+    """A mapping from each method's label to its runs, sorted by seed."""
 
     def finished(self) -> Runs:
         """Return the finished runs, or all runs if none is finished.
@@ -87,7 +87,8 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
 
     A compare folder contains run folders ``LABEL/seed-S/``. A single folder ``LABEL`` is accepted too. The labels of a
     compare folder are in the order of the comparison or, if it is unknown, sorted by name. The label of a single run
-    folder is its name. If several folders have equal labels, the names of parent folders are put before the labels.
+    folder is the folder's name. If several folders have equal labels, the names of parent folders are put before the
+    labels.
 
     Args:
         folders: One folder, or several.
@@ -138,7 +139,7 @@ def by_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, list[Run]]
     """Group runs by data set, because accuracies on different data sets cannot be compared.
 
     Returns:
-        A mapping from each data set to a mapping from each label to its runs.
+        A mapping from each data set to a mapping from each method's label to its runs.
     """
     groups: dict[str, dict[str, list[Run]]] = {}
     for label, members in runs.items():
@@ -148,7 +149,7 @@ def by_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, list[Run]]
 
 
 def histories(runs: Mapping[str, Sequence[Run]]) -> dict[str, list[History]]:
-    """Return a mapping from each label to the histories of its runs."""
+    """Return a mapping from each method's label to the histories of its runs."""
     return {label: [run.history for run in members] for label, members in runs.items()}
 
 
@@ -161,7 +162,9 @@ def _find(folder: Path) -> list[Path]:
             ranks = {label: rank for rank, label in enumerate(_order(root))}
             return sorted(paths, key=lambda path: ranks.get(path.parent.name, len(ranks)))
     compare = "a compare folder (with LABEL/seed-S/metrics.jsonl)"
-    raise DataError(f"{folder} is neither a run folder (with metrics.jsonl) nor {compare}. Give one of these.")
+    raise DataError(
+        f"{folder} is neither a run folder (with metrics.jsonl) nor {compare}. Give the folder of a run or comparison."
+    )
 
 
 def _labels(groups: list[Path]) -> dict[Path, str]:

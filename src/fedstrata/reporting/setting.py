@@ -29,7 +29,7 @@ def setting_line(runs: Mapping[str, Sequence[Run]]) -> list[Part]:
     """Describe the settings that runs share: clients, partition, availability, rounds, model, seeds and version.
 
     Args:
-        runs: The runs of each label. Settings that their specs do not contain are left out.
+        runs: The runs of each method. Settings that the specs of the runs do not contain are left out.
     """
     specs = [flat(run.spec) for members in runs.values() for run in members]
     seeds = sorted({run.history.seed for members in runs.values() for run in members if run.history.seed is not None})
@@ -55,16 +55,16 @@ def setting_line(runs: Mapping[str, Sequence[Run]]) -> list[Part]:
 
 
 def count_runs(runs: Mapping[str, Sequence[Run]]) -> str:
-    """Count the finished runs and all runs of labels and seeds, in words such as ``17 of 18 runs finished``."""
+    """Return the number of finished runs and of all runs in words, such as ``17 of 18 runs finished``."""
     members = [run for each in runs.values() for run in each]
     planned = max(len(members), len(runs) * len({run.history.seed for run in members}))
     return f"{sum(run.finished for run in members)} of {planned} run{'' if planned == 1 else 's'} finished"
 
 
 def differences(runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, list[str]]]:
-    """For each label, list the settings that differ between labels, as ``key = value``.
+    """List, for each method, the settings that differ between methods, as ``key = value``.
 
-    The seed and the method's name are not listed. The settings of a label come from its first run.
+    The seed and the method's name are not listed. The settings of a method come from its first run.
     """
     specs = {label: flat(members[0].spec) for label, members in runs.items()}
     keys = list(dict.fromkeys(key for spec in specs.values() for key in spec))
@@ -82,7 +82,7 @@ def command(folder: Path, runs: Mapping[str, Sequence[Run]], seeds: int) -> str 
     """Return the command that adds seeds to a comparison; None if ``fedstrata compare`` did not write the folder.
 
     Args:
-        folder: The folder. If its path is absolute, the command has only its name.
+        folder: The folder. If the folder's path is absolute, the command contains only the folder's name.
         runs: The runs in the folder.
         seeds: The number of seeds that the comparison will have. For more than ``SEEDS``, None is returned.
     """
@@ -135,7 +135,7 @@ def _named(specs: Sequence[Mapping[str, Any]], section: str) -> str:
 def _versions(runs: Mapping[str, Sequence[Run]]) -> str:
     versions = dict[str, None]()
     for run in (run for members in runs.values() for run in members):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # a folder with only metrics lacks run.json
+        with suppress(OSError, ValueError, KeyError, TypeError):  # A folder that contains only metrics lacks run.json.
             made_with = json.loads((run.folder / "run.json").read_text(encoding="utf-8"))["made_with"]
             versions[str(made_with["fedstrata"])] = None
     return f"fedstrata {' and '.join(versions)}" if versions else ""

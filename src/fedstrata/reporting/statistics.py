@@ -1,9 +1,9 @@
 """Statistics over a few seeds: means with intervals, and differences paired by seed, with tests.
 
-All intervals are Student's t. A method is only said to be above another method if there are at least ``MIN_SEEDS``
-seeds and the interval of the difference excludes zero. If several differences are judged together, their intervals hold
-at the same time with 95 % confidence, and p-values are corrected for the number of differences (Bonferroni). The
-t-test's corrected p-value is then below 0.05 exactly when the interval excludes zero.
+All intervals are Student's t intervals. A method is only said to be above another method if there are at least
+``MIN_SEEDS`` seeds and the interval of the difference excludes zero. If several differences are judged together, their
+intervals hold at the same time with 95 % confidence, and p-values are corrected for the number of differences
+(Bonferroni). The t-test's corrected p-value is then below 0.05 exactly when the interval excludes zero.
 
 SciPy is imported when it is first needed.
 """
@@ -35,7 +35,7 @@ TESTS: tuple[Test, ...] = ("t", "wilcoxon")
 LEVEL = 0.95
 """The confidence level of all intervals."""
 FEWEST = {"t": 2, "wilcoxon": 6}
-"""The smallest number of pairs for each test. Wilcoxon's smallest p for n pairs is 2^(1-n), above 0.05 for n < 6."""
+"""The smallest number of pairs for each test; Wilcoxon's smallest p for n pairs, 2^(1-n), is above 0.05 for n < 6."""
 MIN_SEEDS = 3
 """The smallest number of seeds for which intervals and orders are shown."""
 MOST_SEEDS = 100
@@ -101,7 +101,7 @@ class Difference:
 
     Args:
         mean: The mean over the pairs; None without pairs.
-        n: The number of pairs, which is the number of seeds that both have.
+        n: The number of pairs, which is the number of seeds that both methods have.
         interval: The 95 % interval of the mean, see ``paired_difference``; None for fewer than ``MIN_SEEDS`` pairs, and
             for equal differences, whose spread is unknown.
         p: The two-sided p-value, not corrected. None for fewer pairs than ``FEWEST`` of the test, and for equal
@@ -118,7 +118,7 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return the order that the interval shows after a shift by ``margin``, or the reason why it shows none.
+        """Return the order that the interval shows after a shift by ``margin``, or the reason why it shows no order.
 
         The order is ``above`` if both ends of the shifted interval are positive, and ``below`` if both are negative.
 
@@ -212,7 +212,7 @@ def _p(differences: Floats, test: Test, rounding: float) -> float | None:
 
     if test == "t":
         return float(stats.ttest_1samp(differences, 0.0).pvalue)
-    steps = np.round(differences / rounding)  # equal differences have the same rank in spite of rounding errors
-    if np.count_nonzero(steps) < FEWEST[test]:  # Wilcoxon's test ignores differences of 0
+    steps = np.round(differences / rounding)  # Equal differences get the same rank in spite of rounding errors.
+    if np.count_nonzero(steps) < FEWEST[test]:  # Wilcoxon's test ignores differences of 0.
         return None
     return float(stats.wilcoxon(steps).pvalue)

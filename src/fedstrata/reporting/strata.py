@@ -1,4 +1,4 @@
-"""Pictures of strata (client groups): clients as points in the plane, with a line around each stratum."""
+"""Pictures of strata (client groups), which show clients as points in the plane, with a line around each stratum."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fedstrata.reporting.replayed_strata import View
 
 PIES = 200
-"""The largest number of clients that are drawn as pie charts of their labels. If there are more clients, each is a dot
-in the colour of its most frequent label."""
+"""The largest number of clients that are drawn as pie charts of their class labels. If there are more clients, each
+client is a dot in the colour of its most frequent class label."""
 
 
 def plane(points: Floats32) -> tuple[Floats, float]:
@@ -36,7 +36,7 @@ def plane(points: Floats32) -> tuple[Floats, float]:
     ([[3.0, 0.0], [0.0, 0.0], [3.0, 0.0]], 1.0)
     """
     centred = points - points.mean(axis=0, dtype=np.float64)
-    # The (n, n) matrix of scalar products is usually smaller than the (d, d) covariance matrix, because n < d.
+    # Use the (n, n) matrix of scalar products, because it is usually smaller than the (d, d) covariance matrix.
     values, vectors = np.linalg.eigh(centred @ centred.T)
     values = np.maximum(values[::-1], 0.0)
     where = np.zeros((len(points), 2))
@@ -66,9 +66,10 @@ def outline(points: Floats, pad: Floats) -> Floats:
 
 
 def draw_strata(view: View, path: Path | str) -> None:
-    """Write a picture with two charts of the clients: in the groups that the server forms, and with their labels.
+    """Write a picture with two charts of the clients: one shows the server's strata, and one the clients' class labels.
 
-    A line surrounds the clients of each stratum, and the number above it is their number. Colours stand for labels.
+    A line surrounds the clients of each stratum, and the number of these clients stands above the line. Colours stand
+    for class labels.
 
     Args:
         view: The strata.

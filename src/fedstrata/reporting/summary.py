@@ -30,7 +30,7 @@ def summary_panel(history: History) -> Panel:
 
 
 def failures(history: History) -> str | None:
-    """Count each kind of failure in a run, and give the first reason, as a text; None without failures."""
+    """Return a text with the count of each kind of failure and the first reason; None if a run had no failures."""
     path = history.path / "events.jsonl" if history.path is not None else None
     events = read_jsonl(path) if path is not None and path.exists() else []
     # After a crash, the log may contain an entry about its repair, which is not an event and has no kind.

@@ -12,12 +12,12 @@ from fedstrata.evaluation.summary import MISSING as MISSING
 from fedstrata.reporting.statistics import UNBOUNDED, Estimate, Range
 
 STUCK = "†"
-"""The mark of labels with runs that broke down; see ``Row.stuck``."""
+"""The mark of methods with runs that broke down; see ``Row.stuck``."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: the measures of one label, estimated over its runs.
+    """A row of a table: the measures of one method, estimated over its runs.
 
     Args:
         label: The name that the runs share, such as the name of the method.
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measure:
-    """The display of a measure as a column of a table.
+    """How a table displays a measure in a column.
 
     Args:
         heading: The name of the column, with the unit.
@@ -82,12 +82,12 @@ _TEST, _CLIENTS, _WORST = "test.", "clients.", ".worst_10"
 
 
 def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
-    """Return a row for each label.
+    """Return a row for each method.
 
-    For each target accuracy, a row contains the first round in which the label reached the target.
+    For each target accuracy, a row contains the first round in which the method reached the target.
 
     Args:
-        runs: A mapping from each label to the histories of its seeds.
+        runs: A mapping from each method's label to the histories of its seeds.
 
     Returns:
         Rows with cells for the keys of ``MEASURES``, ``final_M`` and ``best_M`` of the primary metric M, and
@@ -148,7 +148,8 @@ def primary(runs: Mapping[str, Sequence[History]]) -> str:
 def kept(members: Sequence[History]) -> str | None:
     """Return a text that says which round's model all runs saved, such as ``round of the best validation auroc``.
 
-    It is None if all runs saved the model of the last round, and empty if a run saved the model of another round.
+    The result is None if all runs saved the model of the last round, and empty if a run saved the model of another
+    round.
     """
     members = [history for history in members if history.saved is not None]
     if not members:
@@ -199,7 +200,7 @@ def _at_once(history: History, key: str) -> bool:
 
 
 def measure(key: str) -> Measure:
-    """Return the display of a measure: heading, factor and digits.
+    """Return how a table displays a measure: heading, factor and digits.
 
     >>> measure("rounds_to_0.8").heading, measure("best_auroc").heading
     ('rounds to 80 %', 'best auroc')
@@ -249,11 +250,11 @@ def show(row: Row, key: str) -> str:
 
 
 def shown(cell: Estimate, how: Measure, seeds: int) -> str:
-    """Format an estimate; if seeds have no value, add the number of seeds that have a value."""
+    """Format an estimate; if some seeds have no value, add the number of seeds that have a value."""
     if cell.mean is None:
         return MISSING
     text = number(cell.mean, how)
-    if cell.sd and float((spread := number(cell.sd, how)).replace(",", "")):  # leave out a deviation that rounds to 0
+    if cell.sd and float((spread := number(cell.sd, how)).replace(",", "")):  # Omit a deviation that rounds to 0.
         text += f" ± {spread}"
     return text + (f" ({cell.n} of {seeds})" if cell.n < seeds else "")
 
@@ -268,7 +269,7 @@ def number(value: float, how: Measure, sign: str = "") -> str:
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-    """List the measures that get a column: all except targets that no run reached, or all runs reached at once."""
+    """List the measures that get a column; targets that no run reached, or all runs reached at once, get no column."""
     every = list(rows[0].cells) if rows else []
     left_out = {key for key in every if is_target(key) and not any(row.cells[key].n for row in rows)}
     left_out |= frozenset.intersection(*(row.at_once for row in rows)) if rows else set()
@@ -286,12 +287,12 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_kept(models: Mapping[str, str | None]) -> list[str]:
-    """Return a list with a sentence about labels whose final values do not describe the model of the last round.
+    """Return a list with a sentence about methods whose final values do not describe the model of the last round.
 
-    The list is empty if there is no such label.
+    The list is empty if there is no such method.
 
     Args:
-        models: The result of ``kept`` for each label: a text that says which round's model the runs saved.
+        models: The result of ``kept`` for each method: a text that says which round's model the runs saved.
 
     >>> of_kept({"a": "round of the best validation auroc", "b": None})
     ['Final values of a are from the saved model (round of the best validation auroc).']
@@ -307,7 +308,7 @@ def of_stuck(stuck: Mapping[str, int]) -> list[str]:
     """Return a list with a sentence about the runs that broke down (see ``Row.stuck``); empty if there are none.
 
     Args:
-        stuck: A mapping from each label to its number of runs that broke down.
+        stuck: A mapping from each method's label to its number of runs that broke down.
 
     >>> of_stuck({"fedavg": 0, "wild": 2})
     ['† 2 runs of wild broke down: no reply could be used from some round to the end.']
@@ -351,10 +352,10 @@ def markdown_row(cells: Iterable[str]) -> str:
 
 
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the rows as dicts for JSON: ``label``, ``seeds``, and the ``mean``, ``sd`` and ``n`` of each measure.
+    """Return the rows as dicts for JSON: the label, the seeds, and the mean, ``sd`` and ``n`` of each measure.
 
-    If runs of a label broke down, ``stuck`` is the number of these runs. If final values do not describe the model of
-    the last round, ``kept`` names the round of the model.
+    If runs of a method broke down, ``stuck`` is the number of these runs. If final values do not describe the model of
+    the last round, ``kept`` says which round's model the values describe.
     """
     return [
         {"label": row.label, "seeds": row.seeds}
