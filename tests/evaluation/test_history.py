@@ -315,5 +315,5 @@ def test_targets_of_other_metrics(tmp_path: Path) -> None:
 def test_damaged_files_of_evaluations_are_named(tmp_path: Path) -> None:
     MetricsLog(tmp_path / "metrics.jsonl").append(*RECORDS)
     (tmp_path / "evaluation.json").write_text('{"last": {"round": 1}}')
-    with pytest.raises(DataError, match=r"evaluation.json or clients.csv cannot be read"):
+    with pytest.raises(DataError, match=r"evaluation.json or clients.csv in .* cannot be read"):
         History.load(tmp_path)

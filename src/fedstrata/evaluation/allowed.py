@@ -12,7 +12,7 @@ from fedstrata.federation.allowed import Allowed
 
 
 def request_of(task: Task | None) -> type[Evaluate]:
-    """Return the class of the requests that evaluations of a task send; the task None is plain classification."""
+    """Return the Python class of the requests that evaluations of a task send; None stands for plain classification."""
     return Evaluate if task is None or task.has_classes else EvaluateTask
 
 
@@ -24,7 +24,7 @@ def allowed_in_evaluation(
     Args:
         evaluation: The settings of the evaluations.
         rounds: The number of rounds of the run; the last round is always evaluated.
-        request: The class of the requests, which depends on the task.
+        request: The Python class of the requests, which depends on the task.
         elsewhere: Whether the samples are at real sites, which then do all evaluations.
     """
     metrics, evaluated = evaluation.metrics, evaluation.evaluated_rounds(rounds)

@@ -55,7 +55,7 @@ class Evaluator:
     Args:
         settings: The settings of the evaluations.
         model: The architecture, on the device that computes.
-        data: The data set, on the same device. It has no test samples if only real sites have test samples.
+        data: The data set, on the same device. The data set has no test samples if only real sites have test samples.
         held: The samples that are held out of training.
         clients: N, the number of clients.
         batch_statistics: Whether BatchNorm normalises with the statistics of each batch instead of running statistics.
@@ -296,10 +296,10 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
         higher_is_better: Whether a higher value of each metric is better, shape (M,).
 
     Returns:
-        A summary for each metric: ``clients`` (the number of clients with a value), ``mean``, ``weighted_mean``, ``sd``
-        (population standard deviation), ``worst`` (the value of the worst client) and ``worst_10`` (the mean over the
-        worst tenth of the clients, rounded up). If no client has a value, ``clients`` is 0 and all other entries are
-        None.
+        A summary for each metric with the keys ``clients`` (the number of clients with a value), ``mean``,
+        ``weighted_mean`` and ``sd`` (population standard deviation). The key ``worst`` contains the value of the worst
+        client, and ``worst_10`` the mean over the worst tenth of the clients, rounded up. If no client has a value,
+        ``clients`` is 0 and all other entries are None.
 
     >>> over_clients(np.array([[0.5], [1.0], [np.nan]]), np.array([30, 10, 5]), np.array([True]))[0]["weighted_mean"]
     0.625
@@ -313,7 +313,7 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
         mean = filled.sum(axis=0) / count
         weighted = (filled * weights).sum(axis=0) / weights.sum(axis=0)
         sd = np.sqrt((np.where(known, values - mean, 0.0) ** 2).sum(axis=0) / count)
-        # Sort each column: the worst values come first, missing values last.
+        # Sort each column so that the worst values come first and missing values last.
         sign = np.where(higher_is_better, 1.0, -1.0)
         ordered = sign * np.sort(np.where(known, sign * values, np.inf), axis=0)
         tenth = -(-count // 10)

@@ -186,7 +186,7 @@ class History(Sequence[Record]):
 
     def _repr_html_(self) -> str:
         """Return a card for a notebook: the summary, a curve of the primary metric, and the last rounds."""
-        from fedstrata.evaluation.card import card  # imported here, because the module imports this module
+        from fedstrata.evaluation.card import card  # ``card`` imports this module, so it cannot be imported at the top.
 
         return card(self)
 
@@ -245,7 +245,7 @@ class History(Sequence[Record]):
 
     @property
     def best_on(self) -> str:
-        """The samples that decide which round is best: ``"validation"`` or, without validation samples, ``"test"``."""
+        """The samples that decide which round is best, ``"validation"`` or (without validation samples) ``"test"``."""
         keys = ("validation.accuracy", "validation.loss")
         validated = any(number_in(record, key) is not None for record in self for key in keys)
         return "validation" if validated else "test"
@@ -291,16 +291,18 @@ class History(Sequence[Record]):
 
         Accuracies are fractions on the test set, and None if no round was evaluated. The keys:
 
-        - ``method``, ``seed``, and ``rounds``, the number of rounds
-        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``, only if the primary metric is not
-          the accuracy: the metric's name, direction and values
-        - ``final_accuracy``: the accuracy of the saved model, by default the model of the last evaluated round
-        - ``best_round``, ``best_accuracy``, and ``best_on``, the samples that decide which round is best
-        - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds
-        - ``rounds_to_target``: a mapping from each target, as text, to the first round that reached it, or None; for a
-          task without accuracy, only targets of other metrics
-        - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds``: sums over all rounds
-        - ``stopped``, ``model_round`` and ``warning``, if they are set, and ``model``, the content of ``kept``
+        - ``method``, ``seed`` and ``rounds`` are the method's name, the seed and the number of rounds.
+        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY`` are the primary metric's name,
+          direction and values. They are missing if it is the accuracy.
+        - ``final_accuracy`` is the accuracy of the saved model, by default the model of the last evaluated round.
+        - ``best_round`` and ``best_accuracy`` describe the best round, and ``best_on`` the samples that decide which is
+          best.
+        - ``accuracy_sd_last20`` is the sample standard deviation of the accuracy over the last 20 evaluated rounds.
+        - ``rounds_to_target`` maps each target, as text, to the first round that reached it, or None. For a task
+          without accuracy, it contains only targets of other metrics.
+        - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds`` are sums over all rounds.
+        - ``stopped``, ``model_round`` and ``warning`` are present if they are set, and ``model`` is the content of
+          ``kept``.
         """
         accuracy = self.column("accuracy")[1][-20:]
         name, column = self.primary, column_of(self.primary)
@@ -343,7 +345,10 @@ class History(Sequence[Record]):
         return frame(self._records)
 
     def to_csv(self, path: Path | str) -> None:
-        """Write a CSV file with a row per round. Lists and tables become JSON texts, and missing values empty cells."""
+        """Write a CSV file with a row per round.
+
+        Lists and tables become JSON texts, and missing values become empty cells.
+        """
         names = list(dict.fromkeys(name for record in self for name in record))
         with Path(path).open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -383,7 +388,7 @@ def _read_evaluations(history: History, folder: Path) -> None:
                 ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{folder}: the file {EVALUATIONS} or {CLIENTS} cannot be read: {error}. Restore the file."
+            f"the file {EVALUATIONS} or {CLIENTS} in {folder} cannot be read: {error}. Restore the file."
         ) from error
 
 
@@ -414,7 +419,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}. Restore the file.") from error
     checksum = None
-    # Functions that need model.json report its defects.
+    # Ignore a damaged model.json, because functions that need the file report it.
     with suppress(OSError, ValueError, AttributeError, RecursionError):
         checksum = json.loads((path.parent / MODEL).read_text(encoding="utf-8")).get("parameters")
     if checksum not in (None, hashlib.sha256(content).hexdigest()):
@@ -492,7 +497,7 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
             about |= {key: summary[key] for key in ("method", "seed", "primary") if key in summary}
             if summary.get("lower_is_better"):
-                # Only the summary knows whether lower values of a user's own metric are better.
+                # For a user's own metric, only the summary says whether lower values are better.
                 about["lower"] = about.get("lower", LOWER) | {summary["primary"]}
             if "rounds_to_target" in summary:
                 reached = summary["rounds_to_target"].items()
@@ -500,9 +505,7 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 accuracies = [float(target) for target, rounds in reached if not isinstance(rounds, dict)]
                 about |= _targets({"accuracy": accuracies, **others})
     except (ValueError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"{folder}: the spec or the summary of the run cannot be read: {error}. Restore the file."
-        ) from error
+        raise DataError(f"the spec or the summary in {folder} cannot be read: {error}. Restore the file.") from error
     return about, summary
 
 

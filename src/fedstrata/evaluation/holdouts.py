@@ -1,7 +1,7 @@
-"""Samples that are held out of training: for validation, for clients' own tests, and all samples of test clients.
+"""Samples that are held out of training for validation, for clients' own tests, and for clients that never train.
 
-Of each client, samples of all its labels are held out in proportion. The choice depends only on the seed, the client
-and the sample, so that an additional client does not change which samples of the other clients are held out.
+From each client, the same fraction of the samples of each label is held out. The choice depends only on the seed, the
+client and the sample. An additional client does therefore not change which samples of other clients are held out.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class HeldOut:
         own_validation: The validation samples of each client; None if validation samples are held out before the
             partition, or if there are none.
         own_test: The test samples of each client; None if clients do not have their own test samples.
-        own_test_split: The split of the data set to which the indices in ``own_test`` refer: ``"train"`` if test
-            samples were held out of the training samples, and ``"test"`` if a real site or the data set provides them.
+        own_test_split: The split of the data set to which the indices in ``own_test`` refer. ``"train"`` means that
+            test samples were held out of the training samples, and ``"test"`` that a real site or the data set provides
+            them.
         test_clients: All samples of each client that never trains; None if all clients train.
         numbers: The clients' ids in the partition. Clients that train come first, and get new ids from 0; clients that
             never train follow. None if all clients train.
@@ -122,10 +123,10 @@ def hold_out(
         seed: The experiment's seed.
         validation: The validation samples, if they were held out before the partition; None to hold validation samples
             out from each client.
-        brought: Test samples of each client that a real site or the data set provides. If there are any, no other test
-            samples are held out.
-        everybody: Whether ``assignment`` contains the samples of all clients. At a real site, it contains only samples
-            of the site's clients.
+        brought: Test samples of each client that a real site or the data set provides. If this value is given, no other
+            test samples are held out.
+        everybody: Whether ``assignment`` contains the samples of all clients. At a real site, ``assignment`` contains
+            only samples of the site's clients.
 
     Returns:
         The samples of each client to train on, and the samples that are held out.
@@ -195,7 +196,7 @@ def split_each(
 def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: str) -> Mask:
     """Choose samples of each client at random, in proportion to its labels.
 
-    This is systematic sampling. To choose m of a client's n samples, the samples are sorted by label and shuffled
+    The choice is a systematic sample. To choose m of a client's n samples, the samples are sorted by label and shuffled
     within each label. From a random start, every (n / m)-th sample is then chosen. So a fraction m / n of each label's
     samples is chosen, rounded up or down. The random numbers depend only on the client and on a sample's position among
     the client's samples. Therefore, a real site makes the same choice as a simulation.
@@ -208,7 +209,7 @@ def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: 
         purpose: A name for this use of random numbers; other purposes give independent random numbers.
 
     Returns:
-        A mask with one entry per sample: True for the chosen samples.
+        A mask with one entry per sample, which is True for the chosen samples.
 
     >>> held_by_label(np.zeros(6, int), np.array([0, 0, 0, 0, 1, 1]), np.array([3]), 0, "doc").sum()
     np.int64(3)

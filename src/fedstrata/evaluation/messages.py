@@ -21,8 +21,8 @@ class Evaluated(Reply):
 
     Args:
         sums: The sums over the client's samples, from which metrics can be computed.
-        values: A mapping from each metric's label to the client's exact value, without undefined values. None if the
-            site withholds the values.
+        values: A mapping from the name of each metric to its value for the client, without undefined values. None if
+            the site withholds the values.
     """
 
     sums: EvaluationSums
@@ -45,7 +45,7 @@ class Evaluate(Request):
     Args:
         round: The round after which the model is evaluated.
         weights: The global model.
-        part: The samples for the evaluation: ``"test"`` or ``"validation"``.
+        part: The samples for the evaluation, either ``"test"`` or ``"validation"``.
         personal: Whether the client first personalises the model with its own BatchNorm statistics and by fine-tuning.
         epochs: Epochs of fine-tuning on the client's training samples.
         score_bins: The number of bins of each class's histogram of scores; see ``EvaluationSums``.
@@ -77,9 +77,7 @@ class Evaluate(Request):
         if any(bool((count < 0).any()) for count in counts) or sums.samples < 0 or sums.loss < 0:
             raise ReplyRefusedError("the reply contains a negative count")
         if int(sums.confusion.sum()) != sums.samples:
-            raise ReplyRefusedError(
-                f"the confusion matrix has {int(sums.confusion.sum())} samples, expected {sums.samples}"
-            )
+            raise ReplyRefusedError(f"the confusion matrix has {int(sums.confusion.sum())} samples, not {sums.samples}")
         members = sums.scores[:, 1].sum(dim=1)
         if self.score_bins and not torch.equal(members, sums.confusion.sum(dim=1)):
             raise ReplyRefusedError("the number of scores differs from the number of samples in the confusion matrix")

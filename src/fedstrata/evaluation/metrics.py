@@ -1,7 +1,7 @@
 """The metrics that ``evaluation.metrics`` of a spec may name.
 
-Most metrics are computed from counts. So the same code computes a metric of a test set, of a thousand clients at once,
-or of sums from real sites. Users can add a metric as a function, or as a class with a single method.
+Most metrics are computed from counts. The same code therefore works for a test set, for a thousand clients at once, and
+for sums from real sites. Users can add a metric as a function, or as a class with a single method.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Metric(Setting):
         raise NotImplementedError
 
     def error_of_sums(self, sums: EvaluationSums) -> float | None:
-        """Return an upper bound of the error of ``of_sums``; None if its value is exact."""
+        """Return an upper bound of the error of ``of_sums``; None if the value has no error."""
         return None
 
     def by_class(self, predictions: Predictions) -> list[float | None] | None:
@@ -170,7 +170,7 @@ class Metric(Setting):
     def _try(self, measure: Callable[[], float | None], on: str) -> None:
         try:
             value = measure()
-        except Exception as error:  # a user's own metric may raise any exception
+        except Exception as error:  # A user's own metric may raise any exception.
             problem = f"fails on {on}: {type(error).__name__}: {error}. Correct the metric."
             raise SpecError("evaluation.metrics", problem, self.label) from error
         if value is not None and not isinstance(value, (int, float, np.number)):
@@ -321,10 +321,10 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve: for two classes, of the second class; for more classes, the mean over the classes.
+    """Area under the ROC curve of the second of two classes; for more classes, the mean of the areas of all classes.
 
     The curve of a class separates its samples from all other samples. The mean leaves out classes that have no samples
-    or all samples. Real sites send histograms of scores. In this case, the value is approximate, and the record also
+    or all samples. Real sites send histograms of scores. With histograms, the value is approximate, and the record also
     contains an upper bound of its error.
 
     Args:
@@ -405,7 +405,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Exponential of the mean cross-entropy in nats, which is the number of equally likely tokens."""
+    """Exponential of the mean cross-entropy in nats: the number of equally likely tokens with this cross-entropy."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -506,7 +506,7 @@ class _Named(_OfRows):
         path: The path of the class or function.
     """
 
-    path: Annotated[str, Field(exclude=True)]  # excluded, because the path is the metric's name in a spec
+    path: Annotated[str, Field(exclude=True)]  # In a spec, the path is the metric's name.
 
     @property
     @override
@@ -523,7 +523,8 @@ class TorchMetric(_Named):
     """A metric of torchmetrics, such as ``"torchmetrics.classification:MultilabelAUROC"``.
 
     Args:
-        arguments: The arguments of the class, such as ``num_labels``. In a spec, they are keys of the metric's table.
+        arguments: The arguments of the class, such as ``num_labels``. In a spec, the arguments are keys of the metric's
+            table.
     """
 
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -541,7 +542,7 @@ class TorchMetric(_Named):
         if metric.__module__.startswith("torchmetrics.classification") and np.array_equal(targets, np.rint(targets)):
             targets = targets.astype(np.int64)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # TorchMetrics warns about each client without samples of a class
+            warnings.simplefilter("ignore")  # TorchMetrics warns about each client without samples of a class.
             metric.update(torch.from_numpy(predictions), torch.from_numpy(targets))
             return none_for_nan(float(metric.compute()))
 
@@ -553,8 +554,8 @@ class TorchMetric(_Named):
 class FunctionMetric(_Named):
     """A metric that is a user's function ``fn(labels, probabilities)``.
 
-    The function gets arrays of shapes (N,) and (N, C). For other tasks, it gets the targets and the predictions, such
-    as (N, K) numbers. It returns a number, or None if the value is undefined.
+    The function gets arrays of shapes (N,) and (N, C). For other tasks, the function gets the targets and the
+    predictions, such as (N, K) numbers. The function returns a number, or None if the value is undefined.
 
     Args:
         lower_is_better: Whether a lower value is better.

@@ -72,7 +72,7 @@ class Predictions:
     @cached_property
     def log_probabilities(self) -> Reals:
         """Logarithm of the predicted probabilities, (N, C)."""
-        with np.errstate(invalid="ignore"):  # logits may be infinite if a model has diverged
+        with np.errstate(invalid="ignore"):  # Logits may be infinite if a model has diverged.
             shifted = self.logits.astype(np.float64)
             shifted -= shifted.max(axis=1, keepdims=True, initial=-np.inf)
             shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
@@ -96,7 +96,7 @@ class Rows:
     Args:
         arrays: The entries of ``Task.rows``, each of shape (N, …).
         losses: The loss of each sample, summed over its tokens or pixels, (N,).
-        weights: The weight of each sample: 1, or its number of tokens or pixels, (N,).
+        weights: The weight of each sample, which is 1 or its number of tokens or pixels, (N,).
     """
 
     arrays: Mapping[str, NDArray[Any]]
@@ -184,7 +184,7 @@ def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Spl
     kept = len(every) * sum(tensor.numel() * tensor.element_size() for tensor in rows.values())
     if kept > KEPT_BYTES:
         problem = f"stores {kept / 2**30:.1f} GiB for {len(every)} samples, but the limit is {KEPT_BYTES >> 30} GiB. "
-        raise SpecError("task", problem + "Return fewer values per sample from its method rows.", data.task.name)
+        raise SpecError("task", problem + "Return fewer values per sample from the task's method rows.", data.task.name)
     return int(max(1, OUTPUT_BYTES // max(1, output.numel() * 4)))
 
 

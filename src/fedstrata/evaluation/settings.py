@@ -27,8 +27,8 @@ class Evaluation(Setting):
         every: Number of rounds between evaluations. With 0, only the model of the last round is evaluated.
         batch_size: Number of samples per batch in evaluations.
         metrics: Metrics to compute, in addition to the loss.
-        primary: Metric that selects the best round and the best settings, and that tables and figures show first:
-            ``accuracy``, ``loss`` or one of ``metrics``.
+        primary: Metric that selects the best round and the best settings, and that tables and figures show first. The
+            value is ``accuracy``, ``loss`` or a metric in ``metrics``.
         targets: Accuracies in (0, 1]. For each target, the summary gives the first round that reached it. For other
             metrics, set a table from each metric to a list of values, such as ``{ macro-f1 = [0.5] }``.
         validation: Fraction of the training samples that is held out to choose the best round and to stop early. This
@@ -44,7 +44,7 @@ class Evaluation(Setting):
             such as its BatchNorm statistics, is added to the global model.
         unheard: Number of successive evaluations without a used reply after which a client counts as *unheard*. The
             results of unheard clients are also reported separately.
-        checkpoint_every: Number of rounds between checkpoints; 0 writes none.
+        checkpoint_every: Number of rounds between checkpoints. With 0, no checkpoint is written.
         per_class: Whether to record the accuracy of every class, and all other metrics that are defined per class.
         weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean (ReBaFL,
             Eq. 24). SFL and Stratify never record Λ.

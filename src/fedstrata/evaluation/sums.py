@@ -17,7 +17,8 @@ Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 EXTREME = 12.0
-"""The largest log-odds in histograms of scores, which range from −12 to 12; the outer bins count all scores beyond."""
+"""The largest log-odds in histograms of scores, which range from −12 to 12; the outer bins also count scores beyond
+this range."""
 
 
 @record("EvaluationSums")

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 Key = tuple[str, int]
 """The type of a run's key in a comparison: its label and its seed."""
 Watcher = Callable[[str, int, int], None]
-"""The type of a function that shows progress. Its arguments: a run's label, seed and number of finished rounds."""
+"""The type of a function that shows progress. Its arguments are a run's label, seed and number of finished rounds."""
 
 
 class Comparison(dict[str, list[History]]):
-    """The histories of a comparison: a mapping from each label to its runs, in the order of the seeds.
+    """The result of a comparison: a mapping from each experiment's label to the histories of its runs, one per seed.
 
     Notebooks show a comparison as a table.
     """
@@ -79,15 +79,15 @@ def compare(
 ) -> Comparison:
     """Run every experiment with every seed, and write a report.
 
-    Finished runs in ``out`` are not repeated, and interrupted runs continue from their last checkpoint. After a kill,
-    the same call finishes the work.
+    Finished runs in ``out`` are not repeated, and interrupted runs continue from their last checkpoint. If the process
+    is killed, the same call finishes the work.
 
     Args:
-        experiments: A mapping from each label to its experiment.
+        experiments: A mapping from labels, which are names of your choice, to experiments.
         seeds: Each experiment runs once with each seed. Default: the seed of the specs.
         out: The folder of the comparison. The files of a run are in ``LABEL/seed-S/``.
         data: Your own data for all experiments; see ``prepare``.
-        model: Your own model for all experiments, preferably a class; see ``prepare``.
+        model: Your own model for all experiments, preferably a Python class; see ``prepare``.
         engine: The engine that runs the clients of each run.
         references: References to add to the comparison. In ``"local"``, each client trains alone, and results are means
             over the clients. In ``"centralised"``, one client trains on all samples. See
@@ -97,11 +97,12 @@ def compare(
             only this program defines, the processes are forks of this process. If this process cannot be forked, it
             executes one run after another.
         watch: A function that is called with the progress of each run; see ``Watcher``.
-        progress: Show the progress: bars in a terminal and in a notebook, otherwise a line from time to time.
+        progress: Whether to show the progress: bars in a terminal and in a notebook, otherwise a line from time to
+            time.
         report: Whether to write a report into ``out``: tables, figures and an HTML page about all runs.
 
     Returns:
-        A mapping from each label to its histories, in the order of ``seeds``.
+        A mapping from each label to the histories of its runs, in the order of ``seeds``.
 
     Raises:
         SpecError: A setting is wrong; every experiment is checked before the first one starts.
@@ -289,8 +290,8 @@ def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
 def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
     """Decide how to run several experiments at the same time.
 
-    A new process cannot use arrays, modules or classes that exist only in this process. Runs that use such objects need
-    forks of this process.
+    A new process cannot use arrays, modules or classes that exist only in this process. Runs that use these objects
+    need forks of this process.
 
     Args:
         specs: The experiments to run.

@@ -1,9 +1,9 @@
 """References for federated methods: local training of each client, and centralised training on all samples.
 
 A reference shows how much better or worse federated training is than training without federated learning. The runs of a
-reference use the data, the model and the training settings of an experiment. They have only one client (the partition
-``SingleClient``). In ``centralised``, this client has the samples of all clients. In ``local``, each client has a run
-with only its own samples. ``fold`` combines the runs of a reference into one run folder.
+reference use the data, the model and the training settings of an experiment. Each run has only one client (the
+partition ``SingleClient``). In ``centralised``, this client has the samples of all clients. In ``local``, each client
+has a run with only its own samples. ``fold`` combines the runs of a reference into one run folder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHARED: dict[str, Callable[[Experiment], object]] = {
 equal values of these settings, because a reference must fit all of them."""
 
 SUMMED = ("samples", "seconds")
-"""Columns that are summed over the runs of a reference, as counts of clients are; other columns are averaged."""
+"""Columns that are summed over the runs of a reference, like counts of clients; other columns are averaged."""
 
 MEASURED = ("test", "validation")
 """The keys of a record whose values are tables of metrics."""
@@ -188,5 +188,5 @@ def _combined(records: Sequence[Record], lower: Collection[str]) -> Record:
         higher = np.array([label not in lower for label in labels])
         combined["clients"] = dict(zip(labels, over_clients(means, np.ones(len(means)), higher), strict=True))
         for statistic in combined["clients"].values():
-            del statistic["weighted_mean"]  # the records lack the weights
+            del statistic["weighted_mean"]  # The records do not contain the weights for this mean.
     return combined

@@ -1,4 +1,4 @@
-"""Run one experiment: from a spec to a history and a run folder."""
+"""Run one experiment, which turns a spec into a history and a run folder."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def run(
         spec: An experiment, a path to a TOML file, or nested tables.
         out: The run folder. Default: no files are written.
         data: Your own data; see ``prepare``.
-        model: Your own model, preferably a class; see ``prepare``.
+        model: Your own model, preferably a Python class; see ``prepare``.
         engine: The engine that runs the clients.
-        resume: Continue the run in ``out`` from its last checkpoint.
-        callbacks: Additional callbacks. Each is a ``fedstrata.Callback``, or a function that is called with the record
-            of every round.
-        progress: Show the progress: a bar in a terminal and in a notebook, otherwise a line from time to time.
+        resume: Whether to continue the run in ``out`` from its last checkpoint.
+        callbacks: Additional callbacks. Each callback is a ``fedstrata.Callback``, or a function that is called with
+            the record of every round.
+        progress: Whether to show the progress: a bar in a terminal and in a notebook, otherwise a line from time to
+            time.
 
     Returns:
         The records of the rounds. ``params`` contains the final model's parameters and buffers. ``warning`` is empty,
@@ -81,7 +82,7 @@ def carry_out(
         # NVFlare runs the rounds in another process, which cannot get data, models or callbacks of this process.
         if data is not None or model is not None:
             problem = (
-                "loads data and model at each site, and so cannot use objects of this process. Set data and model in "
+                "loads data and model at each site, so it cannot use objects of this process. Set data and model in "
                 "the spec."
             )
             raise SpecError("engine", problem, engine)

@@ -1,4 +1,4 @@
-"""A search for good settings: Optuna proposes settings, and validation samples show which settings are best."""
+"""A search for good settings, in which Optuna proposes settings, and validation samples show which are best."""
 
 from __future__ import annotations
 
@@ -158,15 +158,15 @@ def search(
     """Run settings that Optuna proposes, and write a table, the best spec, and the best spec of each method.
 
     A trial is one proposal, which runs with every seed. The result of a trial is the mean over its seeds of the metric
-    ``evaluation.primary``. It is measured on the validation samples, with the model that each run saves. A trial is
-    pruned (stopped early) if its first run is worse than the median of the earlier trials in the same round. After a
-    kill, the same call continues the search: finished trials are not repeated, and an interrupted trial continues from
-    its last checkpoint. With ``jobs=1``, a search that was killed and repeated has the same result as a search without
-    a kill. With more jobs, the proposals depend on the order in which trials end.
+    ``evaluation.primary``. The metric is measured on the validation samples, with the model that each run saves. A
+    trial is pruned (stopped early) if its first run is worse than the median of the earlier trials in the same round.
+    If the process is killed, the same call continues the search: finished trials are not repeated, and an interrupted
+    trial continues from its last checkpoint. With ``jobs=1``, a search that was killed and repeated has the same result
+    as a search without a kill. With more jobs, the proposals depend on the order in which trials end.
 
     Args:
         table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
-        space: A mapping from each ``section.key`` to its range: ``"log:0.001..0.5"``, ``"uniform:0..1"``,
+        space: A mapping from each ``section.key`` to its range, such as ``"log:0.001..0.5"``, ``"uniform:0..1"``,
             ``"int:1..8"`` or ``"choice:16,32"``.
         out: The folder of the search. The files of a run are in ``trial-N/seed-S/``.
         trials: The number of trials, including the trials that the folder already contains.
@@ -174,7 +174,7 @@ def search(
         jobs: The number of simultaneous trials. Default: the number of processors.
         prune: Whether to stop bad trials early.
         watch: A function that is called with the label, the seed and the finished rounds of a run.
-        progress: Show the progress.
+        progress: Whether to show the progress.
 
     Raises:
         ExtraMissingError: The extra ``sweep`` is not installed.
@@ -242,7 +242,8 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Return the spec's experiment if the search space is valid.
 
-    Each end of each range is checked in an experiment in which all other settings have the first ends of their ranges.
+    Each end of a range is checked in an experiment in which the other searched settings have the first ends of their
+    ranges.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -266,7 +267,7 @@ def opened(
     """Open the file of Optuna's study (the record of all trials) during the ``with`` block.
 
     Args:
-        path: The file. If it does not exist and ``identity`` is given, it is created.
+        path: The file. If the file does not exist and ``identity`` is given, the file is created.
         identity: The attributes that the study must have, so that a different search cannot continue the study.
         direction: ``"maximize"`` or ``"minimize"`` for a new study; an existing study keeps its direction.
 
@@ -433,7 +434,7 @@ def is_pruned(history: History) -> bool:
 
 
 def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
-    """Report a finished trial to the study: the mean of its primary metric, or that it was pruned or failed."""
+    """Report to the study the mean of a finished trial's primary metric, or that the trial was pruned or failed."""
     from optuna.trial import TrialState
 
     histories = runs_of(setup, number)
@@ -445,7 +446,7 @@ def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: C
         study.tell(number, state=TrialState.FAIL)
     else:
         study.tell(number, statistics.fmean(values))
-    for seed in setup.seeds:  # show all runs as finished, even runs that were stopped early or never started
+    for seed in setup.seeds:  # Show all runs as finished, even runs that were stopped early or never started.
         watch(called(number), seed, cell.spec.training.rounds)
 
 
@@ -503,7 +504,7 @@ class Pruning(Callback):
         value = numbers(record).get(measure(primary))
         if value is None or record["round"] == rounds:
             return
-        with warnings.catch_warnings():  # Optuna warns if a resumed run reports a round again
+        with warnings.catch_warnings():  # Ignore Optuna's warning that a resumed run reports a round again.
             warnings.simplefilter("ignore")
             self.trial.report(value, record["round"])
         if self.trial.should_prune():

@@ -68,7 +68,7 @@ class Sweep:
         best: The label of the best cell; None if no cell has a value for every seed.
         notes: A mapping from the labels of cells that cannot be the best to the reason, such as pruning.
         primary: The primary metric, ``evaluation.primary`` of the first cell.
-        best_of_methods: A mapping from each method to the label of its best cell, if it has one.
+        best_of_methods: A mapping from each method to the label of its best cell, if the method has a best cell.
     """
 
     cells: dict[str, Cell]
@@ -100,7 +100,7 @@ def sweep(
     Cells run as in ``compare``: finished runs in ``out`` are not repeated, and interrupted runs continue from their
     last checkpoint. The best cell has the best mean of the metric ``evaluation.primary`` on the validation samples. If
     several cells have the best mean, the first of them is chosen. If the grid has several methods, a best cell is found
-    for each method. ``compare`` can then run the experiments ``tuned`` of the result.
+    for each method. ``compare`` can then run the experiments in the attribute ``tuned`` of the result.
 
     Args:
         table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
@@ -109,7 +109,7 @@ def sweep(
         seeds: Each cell runs once with each seed. Default: the spec's seed.
         jobs: The number of simultaneous runs. Default: the number of processors.
         watch: A function that is called with the label, the seed and the finished rounds of a run.
-        progress: Show the progress; see ``compare``.
+        progress: Whether to show the progress; see ``compare``.
 
     Raises:
         SpecError: A setting is wrong, or no samples are held out for validation; every cell is checked first.
@@ -214,7 +214,7 @@ def measure(primary: str) -> str:
 
 
 def validated(history: History, primary: str) -> float | None:
-    """Return the primary metric of the model that a run saved, on the validation samples; None if not measured."""
+    """Return the primary metric of the model that a run saved, on the validation samples; None if it is missing."""
     return history.final(measure(primary))
 
 
@@ -249,7 +249,7 @@ def to_markdown(result: Sweep) -> str:
 
 
 def to_screen(result: Sweep, every: bool = False) -> ScreenTable:
-    """Return the tables of ``to_markdown`` for a terminal; ``every`` shows all columns in a narrow terminal too."""
+    """Return the tables of ``to_markdown`` for a terminal; with ``every``, they have all columns in any case."""
     from rich.text import Text
 
     headings, lines = _lines(result)
