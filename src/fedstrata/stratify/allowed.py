@@ -26,8 +26,8 @@ def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, ro
 
     Args:
         size: The number of samples in a batch, over all clients.
-        window: The condition on ``Reserve.window``, the range (from, to) of a client's samples that may be used.
-        lr: The condition on the learning rate of the clients' steps; unused if ``local_steps`` is 1.
+        window: The accepted values of ``Reserve.window``, the range (from, to) of a client's samples that may be used.
+        lr: The accepted learning rate of the clients' steps; unused if ``local_steps`` is 1.
         local_steps: The number of steps that a client takes on its samples of a batch.
         rounds: The rounds that train in batches; None for all rounds.
     """
@@ -44,7 +44,7 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
     """Return the request of single-sample mode.
 
     Args:
-        window: The condition on ``Steps.window``, the range (from, to) of a client's samples that may be used.
+        window: The accepted values of ``Steps.window``, the range (from, to) of a client's samples that may be used.
         longest: The largest number of samples in one request.
         rounds: The rounds that train sample by sample; None for all rounds.
     """

@@ -41,8 +41,8 @@ def rate(training: Training, server: ServerOptimizer | None, scale: float, round
 
     Args:
         training: The training settings. The first factor is the learning rate of the round.
-        server: The server's optimiser. The second factor is its ``lr``, decayed by its schedule, or 1 without an
-            optimiser.
+        server: The server's optimiser. The second factor is the optimiser's ``lr``, decayed by its schedule, or 1
+            without an optimiser.
         scale: The third factor; see ``BatchMode.scale``.
         round: The round, counted from 1.
     """
@@ -66,7 +66,7 @@ class BatchMode:
             raise SpecError(key, "BatchNorm requires at least two samples in a batch. Use at least 2.", 1)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode, tuple[float, float]]:
-        """Return this mode for every round, and the range (from, to) of the samples to use, which is all samples."""
+        """Return this mode, which trains every round, and the range (0, 1), because it uses all samples."""
         return self, ALL
 
     def scale(self, training: Training) -> float:
@@ -142,8 +142,8 @@ class BatchMode:
             absent = set(samples) - set(total.clients if total else ())
             if not absent:
                 return total
-            # If there is no sum, some absent clients may not have failed. If the log names clients that failed or were
-            # late, remove only these clients.
+            # Without a sum, all clients of the batch count as absent, although some may have replied. Remove only those
+            # that failed or were late, or all clients if the log names none of them.
             lost = absent if total else (absent & federation.log.absent()) or absent
             plan.lose(lost, request.batch)
             if total:
@@ -158,8 +158,8 @@ class BatchPlan:
     batch by batch (Algorithm 2), but one request asks a client to reserve its samples for all batches. If a client has
     no sample for a position, a further request asks another client.
 
-    A client must not train on fewer than ``privacy.min_samples`` samples of a batch. If it has fewer samples, it moves
-    them to another batch, or it *holds them back*, which means that it does not reserve them.
+    A client must not train on fewer than ``privacy.min_samples`` samples of a batch. A client with fewer samples moves
+    them to another batch, or *holds them back*, which means that it does not reserve them.
 
     Args:
         roster: The clients that can be asked.
@@ -172,7 +172,7 @@ class BatchPlan:
         self.roster, self.wanted = roster, wanted
         self.batch_of = np.arange(len(wanted)) // batch_size
         if pairs and len(wanted) > 1 and len(wanted) % batch_size == 1:
-            self.batch_of[-1] -= 1  # a last batch of one sample is merged with the previous batch
+            self.batch_of[-1] -= 1  # A last batch of one sample is merged with the previous batch.
         self.batches = int(self.batch_of[-1]) + 1 if len(wanted) else 0
         self.owner = np.full(len(wanted), -1, dtype=np.int64)
         self.held_back = 0
@@ -301,7 +301,7 @@ class BatchPlan:
         wanted = self.wanted[theirs]
         none_left = np.unique(wanted[missing & ~held])
         for place in np.unique(wanted[held]).tolist():
-            # The client will be chosen a second time. If it then has too few samples again, its positions are given up.
+            # The client will be chosen again. If it then has too few samples again, its positions are given up.
             if not self._last[place] or place not in none_left:
                 rows = self.roster.rows_of(place)
                 self._waiting[rows] |= self.roster.holders.clients[rows] == client

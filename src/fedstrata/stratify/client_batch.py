@@ -45,8 +45,8 @@ _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
 """Two keys of a client's state.
 
-``STATE``: the client's used, unused and reserved samples. ``PLACEHOLDERS``: a mapping from each placeholder (a number
-that stands for a label) to the label.
+``STATE`` is the key of the client's used, unused and reserved samples. ``PLACEHOLDERS`` is the key of a mapping from
+each placeholder (a number that stands for a label) to the label.
 """
 
 
@@ -106,8 +106,8 @@ def opened(
     A pool belongs to a *placeholder*, a number that stands for a label. If the request refills a pool, all its samples
     are unused again. A placeholder without a pool gets a new pool. A pool is empty if the client does not know the
     placeholder, or if the client has fewer than ``privacy.min_samples`` samples of the label. The client did not report
-    such a label before the first round, and no request may draw from it. The order of a pool depends on the label and
-    not on the placeholder, so that training is the same with and without masking.
+    labels with so few samples before the first round, and no request may draw them. The order of a pool depends on the
+    label and not on the placeholder, so that training is the same with and without masking.
 
     Args:
         client: The client.
@@ -116,8 +116,8 @@ def opened(
         placeholders: The placeholders from which the request draws samples.
 
     Raises:
-        FedstrataError: The request refills more pools than there are classes. Such requests could fill the client's
-            memory.
+        FedstrataError: The request refills more pools than there are classes. Many refills could fill the client's
+        memory.
     """
     if len(request.refill) > client.context.config.strata:
         raise FedstrataError("the request refills more pools than there are classes")
@@ -145,7 +145,7 @@ def opened(
 
 @handles(Reserve)
 def reserve(client: Client, request: Reserve) -> ReserveReply:
-    """Reserve one sample for each entry of the request's list of labels, while the label has unused samples."""
+    """Reserve one sample for each entry of the request's list of labels, as long as the label has unused samples."""
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Reserved) or before.round != request.round:
         before = Reserved(request.round, {}, _NONE, _NONE)
@@ -187,7 +187,7 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
 
     The client's samples of one batch are called a *part*. A part that is too small is merged with the client's next
     part until the result is large enough. A small part at the end is merged with the part before it. Samples that were
-    reserved earlier stay in their batches. No sample is moved to a batch before ``batches[0]``, because such a batch
+    reserved earlier stay in their batches. No sample is moved to a batch before ``batches[0]``, because earlier batches
     may have been trained already.
 
     Args:
@@ -291,7 +291,7 @@ def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientI
     """Compute the sum of all clients' gradients in one pass over the whole batch, for clients of one process.
 
     The sums are the same as with one pass per client, and BatchNorm sees the whole batch. For 100 clients and an MLP,
-    this function is nine times as fast (``benchmarks/fast_paths.py``).
+    this function is nine times as fast as one pass per client (``benchmarks/fast_paths.py``).
     """
     first = next(iter(clients.values()))
     context, request = first.context, requests[first.number]

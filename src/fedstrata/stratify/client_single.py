@@ -59,7 +59,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
         Three values: the indices of the samples in the data set, in order; the number of steps that the client took
         earlier in this epoch; and the reply, with a loss of 0 because the samples are not trained yet.
     """
-    client.authorize_release(1)  # a single sample may have changed the model that leaves the client
+    client.authorize_release(1)  # A single sample may have changed the model that leaves the client.
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Stepped) or before.round != request.round:
         before = Stepped(request.round, {}, 0)
@@ -100,7 +100,7 @@ class FusedSteps:
 
     At first, each task only draws its samples. The steps for a *block* of many tasks are taken later, all at once. The
     model is bit for bit the same as if each client took its steps itself. If the model is not finite after a block, the
-    block is repeated task by task. A task is then undone if the model is not finite after it.
+    block is repeated task by task. A task is then undone if the model is not finite after the task.
 
     Args:
         context: The context that the clients share.
@@ -200,7 +200,7 @@ def _make_stepper(context: ClientContext, model: Model) -> Stepper:
             traced = TracedStepper(context, model)
             if _agree(traced, plain, context, model):
                 return traced
-        except Exception:  # the tracer may raise anything for a model that it cannot trace
+        except Exception:  # The tracer may raise any exception for a model that it cannot trace.
             pass
     return plain
 

@@ -94,7 +94,7 @@ class ReserveReply(Reply):
     """The entries of a request's list of labels for which a client could not reserve a sample.
 
     Args:
-        missing: One bool per entry: True if the client reserved no sample, because it has already used all its samples
+        missing: One bool per entry, which is True if the client reserved no sample, because it has used all its samples
             of the label.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
@@ -113,8 +113,8 @@ class GatheredReply(ReserveReply):
     Args:
         batches: For each entry of the request's list of labels: the batch in which its sample is now trained, int64;
             meaningless if ``missing`` is True.
-        held: One bool per entry: True if the client does not reserve the sample, because it has too few samples for any
-            batch. ``missing`` is then True, too, and the sample stays unused.
+        held: One bool per entry, which is True if the client does not reserve the sample, because it has too few
+            samples for any batch. ``missing`` is then True, too, and the sample stays unused.
     """
 
     batches: Tensor
@@ -244,7 +244,7 @@ class Gradient(ModelRequest):
         require_like(reply.gradient, self.weights.params, "gradient")
         require_like(reply.buffers, self.weights.buffers, "buffers")
         if reply.samples < 1:
-            raise ReplyRefusedError(f"the batch has {reply.samples} samples")
+            raise ReplyRefusedError(f"the reply is about {reply.samples} samples, but must be about at least one")
 
 
 @record("GradientSteps")
@@ -265,8 +265,8 @@ class StepsReply(Reply):
     """The labels for which a client had no unused sample, and the summed loss of the trained samples.
 
     Args:
-        missing: One bool per label of the request: True if no sample was trained, because all samples of the label are
-            used.
+        missing: One bool per label of the request, which is True if no sample was trained, because all samples of the
+            label are used.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
         loss: The sum of the samples' losses, each computed before the step on the sample; a scalar, float32.

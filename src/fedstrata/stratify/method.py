@@ -47,9 +47,9 @@ class Stratify(Method):
 
     In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. Each
     client's samples of each label get a random order of arrival. The last samples, which are the fraction ``stream``,
-    arrive in equal portions. One portion arrives before each round of single-sample mode, and this round trains it. All
-    other samples are available from the start. Each client rounds its portions down, and a sample may be used twice to
-    fill the schedule.
+    arrive in equal portions. One portion arrives before each round of single-sample mode, and is used in this round.
+    All other samples are available from the start. Each client rounds its portions down, and a sample may be used twice
+    to fill the schedule.
 
     A round is one epoch over the schedule. ``training.clients_per_round`` and ``training.local_epochs`` have no effect.
     ``training.batch_size`` is the number of samples in a batch over all clients. Client optimisers other than SGD are
@@ -57,10 +57,11 @@ class Stratify(Method):
 
     Args:
         mode: How clients train. ``batch``: many clients compute the gradient of a batch together. ``single``: the model
-            travels from client to client, with one step per sample. ``hybrid``: first rounds in batch mode, then rounds
-            in single-sample mode on data that were not available before.
-        schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: all samples, but
-            at most ``cap``. ``uniform``: for every label, the mean number of samples per label.
+            travels from client to client, with one step per sample. ``hybrid``: the first rounds use batch mode, and
+            later rounds use single-sample mode on data that were not available before.
+        schedule: Number of samples of each label in an epoch. ``uncapped`` uses all samples. ``capped`` uses all
+            samples, but at most ``cap`` per label. ``uniform`` uses the mean number of samples per label for every
+            label.
         cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median of the
             labels' numbers of samples.
         selection: How a client is drawn from the clients with samples of a label. ``uniform``: all these clients have
@@ -68,8 +69,8 @@ class Stratify(Method):
             label.
         batch_size: Number of samples in a batch, over all clients. A larger value means fewer exchanges with clients,
             but also fewer steps. Default: ``training.batch_size``.
-        lr_rule: Factor of the learning rate if ``batch_size`` is r times ``training.batch_size``. ``none``: 1.
-            ``linear``: r. ``sqrt``: √r.
+        lr_rule: Factor of the learning rate if ``batch_size`` is r times ``training.batch_size``. The factor is 1 with
+            ``none``, r with ``linear``, and √r with ``sqrt``.
         local_steps: Number of steps that a client takes on its samples of a batch; only in batch mode. With 1, a batch
             equals one step of centralised SGD. With more steps, the clients' models drift apart.
         server: Optimiser of the server; only in batch mode. The optimiser's ``lr`` (default 1) is multiplied by
@@ -83,8 +84,8 @@ class Stratify(Method):
         pretraining: Number of rounds in batch mode, which come first; only in hybrid mode. Default: half of all rounds.
         stream: Fraction of each client's samples that arrive during the rounds in single-sample mode; only in hybrid
             mode.
-        masking: Form in which the server sees labels. ``none``: as they are. ``prf``: as keyed hashes. ``ckks``:
-            encrypted. With the same keys, all three values train the same model.
+        masking: Form in which the server sees labels. ``none`` shows labels, ``prf`` shows keyed hashes of labels, and
+            ``ckks`` shows encrypted labels. With the same keys, all three values train the same model.
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"

@@ -57,7 +57,7 @@ class Roster:
         self._begins = np.searchsorted(holders.clients[self._by_client], np.arange(federation.config.clients + 1))
 
     def rows_of(self, place: int) -> slice:
-        """Return the rows of the placeholder ``placeholders[place]``, as a slice of arrays over all rows."""
+        """Return the rows (indices of pairs) of the placeholder ``placeholders[place]``, as a slice."""
         return slice(self.holders.offsets[place], self.holders.offsets[place + 1])
 
     def empty_rows(self, client: int, missing: Ints, exhausted: Tensor) -> Ints:
@@ -104,7 +104,7 @@ class Roster:
         return True
 
     def request(self, client: int, places: Ints, refill: Iterable[int]) -> dict[str, Any]:
-        """Return the fields that the requests ``Reserve`` and ``Steps`` have in common, as a mapping from names.
+        """Return the fields that the requests ``Reserve`` and ``Steps`` have in common, as a mapping from their names.
 
         Args:
             client: The client to ask.

@@ -41,7 +41,7 @@ class Holders:
 
     @classmethod
     def of(cls, replies: Mapping[int, LabelReply]) -> Holders:
-        """Collect the holders from the clients' label reports."""
+        """Collect, from the clients' reports, which clients have samples of each label."""
         if not replies:
             empty = np.empty(0, dtype=np.int64)
             return cls(empty, np.zeros(1, dtype=np.int64), empty, empty)
@@ -70,8 +70,8 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
 
     Args:
         totals: The number of samples of each label, shape (P,).
-        rule: ``uniform``: the mean of ``totals`` for every label. ``capped``: ``totals``, but at most ``cap``.
-            ``uncapped``: ``totals``.
+        rule: ``uniform`` gives every label the mean of ``totals``. ``capped`` gives ``totals``, but at most ``cap``.
+            ``uncapped`` gives ``totals``.
         cap: The largest number for ``capped``; by default, the median of ``totals``.
 
     Returns:

@@ -66,7 +66,7 @@ class SingleMode:
             raise SpecError("training.momentum", problem, config.training.momentum)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[SingleMode, tuple[float, float]]:
-        """Return this mode for every round, and the range (from, to) of the samples to use, which is all samples."""
+        """Return this mode, which trains every round, and the range (0, 1), because it uses all samples."""
         return self, ALL
 
     def run_epoch(
@@ -149,7 +149,7 @@ class Route:
         """Yield the client and the request of each task.
 
         Each task is decided before the previous task is yielded, so that the previous client knows where to send the
-        model next. The decision takes into account the replies to all tasks before the previous one.
+        model next. The decision takes into account the replies to all tasks before the previous task.
         """
         while True:
             while len(self._queue) < QUEUE and len(self._left):

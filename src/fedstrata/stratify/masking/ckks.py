@@ -3,8 +3,8 @@
 CKKS can add and multiply encrypted numbers. There are two sets of parameters, each with 128 bits of security.
 Ciphertexts of ``COUNTING`` can only be added. Ciphertexts of ``COMPARING`` can also be multiplied once by plain
 numbers. Numbers are multiplied by a scale before encryption, so that a product of two numbers has the square of the
-scale. Products are not divided by the scale (*rescaled*): CKKS would divide by a prime that differs slightly from the
-scale, and the result would not be exact.
+scale. Products are not *rescaled*, because CKKS would divide them by a prime that differs slightly from the scale, and
+the result would be inexact.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Sealer:
             raise ReplyRefusedError(f"the CKKS context cannot be read: {error}") from None
         wanted = self.parameters.degree, len(self.parameters.primes) - 1, 2.0**self.parameters.scale
         if made_with != wanted:
-            raise ReplyRefusedError(f"the CKKS context has degree, primes, scale {made_with}, expected {wanted}")
+            raise ReplyRefusedError(f"the CKKS context has degree, primes and scale {made_with}, not {wanted}")
         return context
 
     def seal(self, values: Floats | Sequence[float], *, product: bool = False) -> Cipher:
@@ -133,7 +133,7 @@ class Sealer:
             ReplyRefusedError: The bytes are not a ciphertext, or its size, scale or level is wrong.
         """
         if not 0 < len(data) <= LARGEST:
-            raise ReplyRefusedError(f"the ciphertext has {len(data)} bytes, expected 1 to {LARGEST}")
+            raise ReplyRefusedError(f"the ciphertext has {len(data)} bytes, not 1 to {LARGEST}")
         try:
             cipher = tenseal().ckks_vector_from(self.context, data)
             parts = cipher.ciphertext()
@@ -141,7 +141,7 @@ class Sealer:
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             raise ReplyRefusedError(f"the ciphertext cannot be read: {error}") from None
         if size != length or len(parts) != 1:
-            raise ReplyRefusedError(f"the ciphertext has {size} numbers, expected {length}")
+            raise ReplyRefusedError(f"the ciphertext has {size} numbers, not {length}")
         part = parts[0]
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))
         levels = len(self.parameters.primes) - 1
@@ -182,7 +182,8 @@ class Opener(Sealer):
             The integers, one per slot, int64.
 
         Raises:
-            FedstrataError: A number is further away from an integer, so that rounding could give a wrong result.
+            FedstrataError: A number is further away from an integer than ``tolerance``, so that rounding could give a
+            wrong result.
         """
         values = np.array(cipher.decrypt(), dtype=np.float64)
         whole = np.rint(values)

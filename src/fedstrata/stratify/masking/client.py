@@ -1,4 +1,4 @@
-"""A client's part of enrolment, before the first round: it reports its labels, and decrypts totals over clients.
+"""Enrolment on a client, before the first round: the client reports its labels, and decrypts totals over clients.
 
 A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels. The
 secret keys come from the key ring of the client's context (``key_store.KeyRing``). No reply contains a secret key.

@@ -99,7 +99,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
     unknown = _per_placeholder(silent, held, len(totals))
     wrong = (rest < unknown) | ((unknown == 0) & (rest != 0))
     if wrong.any():
-        # The sum does not show which client's share is wrong, so no share is used.
+        # The sum does not show which client sent a wrong fraction, so no fraction is used.
         federation.note("refused", list(counts), f"the shares of {int(wrong.sum())} placeholders do not add up")
         return {}
     return counts

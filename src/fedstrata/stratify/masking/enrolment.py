@@ -1,4 +1,4 @@
-"""Enrolment: the server learns which clients have labels in common, and how many samples, but not the labels.
+"""Enrolment: the server learns which clients have labels in common, and their numbers of samples, but not the labels.
 
 The server asks clients before the first round, and again when clients join. A *placeholder* is a number that stands for
 a label. The server numbers placeholders in the order in which it discovers their labels. The server goes through the
@@ -140,10 +140,10 @@ def enrol(
         masking: Form in which clients send labels: as they are (``none``), as keyed hashes (``prf``), or encrypted, so
             that labels are compared under encryption (``ckks``).
         weighted: Whether clients also report their fraction of all samples of each of their labels.
-        before: The result of an earlier enrolment. Only clients that are missing in it are asked, and its placeholders
-            keep their labels.
-        watch: A function that is called with the name of each phase when it begins: "unique list" (find all labels),
-            "mapping" (find each client's labels), "counts".
+        before: The result of an earlier enrolment. Only clients that are missing in the earlier result are asked, and
+            placeholders keep their labels.
+        watch: A function that is called with the name of each phase when it begins. The phases are "unique list" (find
+            all labels), "mapping" (find each client's labels) and "counts".
 
     Returns:
         The roll of all clients that answered every request. Events record why other clients are missing.

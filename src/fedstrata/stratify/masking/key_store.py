@@ -42,7 +42,7 @@ class Keys:
 
     def __init__(self, parts: dict[str, bytes]) -> None:
         if parts.keys() != set(self._NAMES) or not all(isinstance(part, bytes) for part in parts.values()):
-            raise DataError(f"the key file has the keys {sorted(parts)}, expected {sorted(self._NAMES)}")
+            raise DataError(f"the key file has the keys {sorted(parts)}, not {sorted(self._NAMES)}")
         self._parts = parts
         self.counting_public, self.comparing_public = parts["counting_public"], parts["comparing_public"]
         """The public keys: the server adds counts with the first key, and compares labels with the second key."""
@@ -83,7 +83,7 @@ class Keys:
             DataError: The folder already contains a key file.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Write under another name first, so that other processes of the site never read an incomplete file.
+        # Write the file under another name first, so that other processes of the site never read an incomplete file.
         draft = folder / f"{FILE}.{secrets.token_hex(4)}"
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(records.encode({"format": _FORMAT, **self._parts}))

@@ -3,8 +3,8 @@
 A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels.
 Each client puts its labels in a random order (see ``presented`` in ``fedstrata.stratify.masking.client``). All arrays
 over a client's labels have this order. C is the number of classes, L is the number of a client's labels, and P is the
-number of placeholders. Ciphertexts are bytes in TenSEAL's format. ``key`` is the fingerprint of the keys with which
-they were encrypted.
+number of placeholders. Ciphertexts are bytes in TenSEAL's format. ``key`` is the fingerprint of the keys with which the
+ciphertexts were encrypted.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ class CompareReply(Reply):
 
     Args:
         places: For each label of the client, the position of a zero difference, int64, shape (L,). The position is i ·
-            width + c if the difference in column c of the request's ciphertext i is zero, which means that the label
-            equals an entry of the list. The position is −1 if the label has no zero difference. ``SlotLayout`` defines
-            columns and width.
+            width + c if the difference in column c of the request's ciphertext i is zero. The label then equals an
+            entry of the list. The position is −1 if the label has no zero difference. ``SlotLayout`` defines columns
+            and width.
     """
 
     places: Tensor
@@ -210,8 +210,8 @@ class Enlist(Request):
 
     Args:
         classes: C, the number of classes.
-        labels: The indices of these labels among the client's labels, int64.
-        places: For each of these labels, the index of its new entry, which is page · width + column, int64. A page is
+        labels: The indices of the requested labels among the client's labels, int64.
+        places: For each requested label, the index of its new entry, which is page · width + column, int64. A page is
             one ciphertext of the list. ``SlotLayout`` defines columns and width.
     """
 
@@ -227,7 +227,7 @@ class Enlist(Request):
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
-            raise ReplyRefusedError(f"the reply has the pages {sorted(reply.pages)}, expected {sorted(pages)}")
+            raise ReplyRefusedError(f"the reply has the pages {sorted(reply.pages)}, not {sorted(pages)}")
 
 
 @record("CountReply")
@@ -236,8 +236,8 @@ class CountReply(Reply):
 
     Args:
         key: The keys' fingerprint.
-        pages: The ciphertexts. Together, they contain the client's number of samples of each of the P placeholders
-            (numbers that stand for labels), which is 0 for labels that the client lacks.
+        pages: The ciphertexts of the client's sample counts for all P placeholders (numbers that stand for labels). The
+            count is 0 for labels that the client lacks.
     """
 
     key: str
@@ -293,7 +293,7 @@ class OpenTotals(Request):
     """A request to decrypt the number of samples of each label over all clients.
 
     Args:
-        pages: The ciphertexts. Each of them contains many of these numbers.
+        pages: The ciphertexts. Each ciphertext contains many totals.
         size: P, the number of labels.
     """
 
@@ -325,7 +325,7 @@ class ShareReport(Request):
     """A request for a client's fraction of all samples of each of its labels.
 
     The fraction is the client's number of samples divided by the number over all clients. Only weighted selection needs
-    it.
+    this fraction.
 
     Args:
         totals: The number of samples over all clients, for each of the client's labels, int64, shape (L,).
@@ -344,4 +344,4 @@ class ShareReport(Request):
         """Refuse fractions that mean less than one sample or more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
-            raise ReplyRefusedError("a share is not in (0, 1], or stands for less than one sample")
+            raise ReplyRefusedError("a fraction of samples is not in (0, 1], or stands for less than one sample")

@@ -19,7 +19,7 @@ def ask_one(federation: Federation, client: ClientId, request: Request, *, check
     try:
         return federation.ask([client], request, check=check).get(client)
     except ClientsFailedError as error:
-        # ``ask`` raises this error if all clients fail, and here it asks only one client.
+        # ``ask`` raises this error if all clients fail, and this call asks only one client.
         federation.log.failed.add(client)
         federation.note("failed", [client], str(error))
         return None

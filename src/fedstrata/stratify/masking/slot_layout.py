@@ -120,10 +120,10 @@ class SlotLayout:
         return pages
 
     def blind(self) -> tuple[Floats, Floats]:
-        """Draw the random numbers r and p·s + u that hide differences (see the module), both of shape (slots,).
+        """Draw the random numbers r and p·s + u that hide differences (see the module's docstring), shape (slots,).
 
-        The numbers come from the operating system's randomness. If they depended on the experiment's seed, clients
-        could repeat the draws, because they know the seed.
+        The numbers come from the operating system's randomness. If the numbers depended on the experiment's seed, which
+        clients know, clients could repeat the draws.
         """
         p = self.prime
         spread = min(p << 20, _SPAN // p)
