@@ -1,8 +1,8 @@
 """Aggregation of the clients' models on the server.
 
-An aggregation combines the clients' updates with one weight a_k per client: w ← w_t + Σ_k a_k (w_k − w_t). Here, w_t is
-the global model and w_k the model of client k. An ``Aggregator`` computes the weights a_k. A ``ServerOptimizer`` then
-applies the combined update, which it treats as a negative gradient.
+An aggregation combines the clients' updates with one weight a_k per client: w ← w_t + Σ_k a_k (w_k − w_t). In this
+formula, w_t is the global model, and w_k is the model of client k. An ``Aggregator`` computes the weights a_k. A
+``ServerOptimizer`` then applies the combined update, which it treats as a negative gradient.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Aggregator(Setting):
     """The functions that answer the aggregator's own requests at a client; see ``fedstrata.clients.handling``."""
 
     needs_counts: ClassVar[bool] = False
-    """Whether the weights depend on the number of samples that each client used."""
+    """Whether the averaging weights depend on the number of samples that each client used."""
 
     own_starts: ClassVar[bool] = False
-    """Whether clients start their training at different models, which ``starts`` returns, and not at the global model.
+    """Whether clients start training at different models, which ``starts`` returns, instead of the global model.
     """
 
     server: AnyServer = ServerOptimizer()
@@ -50,7 +50,7 @@ class Aggregator(Setting):
 
     @abstractmethod
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return the weight a_k of each client that replied.
+        """Return the averaging weight a_k of each client that replied.
 
         Args:
             selection: The invited clients, and how they were drawn.
@@ -66,7 +66,9 @@ class Aggregator(Setting):
         return ""
 
     def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:
-        """Return the weight a_k of each reply. Subclasses whose weights need more than sample counts override it.
+        """Return the averaging weight a_k of each reply.
+
+        Subclasses override this method if their weights need more than sample counts.
 
         Args:
             selection: The invited clients, and how they were drawn.
@@ -106,11 +108,11 @@ class Aggregator(Setting):
     ) -> tuple[Weights, Tree]:
         """Return the new global model and the new state. Without replies, both are unchanged.
 
-        The method is called in every round, also if no client replied. The method must not change ``state`` in place.
+        The method is called in every round, even if no client replied. The method must not change ``state`` in place.
 
         Args:
             weights: The global model of the round.
-            state: The state after the previous round. In this base class, it is the state of the server optimiser.
+            state: The state after the previous round. In this base class, the state is the server optimiser's.
             selection: The invited clients, and how they were drawn.
             replies: A mapping from each client to its reply, in ascending order of clients. Invited clients are missing
                 if they were absent or late, if they failed, or if the server refused their reply.
@@ -189,7 +191,7 @@ class MeanBySize(Aggregator):
     """Weights in proportion to sample counts (FedAvg): a_k = n_k / Σ n for n_k samples of client k in the round.
 
     The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
-    draw has the same weight instead. Otherwise, the number of samples would count twice.
+    draw has the same weight instead. Weights by size would count the numbers of samples a second time.
     """
 
     needs_counts: ClassVar[bool] = True
@@ -232,7 +234,7 @@ class StratumMean(Aggregator):
     """
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return N_h / m_h for each client, divided by their sum.
+        """Return weights in proportion to N_h / m_h for each client; the weights add up to 1.
 
         >>> stratum, stratum_sizes = np.array([0, 1, 1]), np.array([2, 6])
         >>> selection = Selection(np.array([1, 5, 6]), np.ones(3, int), np.ones(3), stratum, stratum_sizes)
@@ -250,8 +252,8 @@ class StratumMean(Aggregator):
 class HorvitzThompson(Aggregator):
     """Unbiased weights a_k = draws_k / (N m_h p_k) for draws with replacement (Hansen and Hurwitz 1943).
 
-    N is the number of clients. Client k, which belongs to stratum h, was drawn draws_k times. m_h is the number of
-    draws from this stratum, and p_k is the probability that one such draw picks client k. For draws without
+    N is the number of clients. Client k, which belongs to stratum h, was drawn draws_k times. The number of draws from
+    this stratum is m_h. The probability that one draw from the stratum picks client k is p_k. For draws without
     replacement, m_h p_k is the inclusion probability π_k of the client, and a_k = 1 / (N π_k) (Horvitz and Thompson
     1952). The weights sum to one only on average, so they are applied to updates and not to whole models.
     """

@@ -24,12 +24,14 @@ class Remembering(Aggregator):
 
     @override
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Raise an error, because the weights depend on the state.
+        """Raise an error, because the averaging weights depend on the state.
 
         Raises:
             NotImplementedError: Always.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no weights without a state. Call combine.")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot compute averaging weights without its state. Call combine."
+        )
 
 
 class Intervals(Remembering):
@@ -37,8 +39,8 @@ class Intervals(Remembering):
 
     ω_k estimates 1 / p_k, where p_k is the probability that client k replies in a round. With the update Δ_k of client
     k, the sum Σ_k a_k Δ_k is then an estimate of the mean update of all N clients. An interval ends when the client
-    replies, or when the interval has lasted ``cutoff`` rounds. ω_k is the mean length of the intervals that ended
-    before the current round. Before the first interval ends, ω_k is 1. A client that was not invited counts as absent.
+    replies, or when the interval has lasted ``cutoff`` rounds. The mean length of the intervals that ended before the
+    current round is ω_k. Before the first interval ends, ω_k is 1. A client that was not invited counts as absent.
 
     Args:
         cutoff: Longest interval between two replies, in rounds (K). A smaller value limits the weight of clients that
@@ -82,8 +84,8 @@ class LastUpdates(Remembering):
     BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
-        memory_gb: Largest memory for the stored updates of all clients, in GB. The updates take the bytes of N models,
-            on the server and in each checkpoint.
+        memory_gb: Largest memory for the stored updates of all clients, in GB. The updates take as much memory as N
+            models, on the server and in each checkpoint.
     """
 
     memory_gb: PositiveFloat = 4.0
@@ -111,13 +113,14 @@ class VarianceReduced(LastUpdates):
     """The mean of the last updates of all N clients, corrected by the replies (FedVARP).
 
     The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S are the r clients that replied in this
-    round. Δ_k is the new update of client k. y_k is the last update that client k sent in an earlier round, or zero. If
-    all clients reply with the same probability, the sum is an unbiased estimate of the mean update of all clients. A
-    round without a reply does not change the model. BatchNorm's buffers are averaged over the replies of the round.
+    round, and Δ_k is the new update of client k. The last update of client k from an earlier round is y_k, which is
+    zero before the client's first reply. If all clients reply with the same probability, the sum is an unbiased
+    estimate of the mean update of all clients. A round without a reply does not change the model. BatchNorm's buffers
+    are averaged over the replies of the round.
 
     Args:
-        memory_gb: Largest memory for the stored updates of all clients, in GB. The updates take the bytes of N models,
-            on the server and in each checkpoint.
+        memory_gb: Largest memory for the stored updates of all clients, in GB. The updates take as much memory as N
+            models, on the server and in each checkpoint.
     """
 
     @override
@@ -151,7 +154,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
     """Return the mean update (1/N) Σ_k y_k of each parameter. Clients without an update y_k count as zero.
 
     Args:
-        params: The parameters. The result has the same names and shapes.
+        params: The parameters. The result has the names and shapes of the parameters.
         updates: A mapping from clients to updates.
         clients: N, the number of all clients.
     """
@@ -166,20 +169,21 @@ class Echoes(Remembering):
 
     x_k is the global model after round τ_k, in which client k last replied; before its first reply, it is the initial
     model, and τ_k = 0. Δ_k is the change of x_k in local training in round t. Two mechanisms correct for absences. An
-    update counts once for each round since the client's last reply ("adaptive innovation echoing"). And the average of
-    the models x_k spreads the updates equally among all clients ("implicit gossiping"). A client that was not invited
-    counts as absent, and a round without a reply does not change the model. ``server`` applies the mean of
-    (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies of the round. The mean of the
-    models x_k of all clients is evaluated and saved, as in the authors' program.
+    update counts once for each round since the client's last reply ("adaptive innovation echoing"). The average of the
+    models x_k spreads the updates equally among all clients ("implicit gossiping"). A client that was not invited
+    counts as absent, and a round without a reply does not change the model. ``server`` applies the mean of (t − τ_k)
+    Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies of the round. The mean of the models x_k
+    of all clients is evaluated and saved, as in the authors' program.
 
-    In the paper, a client stores x_k, which it gets at the end of round τ_k. Here, the server stores these models and
-    sends x_k at the beginning of round t, so that clients need no state and each exchange has the same size.
+    In the paper, a client stores x_k, which it gets at the end of round τ_k. In this implementation, the server stores
+    these models and sends x_k at the beginning of round t. Clients then need no state, and each exchange has the same
+    size.
 
     Args:
-        clip: Largest norm of the mean of (t − τ_k) Δ_k. A longer mean is scaled down to it. The default is the value of
-            the authors' experiments; their algorithm as published has no limit.
-        memory_gb: The largest memory for the models of clients, in GB. There are at most as many as clients, and as
-            rounds, on the server and in each checkpoint.
+        clip: Largest norm of the mean of (t − τ_k) Δ_k. A longer mean is scaled down to this norm. The default is the
+            value of the authors' experiments; their algorithm as published has no limit.
+        memory_gb: The largest memory for the models of clients, in GB. The server and each checkpoint store at most one
+            model per client, and at most one per round.
     """
 
     own_starts = True
@@ -204,7 +208,7 @@ class Echoes(Remembering):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        # The global model is the newest of the clients' models. Keep it from the next round on, because a recipe may
+        # The global model is the newest of the clients' models. Store it only in the next round, because a recipe may
         # still change the model that this method returns.
         t, newest, last, server = state["round"] + 1, state["newest"], state["last"], state["server"]
         models: dict[int, Weights] = state["models"]

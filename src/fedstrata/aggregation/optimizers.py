@@ -21,18 +21,18 @@ BETAS = (0.9, 0.99)
 class ServerOptimizer(Setting):
     """SGD with momentum, or one of the adaptive optimisers of Reddi et al. 2021 (Algorithm 2).
 
-    The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². In each step, it sets m ←
-    β₁ m + (1 − β₁) g, updates v by the rule given under ``optimizer``, and sets w ← w − η m / (√v + τ). Unlike
-    PyTorch's Adam, it has no bias correction.
+    The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². In each step, the
+    optimiser sets m ← β₁ m + (1 − β₁) g, and updates v by the rule given under ``optimizer``. The optimiser then sets w
+    ← w − η m / (√v + τ). Adaptive optimisers have no bias correction, unlike PyTorch's Adam.
 
     Args:
-        optimizer: Optimiser of the server. ``sgd``: SGD (with ``momentum``: FedAvgM). ``adam``: FedAdam, v ← β₂ v + (1
-            − β₂) g². ``yogi``: FedYogi, v ← v − (1 − β₂) g² sign(v − g²). ``adagrad``: FedAdagrad, v ← v + g², with β₁
-            = 0.
+        optimizer: Optimiser of the server. ``sgd`` is SGD (with ``momentum``, it is FedAvgM). ``adam`` is FedAdam, with
+            v ← β₂ v + (1 − β₂) g². ``yogi`` is FedYogi, with v ← v − (1 − β₂) g² sign(v − g²). ``adagrad`` is
+            FedAdagrad, with v ← v + g² and β₁ = 0.
         lr: Learning rate η of the server. Default: 1 for ``sgd``, which leaves the update unchanged, and 0.01 for the
             adaptive optimisers.
-        schedule: Schedule of the learning rate over the rounds: ``inverse`` or ``cosine``, as in ``training.schedule``.
-            Default: a constant learning rate.
+        schedule: Schedule of the learning rate over the rounds, either ``inverse`` or ``cosine``, as in
+            ``training.schedule``. Default: a constant learning rate.
         momentum: Momentum of ``sgd``.
         betas: Coefficients β₁ and β₂ of ``adam`` and ``yogi``.
         eps: Constant τ that ``adam``, ``adagrad`` and ``yogi`` add to √v. A larger value makes the steps less adaptive.
@@ -69,7 +69,8 @@ class ServerOptimizer(Setting):
     ) -> tuple[Params, Tree]:
         """Take one step with an update as the negative gradient; return the new parameters and the new state.
 
-        ``round``, counted from 1, and ``rounds``, their total number, determine the learning rate of the schedule.
+        The schedule computes the learning rate from ``round`` (counted from 1) and ``rounds`` (the total number of
+        rounds).
         """
         lr = None if self.schedule is None else scheduled(self.rate, self.schedule, round, rounds)
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:
@@ -91,7 +92,7 @@ class Stepper:
     Args:
         settings: The optimiser's settings.
         params: The initial parameters, which are copied.
-        state: The ``state()`` of an earlier stepper, to continue from it; None to start without a state.
+        state: The state of an earlier stepper from which this stepper continues; None to start without a state.
         lr: The learning rate; None for the learning rate of ``settings``.
     """
 

@@ -1,7 +1,7 @@
 """Robust aggregators, which limit the influence of false updates from a few clients on the global model.
 
-The result depends on the values of the updates w_k − w_t, and not only on weights that are known beforehand. Each
-client that replied counts once, regardless of its reported number of samples and its number of draws.
+The result depends on the values of the updates w_k − w_t, and not only on averaging weights that are known beforehand.
+Each client that replied counts once, regardless of its reported number of samples and its number of draws.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class RobustAggregator(Aggregator):
         for name, buffer in weights.buffers.items():
             if name in floats:
                 buffers[name] = buffer + moved[name]
-            else:  # a counter. For an even number of values, PyTorch's median is the smaller middle value.
+            else:  # This is a counter. For an even number of values, PyTorch's median is the smaller middle value.
                 buffers[name] = torch.stack([model.buffers[name] for model in models]).median(dim=0).values
         return Weights(params, buffers), state
 
@@ -120,7 +120,7 @@ class TrimmedMean(RobustAggregator):
 
     @property
     def least_replies(self) -> int:
-        """2 f + 1, so that at least one value is left in each coordinate."""
+        """The smallest number of replies, 2 f + 1, with which at least one value is left in each coordinate."""
         return 2 * self.attackers + 1
 
     def center(self, updates: Tensor) -> Tensor:
@@ -152,11 +152,13 @@ class Krum(RobustAggregator):
 
     @property
     def least_replies(self) -> int:
-        """2 f + 3, the smallest number of replies for which Blanchard et al. prove that Krum is robust."""
+        """The smallest number of replies, 2 f + 3, for which Blanchard et al. prove that Krum is robust."""
         return 2 * self.attackers + 3
 
     def center(self, updates: Tensor) -> Tensor:
-        """Return the update with the smallest score. If scores are equal, return the first such update.
+        """Return the update with the smallest score.
+
+        If several updates have the smallest score, return the first of these updates.
 
         >>> Krum(attackers=0).center(torch.tensor([[1.0], [2.0], [2.5], [9.0]])).tolist()
         [2.0]
@@ -173,7 +175,7 @@ class Krum(RobustAggregator):
             The scores in float64, shape (n,).
         """
         squared = torch.stack([(updates - row).double().square().sum(dim=1) for row in updates])
-        # Leave out the smallest distance, which is the distance of an update from itself.
+        # Leave out the smallest distance, because it is the distance of an update from itself.
         return squared.sort(dim=1).values[:, 1 : len(updates) - self.attackers - 1].sum(dim=1)
 
 
@@ -189,7 +191,7 @@ class MultiKrum(Krum):
 
     @property
     def least_replies(self) -> int:
-        """The larger of 2 f + 3 and f + ``chosen``, so that ``chosen`` replies remain if f replies are false."""
+        """The larger of 2 f + 3 and f + ``chosen``. If f replies are false, at least ``chosen`` replies are true."""
         return max(super().least_replies, (self.chosen or 0) + self.attackers)
 
     def center(self, updates: Tensor) -> Tensor:
@@ -204,7 +206,7 @@ class MultiKrum(Krum):
 
 
 class GeometricMedian(RobustAggregator):
-    """The approximate point with the smallest sum of distances to the updates (RFA, Pillutla et al. 2022).
+    """An approximation of the point with the smallest sum of distances to the updates (RFA, Pillutla et al. 2022).
 
     Each step of the smoothed Weiszfeld algorithm sets v to the mean of the updates with weights 1 / max(ν, ‖v −
     update‖). The algorithm starts with v = 0, which is the global model.
@@ -231,7 +233,7 @@ class GeometricMedian(RobustAggregator):
 
 
 class CentredClipping(RobustAggregator):
-    """The mean of the updates, each clipped to a largest length (centred clipping, Karimireddy et al. 2021).
+    """The mean of the updates after long updates are shortened (centred clipping, Karimireddy et al. 2021).
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
     by at most τ times the fraction of clients that send them. Each round starts with v = 0, which is the global model.

@@ -1,4 +1,4 @@
-"""Aggregators that change the length of updates: the update of each client, or the combined update."""
+"""Aggregators that change the length of each client's update, or of the combined update."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from fedstrata.sampling.base import ClientSampler, Selection
 class Normalised(MeanBySize):
     """Weights a_k = p_k τ_eff / τ_k, where client k took τ_k steps, and τ_eff = Σ p_k τ_k (FedNova).
 
-    p_k are the weights of ``size``. With the momentum ρ of the clients' SGD, τ_k is replaced by the sum of the weights
-    that the gradients of all steps have in the update: (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ)) / (1 − ρ). Weight decay and
-    terms that an objective adds to the loss count as parts of the gradient. BatchNorm's buffers are averaged with p_k.
+    The p_k are the weights of the aggregator ``size``. With the momentum ρ of the clients' SGD, τ_k is replaced by the
+    sum of the weights that the gradients of all steps have in the update: (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ)) / (1 − ρ).
+    Weight decay and terms that an objective adds to the loss count as parts of the gradient. BatchNorm's buffers are
+    averaged with p_k.
     """
 
     @override
@@ -62,7 +63,7 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
     """Return the sum of the weights that the gradients of all steps have in the update of SGD with momentum.
 
     Without momentum, every gradient has the weight 1. With momentum ρ, the gradient of a step also counts in each later
-    step, ρ times as much as in the step before.
+    step, with ρ times the weight of the step before.
 
     >>> gradient_weights(np.array([0, 1, 2, 3]), 0.5).tolist()
     [0.0, 1.0, 2.5, 4.25]
@@ -74,12 +75,12 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
 class Extrapolated(Mean):
     """The mean update Δ̄, multiplied by η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))) for m replies (FedExP).
 
-    The more the updates Δ_k differ in direction, the shorter is their mean, and the larger is η. For m orthogonal
+    If the updates Δ_k differ more in direction, their mean is shorter, and η is larger. For m orthogonal
     updates of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms are over all
     parameters, without BatchNorm's buffers. The average of the last two models is evaluated and saved.
 
     Args:
-        eps: Constant ε that limits η if Δ̄ is short. The authors' program has 0.001 or 0.1, depending on the data set.
+        eps: Constant ε that limits η if Δ̄ is short. The authors' program uses 0.001 or 0.1, depending on the data set.
     """
 
     eps: PositiveFloat = 1e-3
@@ -108,7 +109,7 @@ class Extrapolated(Mean):
 
     @override
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the average of the last two models, with the buffers of the last; after one update, the last model."""
+        """Return the average of the last two models, with the last one's buffers; after one update, the last model."""
         if not state["before"]:
             return weights
         return Weights({name: (w + state["before"][name]) / 2 for name, w in weights.params.items()}, weights.buffers)

@@ -14,15 +14,15 @@ from fedstrata.base.arrays import Floats, Floats32, Ints
 Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proportional"]
 """The rules by which draws are allocated to strata.
 
-- ``neyman``: Neyman's optimal allocation (see ``neyman``); a stratum may get no draw.
-- ``neyman-random``: Neyman's allocation with a minimum (see ``FLOOR``), rounded at random. Every stratum can get a
+- ``neyman`` is Neyman's optimal allocation (see the function ``neyman``), in which a stratum may get no draw.
+- ``neyman-random`` rounds Neyman's allocation, raised to a minimum (see ``FLOOR``), at random. Every stratum can get a
   draw.
-- ``neyman-at-least-one``: Neyman's allocation with at least one draw for every stratum.
-- ``proportional``: An allocation in proportion to the number of clients, with at least one draw for every stratum.
+- ``neyman-at-least-one`` is Neyman's allocation with at least one draw for every stratum.
+- ``proportional`` allocates draws in proportion to the number of clients, with at least one draw for every stratum.
 """
 
 FLOOR = 0.5
-"""The minimum of ``neyman-random``: a stratum gets at least min(1, FLOOR · m / H) of the m draws on average."""
+"""The constant in the minimum of ``neyman-random``: a stratum gets at least min(1, FLOOR · m / H) draws on average."""
 
 
 def spread(points: Floats32, strata: Ints, count: int) -> Floats:
@@ -46,8 +46,8 @@ def spread(points: Floats32, strata: Ints, count: int) -> Floats:
 def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> Ints:
     """Divide ``budget`` draws among strata in proportion to ``weights``; return whole numbers.
 
-    The numbers are rounded by largest remainder: exact shares are rounded down, and the strata with the largest
-    remainders get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1``, every
+    The numbers are rounded by largest remainder: all results are first rounded down, and the strata with the largest
+    remainders then get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1``, every
     stratum that is not empty gets at least one draw, because a stratum without a draw biases the aggregate. If the
     budget is smaller than the number of strata, the strata with the largest weights get one draw each.
 
@@ -55,7 +55,7 @@ def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> In
         budget: The number of draws to allocate, at most the sum of ``sizes``.
         sizes: The number of clients in each stratum, shape (H,).
         weights: The weight of each stratum, shape (H,), not negative.
-        least: The minimum number of draws for a stratum that is not empty: 0 or 1.
+        least: The minimum number of draws for a stratum that is not empty, either 0 or 1.
 
     Returns:
         The number of draws from each stratum, shape (H,).
@@ -104,10 +104,10 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
     if budget == 0:
         return np.zeros(len(sizes))
     filled, total = sizes > 0, weights.sum()
-    # The second term is tiny. This term matters only if all strata with a positive weight have reached their size, and
-    # then divides the remaining draws among the other strata.
+    # If all strata with a positive weight have reached their sizes, the tiny second term divides the remaining draws
+    # among the other strata.
     shares = (weights / total if total > 0 else 0.0) + 1e-12 * sizes / sizes.sum()
-    # Find, by bisection to the last bit, the factor for which the clipped shares add up to the budget.
+    # Find, by bisection to the last bit, the factor for which the clipped results add up to the budget.
     low, high = float(floors[filled].min() / shares.max()), float((sizes[filled] / shares[filled]).max())
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if np.clip(middle * shares, floors, sizes).sum() < budget else (low, middle)
@@ -151,8 +151,8 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
         The drawn items, shape (count,). Each item appears as often as its expected number says, rounded down or up.
     """
     order = generator.permutation(items)
-    # The items lie one after another on a line. The length of an item is its size times ``count``. Pointers at
-    # intervals of ``total``, with a random start, hit the drawn items.
+    # Imagine the items one after another on a line, where the length of an item is its size times ``count``. Pointers
+    # at intervals of ``total``, with a random start, hit the drawn items.
     ends = np.cumsum(sizes[order] * count)
     total = int(sizes[order].sum())
     pointers = generator.integers(total) + total * np.arange(count)
@@ -190,7 +190,7 @@ def allocated(
 
 
 def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> Ints:
-    """Allocate draws in proportion to stratum size times spread: Neyman's optimal allocation (FedSTS, Eq. 5).
+    """Allocate draws in proportion to stratum size times spread, which is Neyman's optimal allocation (FedSTS, Eq. 5).
 
     If all spreads are zero, the allocation is in proportion to size.
 
@@ -198,7 +198,8 @@ def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> I
         budget: The number of draws to allocate.
         sizes: The number of clients in each stratum, shape (H,).
         deviations: The spread of each stratum, shape (H,); see ``spread``.
-        least: The minimum number of draws for a stratum that is not empty: 0 (as in the authors' published code) or 1.
+        least: The minimum number of draws for a stratum that is not empty, either 0 (as in the authors' published code)
+            or 1.
 
     Returns:
         The number of draws from each stratum, shape (H,): at most its number of clients, ``budget`` in total.

@@ -27,7 +27,7 @@ class Selection:
 
     Args:
         clients: Distinct clients, ascending, shape (m,).
-        draws: How often each client was drawn, shape (m,); 1 without replacement.
+        draws: How often each client was drawn, shape (m,); always 1 if clients are drawn without replacement.
         probability: The probability that a single draw from the client's stratum picks the client, shape (m,).
         stratum: The stratum of each client, shape (m,).
         stratum_sizes: The number of clients in each of the H strata, shape (H,).
@@ -202,7 +202,7 @@ class Uniform(ClientSampler):
     replacement: bool = False
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return an empty list: the sampler sends no requests."""
+        """Return an empty list, because the sampler sends no requests."""
         return []
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
@@ -241,7 +241,7 @@ class DataSampler(Setting):
 
     @property
     def private(self) -> bool:
-        """True if clients keep their sizes private. Replies must then not disclose how many samples were used."""
+        """True if clients keep their sizes private. Replies must then not disclose how many samples clients used."""
         return False
 
     @abstractmethod
@@ -265,7 +265,7 @@ class AllData(DataSampler):
     fixed_share = 1.0
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return an empty list: the sampler sends no requests."""
+        """Return an empty list, because the sampler sends no requests."""
         return []
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:

@@ -18,7 +18,7 @@ from fedstrata.federation.messages import Phase
 from fedstrata.sampling.messages import SizeReport
 
 Epsilon = Annotated[float, Field(ge=1e-6)]
-"""ε of local differential privacy. The minimum keeps the probability of a truthful answer away from zero."""
+"""The privacy parameter ε of local differential privacy. Its minimum ensures that some answers are truthful."""
 
 
 @record("Sizes")
@@ -54,7 +54,7 @@ def ask_sizes(
     Args:
         federation: The federation, to ask the clients.
         clients: The clients to ask.
-        epsilon: The privacy parameter ε; None if clients answer exactly.
+        epsilon: The privacy parameter ε; None if clients report their true numbers.
         bound: M, the public bound on a client's number of samples; used only with ``epsilon``.
 
     Returns:
@@ -72,7 +72,7 @@ def allowed_sizes(
     """Return the declaration of the request that ``ask_sizes`` sends, which a sampler lists in ``allowed``.
 
     Args:
-        epsilon: The privacy parameter ε; None if clients answer exactly.
+        epsilon: The privacy parameter ε; None if clients report their true numbers.
         bound: M, the public bound on a client's number of samples.
         phase: Whether clients are asked at enrolment or in a round.
         per: Whether a client is asked once per phase or once per run.

@@ -1,7 +1,7 @@
 """Clustered sampling (Fraboni et al. 2021, Clustered Sampling: Low-Variance and Improved Representativity, ICML).
 
-A round makes m draws, each from its own distribution over the clients. n_k is the size of client k (its number of
-samples), and Σn is the sum of all sizes. Probabilities are stored as whole numbers, called masses. Every distribution
+A round makes m draws, each from its own distribution over the clients. The size n_k of client k is its number of
+samples, and Σn is the sum of all sizes. Probabilities are stored as whole numbers, called masses. Every distribution
 has the total mass Σn. Client k has the mass m n_k, which is divided among the distributions. Each draw has the weight
 1/m in the aggregate. The expected weight of client k is therefore exactly n_k / Σn, regardless of how its mass is
 divided. Algorithm 1 divides the masses by client size, and Algorithm 2 by the similarity of the clients' updates.
@@ -80,8 +80,8 @@ class Clustered(ClientSampler):
     """Unbiased sampling that draws each client of a round from a different group of similar clients.
 
     Args:
-        algorithm: How clients are grouped. ``1``: by number of samples. ``2``: by the direction of their last updates,
-            with Ward's method. Clients that never took part form their own group.
+        algorithm: How clients are grouped. ``1`` groups clients by number of samples. ``2`` groups clients by the
+            direction of their last updates, with Ward's method. Clients that never took part form their own group.
         coordinates: Length to which a random projection shortens each client's stored update. With 0, the whole update
             is stored.
     """
@@ -165,7 +165,7 @@ def by_size(sizes: Ints, m: int) -> Distributions:
     """
     order, total = np.argsort(-sizes, kind="stable"), int(sizes.sum())
     ends = np.cumsum(sizes[order] * m)
-    # Where the capacity of a distribution ends within a client's mass, divide this mass between two distributions.
+    # If a client's mass exceeds the remaining capacity of a distribution, divide the mass between two distributions.
     cuts = np.union1d(ends, total * np.arange(1, m + 1))
     return Distributions(order[np.searchsorted(ends, cuts)], np.diff(cuts, prepend=0), m, total)
 
@@ -176,7 +176,7 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     The *mass* of a client is m times its number of samples. The capacity of a distribution is Σn, the number of samples
     of all clients. A client with a mass of Σn or more first fills whole distributions by itself, until its remaining
     mass is less than Σn. Of the remaining r distributions, each gets one of the r groups with the largest remaining
-    masses. The clients of the other groups then fill these distributions up.
+    masses. The clients of all other groups then fill the distributions up to their capacity.
 
     Args:
         groups: The group of each client, shape (N,). The remaining masses of the clients in a group must add up to at
@@ -208,10 +208,10 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
 def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
     """Cut the tree of Ward's clustering into groups that are as large as possible (Algorithm 2, lines 1-4).
 
-    The masses of a group add up to at most Σn, the number of samples of all clients. Here, the *mass* of a client is m
-    times its number of samples, modulo Σn, which is the part that ``by_group`` divides by group. Updates are scaled to
-    length 1, so that their distance depends only on the angle between them. Clients without an update have the zero
-    vector. The distance between two such clients is therefore 0.
+    The masses of a group add up to at most Σn, the number of samples of all clients. In this function, the *mass* of a
+    client is m times its number of samples, modulo Σn. This is the mass that ``by_group`` divides by group. Updates are
+    scaled to length 1, so that their distance depends only on the angle between them. Clients without an update have
+    the zero vector. The distance between two clients without an update is therefore 0.
 
     Args:
         updates: The last update of each client, shape (N, d).

@@ -25,7 +25,7 @@ class EntropyState:
 
     Args:
         labels: The clients' label counts.
-        recent: The buffer: the clients that were invited last, oldest first, int64.
+        recent: The buffer, which contains the clients that were invited most recently, oldest first, int64.
     """
 
     labels: LabelCounts
@@ -33,18 +33,18 @@ class EntropyState:
 
 
 class Entropy(ClientSampler):
-    """Adds clients one by one, each time the one that makes the entropy of the clients' labels largest.
+    """Adds clients one by one, each time the client that makes the entropy of the chosen clients' labels largest.
 
     The first client is drawn uniformly. Then the client k with the largest H((L + l_k) / ‖L + l_k‖₁) is added, where
     l_k are the label counts of client k and L is the sum of the label counts of the clients that were added before.
-    Clients in the buffer are left out: it contains the clients that were invited last. If too few other clients can be
-    invited, those that have been in the buffer longest are added to the choice. Ties break at random.
+    The buffer contains the clients that were invited most recently, and these clients are left out. If too few other
+    clients can be invited, the clients that have been in the buffer longest may be chosen, too. Ties break at random.
 
     Each client sends its label counts once. The sampler is biased on purpose: it prefers clients with rare labels.
 
     Args:
-        buffer: Size of the buffer as a share of all clients. It contains at most as many clients as a round leaves
-            out.
+        buffer: Size of the buffer as a fraction of all clients. The buffer contains at most as many clients as a round
+            leaves out.
     """
 
     tells_sizes = True
@@ -59,7 +59,7 @@ class Entropy(ClientSampler):
             raise SpecError("method.client_sampler", problem, self.name)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' label counts, which are asked for once."""
+        """Return the request for the clients' label counts, which the sampler sends once per run."""
         return [allowed_label_counts()]
 
     def init(self, federation: Federation) -> Tree:
@@ -87,10 +87,10 @@ class Entropy(ClientSampler):
 
 
 def greedy(counts: Ints, m: int) -> Ints:
-    """Return the indices of m rows: the first row, and then each time the row that makes the entropy largest.
+    """Return the indices of m rows: first row 0, and then each time the row that makes the entropy largest.
 
     Args:
-        counts: The label counts of each client, shape (n, C), with n ≥ m. Of equally good rows, the first is added.
+        counts: The label counts of each client, shape (n, C), with n ≥ m. Of equally good rows, the first row is added.
         m: Number of rows to choose.
 
     >>> greedy(np.array([[4, 0, 0], [4, 1, 0], [0, 9, 9], [0, 4, 0]]), 3).tolist()
@@ -100,7 +100,7 @@ def greedy(counts: Ints, m: int) -> Ints:
     for _ in range(m - 1):
         gains = entropies(total + counts)
         gains[chosen] = -1
-        # Rounding must not decide between rows that are equally good.
+        # Use a tolerance, because rounding must not decide between rows that are equally good.
         best = int(np.flatnonzero(gains >= gains.max() - 1e-12)[0])
         chosen.append(best)
         total += counts[best]

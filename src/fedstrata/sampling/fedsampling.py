@@ -25,7 +25,7 @@ class Everyone(ClientSampler):
         """Accept every federation, because ``training.clients_per_round`` is ignored."""
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return an empty list: the sampler sends no requests."""
+        """Return an empty list, because the sampler sends no requests."""
         return []
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
@@ -61,7 +61,7 @@ class FedSamplingData(DataSampler):
         bound: Public upper bound M for reported numbers of samples if ``epsilon`` is set. Larger numbers are reported
             as M − 1.
         reuse: Whether each client reports its number of samples only once, which spends ε once. If false, participants
-            report in every round. The errors then average out, but T rounds spend T ε.
+            report in every round. The errors then average out, but T rounds spend T times ε.
     """
 
     samples: PositiveInt = 1000

@@ -1,4 +1,4 @@
-"""FedGS's sampler: clients that are far apart in a graph of label similarity, each equally often (Wang et al. 2023)."""
+"""FedGS's sampler, which chooses clients that are far apart in a graph of label similarity (Wang et al. 2023)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from fedstrata.sampling.base import ClientSampler, Selection
 from fedstrata.sampling.label_counts import LabelCounts, allowed_label_counts
 
 MOST_CLIENTS = 2000
-"""The largest number of clients. Their shortest paths take 4 s for 1,000 clients, and 26 s for 2,000, on one core."""
+"""The largest number of clients. On one core, their shortest paths take 4 s for 1,000 clients, and 26 s for 2,000
+clients."""
 
 
 @record("GraphState")
@@ -44,18 +45,19 @@ class Graph(ClientSampler):
     - v_k is how often client k was chosen before, and s_k is 1 for clients of S and 0 for others. Var(v + s) is the
       variance over all N clients, with the divisor N − 1.
 
-    The paper solves this problem exactly. Here, the set is built client by client, and then clients are exchanged
-    until no exchange of two clients improves it. Ties break at random.
+    The paper finds the best set. This implementation builds a set client by client, and then exchanges clients until no
+    exchange of two clients improves the set. Ties break at random.
 
-    Each client sends its label counts once. In the long run, each client is chosen equally often if it is there
-    often enough.
+    Each client sends its label counts once. In the long run, all clients that are available often enough are chosen
+    equally often.
 
     Args:
-        alpha: Weight α of the distance. 0 chooses the clients that were chosen least often.
+        alpha: Weight α of the distance. With 0, the clients that were chosen least often are chosen.
         epsilon: Similarity ε above which two clients are joined by an edge.
-        sigma: σ² in the length exp(−V² / σ²) of the edge between clients of similarity V.
-        counted: Whether a client is counted when it is invited, as in the paper, or only when the server used its
-            reply. Clients that are nearly always away are invited in nearly every round in the second case.
+        sigma: Constant σ² in the length exp(−V² / σ²) of the edge between clients of similarity V.
+        counted: When a client is counted. ``invited`` counts each invitation, as in the paper. ``returned`` counts only
+            replies that the server used, so that clients that are nearly always absent are invited in nearly every
+            round.
     """
 
     tells_sizes = True
@@ -78,7 +80,7 @@ class Graph(ClientSampler):
             raise SpecError("method.client_sampler", f"{problem}{MOST_CLIENTS} clients, or fedentopt.", self.name)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' label counts, which are asked for once."""
+        """Return the request for the clients' label counts, which the sampler sends once per run."""
         return [allowed_label_counts()]
 
     def init(self, federation: Federation) -> Tree:
@@ -95,7 +97,7 @@ class Graph(ClientSampler):
             return Selection.plain(places, 0), state
         apart = _distances(counts.astype(np.int64).tobytes(), counts.shape[1], self.epsilon, self.sigma)
         order = federation.rng("client-sampling").permutation(places)
-        # Var(v + s) − Var(v) is the sum of (2 (v_k − mean) + 1) / (N − 1) over S, except for a constant.
+        # Except for a constant, Var(v + s) − Var(v) is the sum of (2 (v_k − mean) + 1) / (N − 1) over S.
         costs = (2 * (times[order] - times.mean()) + 1) / max(len(known) - 1, 1)
         chosen = order[farthest(self.alpha * apart[np.ix_(order, order)], costs, m)]
         if self.counted == "invited":
@@ -125,9 +127,9 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
 
     The similarity V of two clients is the cosine between their label counts, scaled so that the smallest similarity of
     all pairs is 0 and the largest is 1. Two clients with V > ε are joined by an edge of length exp(−V² / σ²). The
-    distance is the length of the shortest path, divided by the longest one. Clients without a path between them are as
-    far apart as the longest path, or as an edge of similarity ε, whichever is longer. In the authors' code, it is the
-    longest path, so that all distances are 1 if each client has a single class.
+    distance is the length of the shortest path, divided by the length of the longest shortest path. Clients without a
+    path between them are as far apart as the longest path, or as an edge of similarity ε, whichever is longer. In the
+    authors' code, their distance is the longest path, so that all distances are 1 if each client has a single class.
 
     Args:
         counts: The label counts of each client, shape (N, C).
@@ -144,7 +146,7 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
         similarity = (similarity - least) / (most - least) if most - least > 1e-12 else np.ones((n, n))
     edges = np.where(similarity > epsilon, np.exp(-(similarity**2) / sigma), np.inf)
     np.fill_diagonal(edges, 0.0)
-    for k in range(n):  # Floyd and Warshall
+    for k in range(n):  # This is the algorithm of Floyd and Warshall.
         np.minimum(edges, edges[:, k, None] + edges[None, k, :], out=edges)
     reached = np.isfinite(edges)
     limit = edges[reached].max(initial=0.0)
@@ -163,8 +165,8 @@ def _distances(counts: bytes, classes: int, epsilon: float, sigma: float) -> Flo
 def farthest(apart: Floats, costs: Floats, m: int) -> Ints:
     """Return the indices of m clients with a large mean distance minus the sum of their costs.
 
-    Clients are added one by one, each time the best one, and then exchanged until no exchange of a chosen client with
-    another one improves the set. Of equally good clients, the first is taken.
+    Clients are added one by one, each time the best client. Chosen clients are then exchanged with other clients until
+    no exchange improves the set. Of equally good clients, the first client is taken.
 
     Args:
         apart: The distance between every two clients, shape (n, n).
@@ -177,7 +179,7 @@ def farthest(apart: Floats, costs: Floats, m: int) -> Ints:
     """
     pair = 2 / (m * (m - 1)) * apart if m > 1 else np.zeros_like(apart, dtype=float)
     inside = np.zeros(len(costs), dtype=bool)
-    links = np.zeros(len(costs))  # for each client, the sum of ``pair`` over the chosen clients
+    links = np.zeros(len(costs))  # Each entry is the sum of ``pair`` over the chosen clients.
     for _ in range(m):
         best = _first_best(np.where(inside, -np.inf, links - costs))
         inside[best] = True

@@ -1,10 +1,10 @@
-"""Incremental k-means for a matrix in which a few rows change per round: Lloyd's iteration continues between rounds.
+"""Incremental k-means, which continues Lloyd's iteration from round to round when a few rows of a matrix change.
 
 A cluster of k-means is called a *stratum*, and its centre is the mean of its rows. When rows change, the sums of their
 strata are updated. When centres move, some rows may become nearer to another centre. Bounds on distances (Hamerly 2010,
-Making k-means even faster) show which rows these are, and only these rows are compared with the centres. The cost of a
-round therefore depends on the number of changes. The result is the same as if every row had been compared with every
-centre.
+Making k-means even faster) show which rows may have a nearer centre, and only these rows are compared with the centres.
+The cost of a round therefore depends on the number of changes. The result is the same as if every row had been compared
+with every centre.
 
 With 10,000 clients of which 100 change per round, incremental k-means is 25 times as fast as k-means from scratch
 (``benchmarks/fast_paths.py``).
@@ -23,7 +23,7 @@ from fedstrata.base.records import record
 from fedstrata.sampling.row_store import RowStore
 
 STEPS = 5
-"""The largest number of steps of Lloyd's iteration per round; without convergence, the next round continues it."""
+"""The largest number of steps of Lloyd's iteration per round. The next round continues an unfinished iteration."""
 
 UNASSIGNED = -1
 """The label of a row without a stratum."""
@@ -34,7 +34,8 @@ class Clusters:
     """The state of Lloyd's iteration.
 
     Args:
-        centres: The centre of each stratum, shape (H, d), float32. The bounds below refer to these centres.
+        centres: The centre of each stratum, shape (H, d), float32. The bounds ``upper`` and ``lower`` refer to these
+            centres.
         sums: The sum of each stratum's rows, shape (H, d), float64.
         sizes: The number of rows of each stratum, shape (H,), int64.
         labels: The stratum of each row, or ``UNASSIGNED``, shape (n,), int64.

@@ -75,7 +75,7 @@ class FedSTaSData(DataSampler):
         return FedSTaSDataState(0.0, 0)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask the participants for their sizes; return the requested number of samples over the estimated total."""
+        """Ask for the participants' sizes; return the requested number of samples divided by the estimated total."""
         sizes, bound, alpha = ask_sizes(federation, clients, self.epsilon, self.bound)
         if not sizes:
             return self.fraction, state, {}
@@ -86,7 +86,7 @@ class FedSTaSData(DataSampler):
         metrics = {"estimated_samples": estimate, "requested_samples": wanted, "keep": keep}
         if (true_sizes := federation.config.sizes) is not None:
             # The true sizes are known only in simulations. Record the expected number of used samples, so that methods
-            # can be compared at equal numbers. This number exceeds n*: slightly because 1/ñ is convex, and by far if M
-            # clips sizes.
+            # can be compared at equal numbers. This number exceeds n* slightly, because 1/ñ is convex. It exceeds n* by
+            # far if M clips sizes.
             metrics["expected_samples"] = keep * float(true_sizes[list(sizes)].sum())
         return keep, state, metrics

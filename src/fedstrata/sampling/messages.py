@@ -114,7 +114,7 @@ class Compress(ModelRequest):
         length = sketch_length(self.weights.params, self.coordinates)
         if reply.length != length or len(reply.centres) > self.centres:
             raise ReplyRefusedError(
-                f"the reply has {reply.length} coordinates and {len(reply.centres)} centres, expected {length} and "
+                f"the reply has {reply.length} coordinates and {len(reply.centres)} centres, not {length} and at most "
                 f"{self.centres}"
             )
         try:

@@ -53,7 +53,7 @@ class PowerOfChoice(ClientSampler):
         return Sizes.ask(federation)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Draw candidates, ask for their losses, and select the clients with the largest; ties break at random."""
+        """Draw candidates, ask for their losses, and select the largest losses; ties break at random."""
         config = federation.config
         clients, sizes = state.among(federation.candidates())
         m = min(config.training.invited(config.clients), len(clients))
@@ -63,7 +63,7 @@ class PowerOfChoice(ClientSampler):
         chosen = federation.rng("candidates").choice(clients, size=d, replace=False, p=sizes / sizes.sum())
 
         request = LossReport(federation.round, weights)
-        # A loss needs only the forward pass, which is about a third of a training step.
+        # The computation of a loss needs only the forward pass, which costs about a third of a training step.
         replies = federation.ask(chosen.tolist(), request, work=lambda samples: samples / 3)
         asked = np.fromiter(replies, dtype=np.int64)
         losses = np.array([reply.loss for reply in replies.values()])

@@ -57,7 +57,7 @@ def _prime(most: int) -> int:
 
 
 def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8]]:
-    """Quantize a vector by exact one-dimensional k-means: the mean of a cluster replaces each value in it.
+    """Quantize a vector by exact one-dimensional k-means: each value is replaced by the mean of its cluster.
 
     Args:
         values: The vector, shape (d,).

@@ -28,8 +28,8 @@ class Sketches:
     Args:
         known: The clients with a sketch, ascending, int64.
         rows: The sketches: one row of length K for each client in ``known``.
-        sent: The sketch of the global model that the server sent last, shape (K,), float32; empty before the first
-            round.
+        sent: The sketch of the global model that the server sent most recently, shape (K,), float32; empty before the
+            first round.
     """
 
     known: Ints

@@ -1,8 +1,8 @@
 """FedSTS, which divides clients into strata by their compressed gradients (FedSTaS, Algorithms 1 and 2).
 
-The symbols are those of the paper. Z_k is the compressed gradient of client k. A stratum is a group of clients, and
-there are H strata. Stratum h has N_h clients and gets m_h draws, and S_h is the standard deviation of Z in it. Neyman's
-allocation is m_h ∝ N_h S_h.
+The symbols are the same as in the paper. Z_k is the compressed gradient of client k. A stratum is a group of clients,
+and there are H strata. Stratum h has N_h clients and gets m_h draws, and S_h is the standard deviation of the gradients
+Z_k in stratum h. Neyman's allocation is m_h ∝ N_h S_h.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class StratifiedState:
         lr: The learning rate of the last round.
         steps: The number of local steps if it is the same for all clients; otherwise 1.
         seed: The experiment's seed, on which sketches depend.
-        clusters: The state of k-means between rounds. None if k-means starts from scratch in every round, which it does
-            for at most ``FITTED`` clients, and if all clients send new gradients in every round.
+        clusters: The state of k-means between rounds. None if k-means starts from scratch in every round, because there
+            are at most ``FITTED`` clients or because all clients send new gradients.
     """
 
     known: Ints
@@ -103,30 +103,31 @@ class Stratified(ClientSampler):
         centres: Number d' of different values in a compressed gradient. A larger value means less compression.
         coordinates: Length to which a random projection reduces each gradient before compression (our reading of
             K_desired in the paper). With 0, gradients are not projected.
-        refresh: Clients that send a new compressed gradient in each round. ``all``: all clients, as in the paper
-            (default up to 1,000 clients). ``participants``: the clients that take part in the round.
-        gradients: Source of the gradients. ``asked``: each client computes the gradient of the global model in one pass
-            over its data. With ``refresh = "participants"``, each round then also asks clients that have not sent a
-            gradient yet, up to the number of clients per round. ``updates``: the updates of participants, divided by
-            the learning rate times the number of steps. Clients that never took part then form one stratum. Default:
-            ``asked`` with ``refresh = "all"``, otherwise ``updates``.
-        compared: Features by which clients are compared. ``restored``: the whole compressed gradient, as in the paper.
-            ``centroids``: only the d' different values of the compressed gradient, as in FedSTaS's code. ``centroids``
-            requires ``gradients = "asked"``.
-        start: Initial centres of k-means. ``random``: the gradients of random clients, as in the paper. ``k-means++``
-            (default): gradients that lie far apart.
+        refresh: Clients that send a new compressed gradient in each round. ``all`` means all clients, as in the paper
+            (default up to 1,000 clients). ``participants`` means the clients that take part in the round.
+        gradients: Source of the gradients. With ``asked``, each client computes the gradient of its loss at the global
+            model, in one pass over its data. With ``refresh = "participants"``, each round then also asks clients that
+            have not sent a gradient yet, up to the number of clients per round. With ``updates``, a client's gradient
+            is its last update, divided by the learning rate times the number of steps. Clients that never took part
+            then form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+        compared: Features by which clients are compared. ``restored`` compares whole compressed gradients, as in the
+            paper. ``centroids`` compares only the d' different values of a compressed gradient, as in FedSTaS's code.
+            ``centroids`` requires ``gradients = "asked"``.
+        start: Initial centres of k-means. ``random`` starts at the gradients of random clients, as in the paper.
+            ``k-means++`` (default) starts at gradients that lie far apart.
         replacement: Whether a client may be drawn more than once from its stratum.
-        draws: How clients are drawn without replacement. ``sequential``: one after another, in proportion to the norms
-            of their gradients, as in the paper. Their inclusion probabilities are then unknown, so Horvitz-Thompson
-            weights would be biased. ``systematic``: client k of stratum h has the inclusion probability
-            min(1, c_h ‖Z_k‖), where c_h makes the sum of these probabilities m_h (Madow 1949).
-        allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to the stratum's size
-            times its spread, rounded by largest remainder. A stratum may then get no draw, which biases the result.
-            ``neyman-random``: like ``neyman``, but rounded at random, which is unbiased. The expected number of draws
-            from a stratum is then at least half of an equal allocation, or 1 if that is less. ``neyman-at-least-one``:
-            like ``neyman``, but at least one draw per stratum. ``proportional``: in proportion to the stratum's size,
-            but at least one draw. Default: ``neyman-random`` with replacement or systematic draws; otherwise ``neyman``
-            if ``refresh`` is ``all``, else ``neyman-at-least-one``.
+        draws: How clients are drawn without replacement. ``sequential`` draws one client after another, in proportion
+            to the norms of their gradients, as in the paper. Their inclusion probabilities are then unknown, so
+            Horvitz-Thompson weights would be biased. ``systematic`` gives client k of stratum h the inclusion
+            probability min(1, c_h ‖Z_k‖), where c_h makes the sum of these probabilities m_h (Madow 1949).
+        allocation: Rule for the number of draws from each stratum. ``neyman`` allocates draws in proportion to the
+            stratum's size times its spread, rounded by largest remainder. A stratum may then get no draw, which biases
+            the result. ``neyman-random`` is like ``neyman``, but rounds at random, which is unbiased. The expected
+            number of draws from a stratum is then at least half of an equal allocation, or 1 if that is less.
+            ``neyman-at-least-one`` is like ``neyman``, but with at least one draw per stratum. ``proportional``
+            allocates draws in proportion to the stratum's size, but at least one draw. Default: ``neyman-random`` with
+            replacement or systematic draws. Otherwise, the default is ``neyman`` if ``refresh`` is ``all``, and
+            ``neyman-at-least-one`` if not.
     """
 
     strata: PositiveInt = 10
@@ -149,7 +150,7 @@ class Stratified(ClientSampler):
         return "neyman" if self._refreshes(config) == "all" else "neyman-at-least-one"
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse settings that do not fit together, the clients or the model; warn about fewer draws than strata."""
+        """Refuse settings that do not fit each other, the clients or the model; warn about fewer draws than strata."""
         super().check(config)
         if self.replacement and self.draws == "systematic":
             problem = "draws each client at most once, but replacement = true. Set replacement to false."
@@ -364,8 +365,8 @@ def stratify(points: Floats32, count: int, seed: int, round: int, start: Start |
     """Divide clients into strata: k-means clusters their compressed gradients.
 
     With ``start = "random"``, the first centres are the gradients of ``count`` random clients. The iteration ends when
-    no client changes its stratum (FedSTaS, Algorithm 1). If a stratum becomes empty, scikit-learn moves its centre to
-    the client that is farthest from its own centre. The paper does not say what happens to an empty stratum.
+    no client changes its stratum (FedSTaS, Algorithm 1). If a stratum becomes empty, scikit-learn moves the stratum's
+    centre to the client that is farthest from its own centre. The paper does not say what happens to an empty stratum.
 
     Args:
         points: The compressed gradient of each client, shape (N, d).
