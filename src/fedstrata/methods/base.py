@@ -1,4 +1,4 @@
-"""Base classes of methods: ``Method``, and ``Recipe`` for combinations of samplers, an objective and an aggregator."""
+"""The base classes of methods, ``Method`` and ``Recipe``, which combines samplers, an objective and an aggregator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ASKING = {
     "data_sampler": ("keep", "init", "handlers"),
     "objective": ("client_final", "handlers"),
 }
-"""The Python methods and attributes that decide which requests clients get or what clients reply, by kind of class.
+"""For each base class, the Python methods and attributes that decide which requests clients get and what they reply.
 
 A subclass that overrides one of these attributes must also override its declaration of requests. The declaration is
 ``sends`` in an objective, and ``allowed`` in all other classes.
@@ -59,7 +59,7 @@ class Method(Setting):
     """The functions that answer the method's own requests at a client; see ``fedstrata.clients.handling``."""
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the client functions that answer the requests of the method and, in a recipe, of its four choices."""
+        """Return the client functions that answer the method's requests (in a recipe, also of its four choices)."""
         return self.handlers
 
     needs_strata: ClassVar[bool] = False
@@ -113,7 +113,7 @@ class Method(Setting):
 
 @record("RecipeState")
 class RecipeState:
-    """The state of a recipe: the global model and the state of each of the four choices.
+    """The state of a recipe: the global model, and the states of the samplers, the objective and the aggregator.
 
     Args:
         weights: The global model.
@@ -131,7 +131,7 @@ class RecipeState:
 
 
 class Parts(TypedDict, total=False):
-    """The choices of a recipe that differ from FedAvg. A missing key means the choice that FedAvg makes."""
+    """The samplers, objective and aggregator in which a recipe differs from FedAvg. Missing keys are as in FedAvg."""
 
     client_sampler: ClientSampler
     data_sampler: DataSampler
@@ -141,13 +141,13 @@ class Parts(TypedDict, total=False):
 
 Choice = Literal["client_sampler", "data_sampler", "objective", "aggregator"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
-"""The names of a recipe's four choices, in the order in which a round uses them."""
+"""The names of a recipe's four choices (two samplers, an objective, an aggregator), in the order of their use."""
 
 
 class Recipe(Method):
     """A method that combines a client sampler, a data sampler, an objective and an aggregator.
 
-    A spec may replace each of these four choices by a name or by a table of settings.
+    In a spec, a name or a table of settings can replace each of these four choices.
 
     A subclass overrides ``parts``, which returns the choices that differ from FedAvg, built from the subclass's
     settings. If a spec replaces all choices that a setting affects, the spec must not contain this setting.
@@ -169,7 +169,7 @@ class Recipe(Method):
     """
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """A mapping from the name of a setting in the method to its name in the choice, if the two names differ."""
+    """A mapping from a setting's name in the method to its different name in the sampler, objective or aggregator."""
 
     client_sampler: AnyClientSampler = Uniform()
     data_sampler: AnyDataSampler = AllData()
@@ -177,14 +177,15 @@ class Recipe(Method):
     aggregator: AnyAggregator = MeanBySize()
 
     def parts(self) -> Parts:
-        """Return the choices in which the method differs from FedAvg, built from the method's settings."""
+        """Return the samplers, objective and aggregator that differ from FedAvg's, built from the method's settings."""
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
-        """Return the method's settings that ``parts`` passes on to a choice.
+        """Return the method's settings that ``parts`` passes on to a sampler, the objective or the aggregator.
 
         Returns:
-            A mapping from a setting's name in the method to a pair: the choice, and the setting's name in this choice.
+            A mapping from a setting's name in the method to a pair: the choice (such as ``objective``) that uses the
+            setting, and the setting's name there.
         """
         names = {key: self.renamed.get(key, key) for key in type(self).model_fields if key not in CHOICES}
         return {
@@ -220,7 +221,7 @@ class Recipe(Method):
         parts, given, defaults = self._checked_parts(), self.model_fields_set, self._defaults()
         replaced = given.intersection(CHOICES)
         for key in sorted(given & defaults.keys()) if replaced else ():
-            # A setting affects those choices that would differ if the setting had its default value.
+            # A setting affects a choice (such as the objective) if the setting's default would give a different choice.
             usual = self.model_copy(update={key: defaults[key]})._checked_parts()
             affected = {choice for choice in parts.keys() | usual.keys() if parts.get(choice) != usual.get(choice)}
             if affected and affected <= replaced:
@@ -241,11 +242,11 @@ class Recipe(Method):
         return {key: value for key, value in super().to_spec().items() if key not in omitted}
 
     def choices(self) -> tuple[ClientSampler, DataSampler, Objective, Aggregator]:
-        """Return the four choices in use."""
+        """Return the client sampler, data sampler, objective and aggregator in use."""
         return self.client_sampler, self.data_sampler, self.objective, self.aggregator
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the functions with which clients answer the requests of the method and of its four choices."""
+        """Return the client functions for the requests of the method, its samplers, objective and aggregator."""
         return self.handlers + tuple(function for choice in self.choices() for function in choice.handlers)
 
     def objective_in_use(self) -> Objective:
@@ -253,11 +254,11 @@ class Recipe(Method):
         return self.objective
 
     def asks_for_changes(self) -> bool:
-        """Return True, except if the aggregator lets clients start at different models."""
+        """Return True unless the aggregator lets clients start at different models."""
         return not self.aggregator.own_starts
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the samplers and of local training; None if a choice does not declare its requests."""
+        """Return the requests of the samplers and of local training; None if one of them does not declare requests."""
         _, data, objective, _ = self.choices()
         kept = data.fixed_share
         where = {"keep": SHARE if kept is None else kept, "counts": not data.private}
@@ -269,7 +270,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the samplers' requests and the request ``training``; None if a choice does not declare requests."""
+        """Return the samplers' requests and the request ``training``; None if a sampler or objective declares none."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -283,7 +284,7 @@ class Recipe(Method):
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
-        """Check each choice against the federation and the other choices."""
+        """Check that the samplers, the objective and the aggregator fit the federation and each other."""
         sampler, data, objective, aggregator = self.choices()
         sampler.check(config)
         data.check(config)
@@ -323,7 +324,7 @@ class Recipe(Method):
             raise SpecError("training.local_steps", f"{problem}private. Set it to a number of steps for all clients.")
 
     def init(self, federation: Federation, weights: Weights) -> RecipeState:
-        """Return the initial global model and the initial state of each choice."""
+        """Return the initial global model, and the initial states of the samplers, the objective and the aggregator."""
         sampler, data, objective, aggregator = self.choices()
         return RecipeState(
             weights=weights,
@@ -394,7 +395,7 @@ class Recipe(Method):
             federation: The federation.
             clients: The invited clients.
             request: The request, with the global model.
-            starts: The model at which each client starts instead; None if all start at the global model.
+            starts: The model at which each client starts; None if all clients start at the global model.
         """
         objective, training = self.objective, federation.config.training
         expected = objective.expected(request.weights, federation.config)

@@ -37,9 +37,9 @@ class CCVR(Recipe, HeadTuning):
     """FedAvg whose server calibrates the head after the last round, on virtual features of each class.
 
     All clients send the moments of their features: for each class c, the number of samples n_k(c), Σ z and Σ z zᵀ. From
-    their sums over clients, the server computes the mean μ_c and the covariance Σ_c of the features of all samples of
-    class c, as if it had these features. It draws ``per_class`` virtual features from each normal distribution N(μ_c,
-    Σ_c) and trains the head on them. The other layers do not change, and later rounds start from the model without
+    the sums of these moments over clients, the server computes the mean μ_c and the covariance Σ_c of the features of
+    all samples of class c. The server draws ``per_class`` virtual features from each normal distribution N(μ_c, Σ_c),
+    and trains the head on these features. All other layers do not change, and later rounds start from the model without
     calibration. Classes of which no client sent a sample have no virtual features.
 
     Args:
@@ -58,7 +58,7 @@ class CCVR(Recipe, HeadTuning):
     every: PositiveInt | None = None
 
     def check(self, config: FederationConfig) -> None:
-        """Require classes, a head with a known number of features, and clients that may tell their class counts."""
+        """Require classes, a head with a known number of features, and clients that may disclose their class counts."""
         super().check(config)
         self.require_head(config, "method")
         feature_size(config.model)
@@ -107,7 +107,7 @@ class CCVR(Recipe, HeadTuning):
         replies = federation.ask(
             federation.candidates().tolist(),
             Moments(federation.round, weights),
-            # Features need only the forward pass, which is about a third of a training step.
+            # The computation of features needs only the forward pass, which costs about a third of a training step.
             work=lambda samples: samples / 3,
             check=lambda reply: reply.require(classes, size),
         )

@@ -14,8 +14,8 @@ from fedstrata.sampling.graph import Graph
 class FedGS(Recipe):
     """FedAvg that invites clients with different labels, and each client equally often.
 
-    The m clients S of a round maximise α d(S) − Var(v + s), where d(S) is the mean distance between clients in a graph
-    of label similarity, v counts earlier invitations, and s those of the round (arXiv:2211.13975).
+    The m clients S of a round maximise α d(S) − Var(v + s) (arXiv:2211.13975). The mean distance between clients in a
+    graph of label similarity is d(S). Earlier invitations are counted by v, and the invitations of the round by s.
     """
 
     paper = "Wang et al. 2023, FedGS: Federated Graph-based Sampling with Arbitrary Client Availability (AAAI)"

@@ -10,10 +10,12 @@ from fedstrata.objectives.sharpness import GloballySharpnessAware
 
 
 class FedLESAM(Recipe):
-    """FedAvg whose clients take gradients away from where the global model moved: w ← w − η ∇F_k(w + ρ d / ‖d‖).
+    """FedAvg whose clients compute gradients at a point shifted against the global model's last movement.
 
-    d = w_old − w_t is the difference between the last global model that the client trained and the current one
-    (arXiv:2405.18890). Each client stores w_old.
+    A step is w ← w − η ∇F_k(w + ρ d / ‖d‖).
+
+    The direction d = w_old − w_t is the difference between the global model that the client trained most recently and
+    the current global model (arXiv:2405.18890). Each client stores w_old.
     """
 
     paper = (

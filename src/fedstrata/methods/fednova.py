@@ -9,7 +9,7 @@ from fedstrata.methods.base import Parts, Recipe
 
 
 class FedNova(Recipe):
-    """FedAvg that divides each update by the client's number of steps, for clients that take different numbers.
+    """FedAvg that divides each client's update by its number of steps, because clients may differ in this number.
 
     The new model is w ← w_t + τ_eff Σ_k p_k Δ_k / τ_k, where Δ_k is the update of client k, τ_k its number of steps and
     p_k its share of the samples. τ_eff = Σ_k p_k τ_k. In FedAvg, clients that take more steps pull the model further

@@ -15,9 +15,9 @@ from fedstrata.objectives.personal import HeadThenBody
 class FedRep(Recipe):
     """FedAvg that averages only the body; each client trains first its own head, and then the body.
 
-    With ``evaluation.fine_tune = 0``, each client's model is evaluated with the head that the client last trained. A
-    positive value is the number of epochs in which the client first trains this head on the new body, as in the paper.
-    The global model keeps the initial head.
+    With ``evaluation.fine_tune = 0``, each client's model is evaluated with the head that the client trained most
+    recently. With a positive value, the client trains this head on the new body for this number of epochs before the
+    evaluation, as in the paper. The global model keeps the initial head.
     """
 
     paper = "Collins et al. 2021, Exploiting Shared Representations for Personalized Federated Learning (ICML)"

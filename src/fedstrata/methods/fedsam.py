@@ -10,9 +10,10 @@ from fedstrata.objectives.sharpness import SharpnessAware
 
 
 class FedSAM(Recipe):
-    """FedAvg whose clients take each gradient where the loss of its batch is higher: w ← w − η ∇F_k(w + ρ g / ‖g‖).
+    """FedAvg whose clients take each gradient at a point where the loss of its batch is higher.
 
-    g is the gradient of the batch at w (Algorithm 1 of arXiv:2206.02618). Clients compute two gradients per step.
+    A step is w ← w − η ∇F_k(w + ρ g / ‖g‖), where g is the gradient of the batch at w (Algorithm 1 of
+    arXiv:2206.02618). Clients compute two gradients per step.
     """
 
     paper = "Qu et al. 2022, Generalized Federated Learning via Sharpness Aware Minimization (ICML)"

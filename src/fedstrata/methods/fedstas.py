@@ -22,10 +22,10 @@ class FedSTS(Recipe):
     gradients are drawn more often (importance sampling).
 
     Args:
-        aggregation: How models are averaged. ``paper``: first within each stratum, then over strata, which is biased.
-            ``horvitz-thompson``: with unbiased weights, for which clients are drawn with replacement. ``inclusion``:
-            with the unbiased weights 1 / (N π_k), where π_k is the probability that client k is drawn, for systematic
-            draws without replacement.
+        aggregation: How models are averaged. ``paper`` averages first within each stratum and then over strata, and is
+            biased. ``horvitz-thompson`` averages with unbiased weights, for which clients are drawn with replacement.
+            ``inclusion`` averages with the unbiased weights 1 / (N π_k), where π_k is the probability that client k is
+            drawn, and uses systematic draws without replacement.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework (IEEE TNNLS)"

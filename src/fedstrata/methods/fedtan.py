@@ -45,7 +45,7 @@ class FedTAN(Recipe):
             raise SpecError("method.name", problem, "fedtan")
         if config.training.batch_norm == "local":
             raise SpecError(
-                "training.batch_norm", "FedTAN computes BatchNorm statistics over clients. Use 'average'.", "local"
+                "training.batch_norm", "FedTAN averages BatchNorm statistics over clients. Use 'average'.", "local"
             )
         if self.aggregator.own_starts:
             problem = "FedTAN's clients start at the same model. Use another aggregator."

@@ -16,10 +16,10 @@ from fedstrata.models.batchnorm import has_batchnorm
 
 
 class HeadTuning(Setting):
-    """Training of only the head by full-batch gradient descent, on samples **that no client has**.
+    """Trains only the model's head, by full-batch gradient descent on samples **that no client has**.
 
-    The server uses the same samples every time. Before the first step, it computes the features (the input of the head)
-    once, in evaluation mode. The clients' optimiser, ``training.optimizer``, is not used.
+    The server uses the same samples every time. Before the first step, the server computes the features (the input of
+    the head) once, in evaluation mode. The clients' optimiser, ``training.optimizer``, is not used.
 
     Args:
         per_class: Number of samples of each class on which the server trains the head.
@@ -83,7 +83,7 @@ class HeadTuning(Setting):
         """Train the head on the server's samples; return the model, and the loss before the last step."""
         assert config.server_data is not None
         x, y = config.server_data.balanced(self.per_class, rng(config.seed, "server-samples"))
-        # Keep the model loaded while the head is trained, because a head may have buffers.
+        # Train the head inside ``loaded``, because a head may have buffers, which ``loaded`` sets and restores.
         with config.model.loaded(weights.params, weights.buffers) as params:
             with torch.no_grad():
                 features, _ = config.model.with_features(params, x)

@@ -27,11 +27,11 @@ class SFLState:
 class SFL(Method):
     """One model visits the clients of a round in random order, and each client trains the model.
 
-    Models are not averaged. The model therefore drifts towards the data of the clients that it visited last. The more
-    the clients' data differ, the larger the drift.
+    Models are not averaged. The model therefore drifts towards the data of the clients that it visited most recently.
+    The drift is larger if the clients' data differ more.
 
     Args:
-        client_sampler: How the clients that the model visits are chosen.
+        client_sampler: Client sampler, which chooses the clients that the model visits.
     """
 
     paper = "Li and Lyu 2023, Convergence Analysis of Sequential Federated Learning (NeurIPS)"
@@ -74,7 +74,6 @@ class SFL(Method):
         loss = sum(reply.loss * reply.seen for reply in replies) / seen if seen else None
         metrics = {"samples": seen, "train_loss": loss, **selection.metrics}
         metrics |= communication(relayed.weights, federation.log.hops, config.clients, federation.round)
-        # Tell the sampler which clients took part. ``check`` refuses samplers that also need the models of these
-        # clients.
+        # Tell the sampler which clients took part. ``check`` refuses samplers that also need models.
         by_client = {order[position]: reply for position, reply in relayed.replies.items()}
         return SFLState(relayed.weights, sampler.observe(clients, by_client)), metrics

@@ -31,8 +31,9 @@ class Batch:
     """Samples of one client.
 
     Args:
-        x: Inputs, shape (B, …), float32. With several inputs: a mapping from the name of each input to such a tensor.
-        y: Targets, shape (B, …); for classification, labels (B,) int64.
+        x: Inputs, shape (B, …), float32. With several inputs, ``x`` maps the name of each input to a tensor of this
+            kind.
+        y: Targets, shape (B, …); for classification, class labels of shape (B,), int64.
     """
 
     x: Inputs
@@ -61,7 +62,8 @@ class Context:
         counts: n_k(c), the number of training samples of each class c at client k, shape (C,), float32. Without
             classes, the tensor is empty.
         received: The server's message, together with the entries that ``client_prepare`` added.
-        kept: The client's state, as ``client_final`` last returned it; None in the client's first round.
+        kept: The client's state, which ``client_final`` returned in the client's previous round; None in its first
+            round.
         lr: The learning rate η of this round.
         derived: Values that ``client_init`` computed once, before the first step.
         task: The task, which defines the default loss.
@@ -101,11 +103,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a client's round in which it trains with another objective.
+    """A phase of local training in which a client uses another objective.
 
     Args:
         objective: The objective of the stage, which has no state between rounds.
-        epochs: Number of epochs. Default: as many epochs or steps as ``training`` says.
+        epochs: Number of epochs. Default: the number of epochs or steps in the spec's section ``training``.
     """
 
     objective: Objective
@@ -124,7 +126,8 @@ class Objective(Setting):
     additive: ClassVar[frozenset[str]] = frozenset()
     """The groups of tensors in a client's message that the server adds up over rounds.
 
-    Codecs with error feedback encode only these groups, because their errors add up over rounds and can be corrected.
+    Codecs with error feedback encode only these groups, because error feedback corrects errors only in sums over
+    rounds.
     """
 
     needs_sgd: ClassVar[str] = ""
@@ -132,10 +135,10 @@ class Objective(Setting):
 
     @property
     def sends(self) -> str:
-        """A description of the message from ``client_final``, shown by ``fedstrata asks``; empty without a message.
+        """A description of the message from ``client_final`` for ``fedstrata asks``; empty if clients send none.
 
-        A class that overrides ``client_final`` must also override ``sends``. If it does not, sites refuse to train with
-        the objective.
+        A class that overrides ``client_final`` must also override ``sends``. If ``sends`` is not overridden, sites
+        refuse to train with the objective.
         """
         return ""
 
@@ -157,7 +160,7 @@ class Objective(Setting):
     An objective for any task must compute its loss from ``context.task.mean_loss``.
     """
 
-    # Hooks that run on the server.
+    # The following hooks run on the server.
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the objective does not fit the model or the training settings."""
@@ -199,7 +202,7 @@ class Objective(Setting):
         """Return the objective's own metrics of a round."""
         return {}
 
-    # Hooks that run on a client.
+    # The following hooks run on a client.
 
     @cached_property
     def has_stages(self) -> bool:
@@ -207,7 +210,7 @@ class Objective(Setting):
         return not is_plain(self, "first_stage", "personal_stage", "stays")
 
     def first_stage(self) -> Stage | None:
-        """Return a stage that comes before the training with this objective; None without such a stage."""
+        """Return a stage that comes before the training with this objective; None if this training comes first."""
         return None
 
     def personal_stage(self) -> Stage | None:
@@ -249,10 +252,10 @@ class Objective(Setting):
         return None
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
-        """Return δ: the gradient of a step is taken at w + δ, and the step is taken from w; None for δ = 0.
+        """Return δ, where the gradient of a step is computed at w + δ, and the step starts at w; None for δ = 0.
 
-        The correction and the optimiser's own terms, such as weight decay, are those of w. A class that calls
-        ``gradient`` must say so in ``gradients_per_step``.
+        The correction and the optimiser's own terms, such as weight decay, are computed at w. A class that calls
+        ``gradient`` must override ``gradients_per_step``.
 
         Args:
             params: The trained parameters w.
@@ -263,7 +266,7 @@ class Objective(Setting):
 
     @cached_property
     def gradients_per_step(self) -> int:
-        """How many gradients of its batch a client computes in a step."""
+        """The number of gradients that a client computes on its batch in a step."""
         return 1
 
     def trains(self, name: str, model: Model) -> bool:

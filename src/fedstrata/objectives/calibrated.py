@@ -51,10 +51,10 @@ def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
 
 
 def idle_clients(replies: Sequence[FitReply]) -> dict[str, Any]:
-    """Count the clients that learn nothing, because the softmax of such a client has only one class.
+    """Count the clients that learn nothing, because their softmax has only one class.
 
     The probability of this class is always 1, so the loss and its gradients are exactly 0. Only weight decay and
-    corrections change the model of such a client. Clients that took no step are not counted.
+    corrections change the models of these clients. Clients that took no step are not counted.
     """
     trained = [reply for reply in replies if reply.trained]
     return {"idle_clients": sum(reply.loss == 0 for reply in trained)} if trained else {}
@@ -91,11 +91,11 @@ class Calibrated(PerSample):
 class Restricted(Calibrated):
     """FedRS's restricted softmax: logits of classes that the client lacks are multiplied by α (Eq. 5).
 
-    Local training then changes the head's weights for these classes less.
+    Local training then changes the head's parameters for these classes less.
 
     Args:
         alpha: Factor α of the logits of classes that the client lacks. With 1, training equals FedAvg. With 0, the
-            head's weights for these classes do not change.
+            head's parameters for these classes do not change.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)
@@ -115,8 +115,8 @@ class LogitMargins(Calibrated):
     Args:
         tau: Factor τ of the margin τ n_k(c)^(−1/4) that is subtracted from the logit of class c. With 0, logits are
             unchanged.
-        missing: Treatment of classes that the client lacks. ``excluded``: the softmax leaves them out. ``one``: such a
-            class gets the margin τ, as if the client had one sample of it.
+        missing: Treatment of classes that the client lacks. ``excluded`` leaves these classes out of the softmax.
+            ``one`` gives these classes the margin τ, as if the client had one sample of each.
     """
 
     tau: NonNegativeFloat = 1.0
@@ -136,7 +136,7 @@ class Balanced(Calibrated):
     """Balanced softmax: the logarithm of the prior is added to the logits (ReBaFL, Eq. 8).
 
     The prior of a class is its share of the client's samples. Classes with prior 0 are excluded from the softmax. A
-    client with only one class learns nothing; the metric ``idle_clients`` counts such clients.
+    client with only one class learns nothing; the metric ``idle_clients`` counts clients with one class.
     """
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -41,9 +41,9 @@ class Decorrelated(Objective):
     """The task's loss plus (β / d²) ‖K‖²_F, where K is the correlation matrix of the d features in a batch.
 
     The features are the head's input. ‖K‖²_F / d² lies between 1/d for uncorrelated features and 1 for perfectly
-    correlated features. The term keeps features from collapsing to a few dimensions. A batch of one sample has no such
-    term. The authors' code multiplies the term by the batch size and leaves out the diagonal of K, but the paper's
-    formula does not.
+    correlated features. The term keeps features from collapsing to a few dimensions. For a batch of one sample, the
+    term is left out. The authors' code multiplies the term by the batch size and leaves out the diagonal of K; the
+    paper's formula does neither.
 
     Args:
         beta: Weight β of the decorrelation term. With 0, training equals FedAvg.

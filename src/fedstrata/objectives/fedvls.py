@@ -44,12 +44,13 @@ class Vacant(Distilled):
       is the loss of balanced softmax, which leaves out vacant classes.
     - L_sup = Σ_c p(c) log mean e^{z_c} is the logit suppression. The mean is over the samples of the batch that are not
       of class c. The suppression lowers a sample's logits of all classes except its label.
-    - L_dis = KL(p̂ ‖ q̂) is the vacant-class distillation. The distillation compares softmaxes over only the vacant
-      classes: p̂ of the global model's logits, and q̂ of the client's logits.
+    - L_dis = KL(p̂ ‖ q̂) is the vacant-class distillation. The distillation compares two softmaxes over only the vacant
+      classes, p̂ of the global model's logits and q̂ of the client's logits.
 
     L_dis is 0 if a client lacks fewer than two classes. Without dropout and BatchNorm, a client with a single class
     learns nothing, because all three terms then have zero gradients at the global model. The authors' code includes a
-    sample of class c in the mean of L_sup as if its corrected logit were 0. Here, the mean leaves it out.
+    sample of class c in the mean of L_sup as if its corrected logit were 0. This implementation leaves the sample out
+    of the mean.
 
     Args:
         distillation: Weight λ of the vacant-class distillation.

@@ -1,4 +1,4 @@
-"""Objectives for personalised models: FedPer, FedRep and Ditto."""
+"""Objectives of FedPer, FedRep and Ditto, which train personalised models."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HeadThenBody(BodyOnly):
     """Cross-entropy that trains first the client's own head, and then the body, which the server averages.
 
     The body is frozen while the head is trained, and the head is frozen while the body is trained. Each client keeps
-    its trained head. To the server, it sends back the head that it received.
+    its trained head. To the server, each client sends back the head that it received.
 
     Args:
         head_epochs: Number of epochs in which the client trains its head. The spec's section ``training`` sets the

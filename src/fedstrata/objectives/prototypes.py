@@ -2,7 +2,8 @@
 
 A prototype is the mean feature vector of a class, over the samples of one client or of the whole federation. A table of
 prototypes contains two tensors. ``means``, shape (C, d), contains the prototypes. ``samples``, shape (C,), contains the
-number of samples behind each prototype. A class without a prototype has 0 samples and a row of zeros in ``means``.
+number of samples from which each prototype was computed. A class without a prototype has 0 samples and a row of zeros
+in ``means``.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
 
 
 def merged(first: Table, second: Table) -> Table:
-    """Return the first table, in which the second table fills in prototypes of missing classes (Eq. 18)."""
+    """Return the first table, completed with the second table's prototypes of missing classes (Eq. 18)."""
     known = first["samples"] > 0
     return {
         "means": torch.where(known[:, None], first["means"], second["means"]),

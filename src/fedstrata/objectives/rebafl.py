@@ -7,8 +7,8 @@ A prototype is the mean feature vector of a class. With augmentation (μ > 0), p
   class that no client has ever reported. For other classes, ``samples`` counts the samples of the last round in which a
   client reported the class.
 - A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
-- With ``keep_prototypes``, a client's state under ``"objective"`` is the table that it sent last. Training never uses
-  this table; the leakage audit reads it from a checkpoint.
+- With ``keep_prototypes``, a client's state under ``"objective"`` is the table that the client sent most recently.
+  Training never uses this table; the leakage audit reads it from a checkpoint.
 
 With μ = 0, no prototype is computed or sent, and the states of the server and of the clients are None.
 """
@@ -44,9 +44,9 @@ class Rebalanced(PerSample):
     become h̃ = P[c_j] + λ (h − P[y]) with the label c_j. P[c] is the prototype of class c. P[c] is the client's own
     prototype, computed with the received model. For a class that the client lacks, P[c] is the federation's prototype
     (Eq. 18). The labels c_1, c_2, … of a batch are the classes that have a prototype, in ascending order and repeated
-    as needed. If a batch has fewer samples than there are such classes, the last classes get no augmented features.
-    Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or dropout,
-    the mean of h − P[y] is therefore not 0.
+    as needed. If a batch has fewer samples than there are classes with a prototype, the last classes get no augmented
+    features. Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or
+    dropout, the mean of h − P[y] is therefore not 0.
 
     Args:
         epsilon: Smoothing ε of the prior. With 0, the prior of a class is the class's share of the client's samples
@@ -57,8 +57,8 @@ class Rebalanced(PerSample):
             to another class's prototype to make an augmented feature.
         relaxed: Whether both losses use the prior. If false, both losses are plain cross-entropy (an ablation of the
             paper).
-        keep_prototypes: Whether a client stores the prototypes that it sent last, which ``fedstrata audit prototypes``
-            needs.
+        keep_prototypes: Whether a client stores the prototypes that it sent most recently, which ``fedstrata audit
+            prototypes`` needs.
     """
 
     epsilon: float = Field(default=0.01, ge=0, le=1)
@@ -74,14 +74,14 @@ class Rebalanced(PerSample):
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The client's class counts and size, because clients send the number of samples behind each prototype."""
+        """The client's class counts and size, because clients send the number of samples of each prototype."""
         return frozenset({"labels", "sizes"} if self.mu else ())
 
     @override
     def tells_counts(self, config: FederationConfig) -> bool:
         return self.mu > 0
 
-    # Hooks that run on the server.
+    # The following hooks run on the server.
 
     def check(self, config: FederationConfig) -> None:
         """If features are augmented, require that the number of features is known and that the head has no buffers."""
@@ -115,7 +115,7 @@ class Rebalanced(PerSample):
         """Return the number of clients that learn nothing (``idle_clients``), which can happen only if ε = 0."""
         return idle_clients(replies) if self.relaxed and self.epsilon == 0 else {}
 
-    # Hooks that run on a client.
+    # The following hooks run on a client.
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """Add the client's own prototypes, computed with the received model, for Eq. 18."""
@@ -132,7 +132,7 @@ class Rebalanced(PerSample):
             return context.deriving(log_prior=shift)
         table = merged(context.received["own"], context.received["prototypes"])
         known = table["samples"] > 0
-        # The classes with a prototype come first, in ascending order.
+        # List the classes with a prototype first, in ascending order.
         cycle = torch.argsort(known.logical_not().to(torch.uint8), stable=True)
         return context.deriving(log_prior=shift, prototypes=table["means"], cycle=cycle, known=known.sum().clamp(min=1))
 

@@ -1,4 +1,4 @@
-"""Sharpness-aware objectives, whose gradients are taken at a point near w: those of FedSAM and FedLESAM."""
+"""The sharpness-aware objectives of FedSAM and FedLESAM, whose gradients are computed at a point near w."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
     >>> scaled({"a": torch.tensor([3.0]), "b": torch.tensor([0.0, 4.0])}, 0.5)
     {'a': tensor([0.3000]), 'b': tensor([0.0000, 0.4000])}
     """
-    # The order of a sum depends on the memory format, which a checkpoint does not store.
+    # Use one memory format, because the order of a sum depends on it, and checkpoints do not store it.
     parts = [part.contiguous() for part in direction.values()]
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)))
     return dict(zip(direction, torch._foreach_mul(parts, length / (norm + TINY)), strict=True))
@@ -33,8 +33,8 @@ def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
 class SharpnessAware(Objective):
     """The task's loss, with gradients at w + ρ g / ‖g‖, where g is the gradient of the same batch at w.
 
-    The norm is over all parameters that the client trains. A step is w ← w − η ∇F_k(w + ρ g / ‖g‖), and it prefers
-    flat minima of the client's loss. A client computes two gradients per step.
+    The norm is over all parameters that the client trains. A step is w ← w − η ∇F_k(w + ρ g / ‖g‖). Training therefore
+    prefers flat minima of the client's loss. A client computes two gradients per step.
 
     Args:
         rho: The distance ρ at which gradients are taken. 0 equals FedAvg.
@@ -44,7 +44,7 @@ class SharpnessAware(Objective):
 
     @cached_property
     def gradients_per_step(self) -> int:
-        """How many gradients of its batch a client computes in a step: two."""
+        """The number of gradients that a client computes on its batch in a step, which is two."""
         return 2 if self.rho else 1
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
@@ -55,10 +55,10 @@ class SharpnessAware(Objective):
 class GloballySharpnessAware(Objective):
     """The task's loss, with gradients at w + ρ (w_old − w_t) / ‖w_old − w_t‖.
 
-    w_t is the global model, and w_old the global model that the client received in the last round in which the server
-    used its reply. The difference estimates the direction in which the loss of the whole federation grows. A client
-    computes one gradient per step, stores w_old, and in its first round trains as in FedAvg. The norm is over all
-    parameters that the client trains.
+    The current global model is w_t. The client received w_old, an earlier global model, in the last round in which the
+    server used its reply. The difference estimates the direction in which the loss of the whole federation grows. A
+    client computes one gradient per step, stores w_old, and in its first round trains as in FedAvg. The norm is over
+    all parameters that the client trains.
 
     Args:
         rho: The distance ρ at which gradients are taken. 0 equals FedAvg.
@@ -68,7 +68,7 @@ class GloballySharpnessAware(Objective):
 
     @property
     def sends(self) -> str:
-        """The message of the objective that a subclass combines with this one; this one sends none."""
+        """A description of the message of the objective with which a subclass combines this class."""
         return super().sends
 
     def client_init(self, model: Model, context: Context) -> Context:
@@ -88,6 +88,6 @@ class GloballySharpnessAware(Objective):
         return displacement
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return the message and the state of an objective that a subclass combines with this one, and keep w_t."""
+        """Return the message and the state of an objective that a subclass combines with this class, and store w_t."""
         message, other = super().client_final(trained, context)
         return message, {"start": context.start, "other": other}
