@@ -463,6 +463,11 @@ def _masking(new: Seen, old: Seen) -> bool:
     return enrolled[0] != enrolled[1] and new.after == old.after and trained[0] == trained[1]
 
 
+def _effort(new: Seen, old: Seen) -> bool:
+    """Return True if the models differ, or the answers, which count even if a robust aggregator gets too few."""
+    return _model(new, old) or _data_sampler(new, old)
+
+
 SIGNS: dict[str, Callable[[Seen, Seen], bool]] = {
     "client_sampler": _client_sampler,
     "data_sampler": _data_sampler,
@@ -470,7 +475,7 @@ SIGNS: dict[str, Callable[[Seen, Seen], bool]] = {
     "aggregator": _aggregator,
     "availability": _availability_acts,
     "norm": _model,
-    "effort": _model,
+    "effort": _effort,
     "masking": _masking,
     "mode": _model,
     "selection": _availability_acts,
