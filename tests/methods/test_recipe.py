@@ -280,14 +280,9 @@ SHARED = [(method, key) for method in RECIPES for key in method().shared_setting
 def test_every_setting_of_a_recipe_is_one_of_a_choice_or_the_recipes_own():
     shared = {(method.name, key) for method, key in SHARED}
     settings = {(method.name, key) for method in RECIPES for key in method.model_fields if key not in CHOICES}
-<<<<<<< HEAD
     own = {(method, key) for method in ("fedavg-ft", "ccvr") for key in HeadTuning.model_fields}
     own |= {("fedbabu", "fine_tune"), ("ccvr", "every")}
     assert settings - shared == own | {(method, "aggregation") for method in ("fedsts", "fedstas", "fedssar")}
-=======
-    own = {("fedavg-ft", key) for key in HeadTuning.model_fields} | {("fedbabu", "fine_tune")}
-    assert settings - shared == own | {(name, "aggregation") for name in ("fedsts", "fedstas", "fedssar")}
->>>>>>> 2990bf0e (docs: give the evidence of the new methods with five seeds)
 
 
 @pytest.mark.parametrize(("method", "key"), SHARED)
