@@ -110,7 +110,7 @@ def check_all(names: str, patterns: list[Losses]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["abc", "abcd", "abcde"])
+@pytest.mark.parametrize("names", ["abc", "abcd", pytest.param("abcde", marks=pytest.mark.long)])
 def test_every_pattern_of_dropouts(names: str) -> None:
     """Up to n − t sites may be lost, each before any of its messages. One more gives an event instead of a sum."""
     most = len(names) - default_threshold(len(names))
@@ -120,7 +120,7 @@ def test_every_pattern_of_dropouts(names: str) -> None:
     check_all(names, patterns)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_random_patterns_of_dropouts_of_ten_sites() -> None:
     names, draws = "abcdefghij", random.Random(0)
     patterns = []
@@ -715,7 +715,7 @@ FAULTS: dict[str, Change] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=60)
 @given(st.lists(st.dictionaries(st.sampled_from("abcdefg"), st.sampled_from([*FAULTS]), max_size=4), max_size=3))
 def test_any_faults_give_the_right_sum_or_an_event(faults: list[dict[str, str]]) -> None:

@@ -62,7 +62,13 @@ COMBINATIONS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sampler", "data", "aggregator", "objective"), COMBINATIONS)
+@pytest.mark.parametrize(
+    ("sampler", "data", "aggregator", "objective"),
+    [
+        each if place % 4 == 0 else pytest.param(*each, marks=pytest.mark.long)
+        for place, each in enumerate(COMBINATIONS)
+    ],
+)
 def test_every_combination_runs_from_a_spec(sampler, data, aggregator, objective, small):
     spec = fs.Experiment.from_table(table(sampler, data, objective, aggregator))
     again = fs.Experiment.from_table(tomllib.loads(spec.to_toml()))
