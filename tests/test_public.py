@@ -15,17 +15,18 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES = """
 Aggregator Allowed Always Assignment Attack Availability BSMFedAvg Batch Bernoulli Bound CCVR Callback Classes
 Classification Client ClientSampler ClusteredSampling Codec Communication Context Cyclic Data DataError
-DataSampler Dataset Dirichlet Ditto Diurnal Domains EarlyStopping Evaluation Experiment FedAU FedAWE FedAvg
-FedAvgFT FedBABU FedDecorr FedDyn FedEntOpt FedExP FedGS FedLC FedLESAM FedNTD FedNova FedPer FedProx FedRS
-FedRep FedSAM FedSSAR FedSTS FedSTaS FedSampling FedTAN FedVARP FedVLS Federation Fit FitReply Given
-GloballySharpnessAware Grouped Groups History IID KeepBest LabelCorrelated LabelCounts MIFA MLflow MOON Markov
-MeanBySize Method Metric Model ModelRequest MultiLabel Natural NextToken Objective Partition Parts PerSample
-Persistent Population PowerLaw PowerOfChoice Predictions Predictor Privacy Proximal ReBaFL Recipe Regression
-Reply ReplyRefusedError Request RequestRule RunFolder SCAFFOLD SFL Schema Segmentation Selection Shards
-SharpnessAware Simulation SingleClient SizeCorrelated Sizes SpecError Stratify Targets Task TensorBoard Trace
-Trained Training Weighted Weights WithMemory allowed_label_counts allowed_sizes compare decode encode
-from_arrays from_dataframe handles handles_hop handles_sum load load_runs numbers plot prepare record
-reference_runs run search strata_after strata_of sweep uniforms variants
+DataSampler Dataset Dirichlet Ditto Diurnal Domains EarlyStopping Evaluation Experiment FedAU FedAWE
+FedAdagrad FedAdam FedAvg FedAvgFT FedAvgM FedBABU FedDecorr FedDyn FedEntOpt FedExP FedGS FedLC FedLESAM
+FedNTD FedNova FedPer FedProx FedRS FedRep FedSAM FedSSAR FedSTS FedSTaS FedSampling FedTAN FedVARP FedVLS
+FedYogi Federation Fit FitReply Given GloballySharpnessAware Grouped Groups History IID KeepBest
+LabelCorrelated LabelCounts MIFA MLflow MOON Markov MeanBySize Method Metric Model ModelRequest MultiLabel
+Natural NextToken Objective Partition Parts PerSample Persistent Population PowerLaw PowerOfChoice Predictions
+Predictor Privacy Proximal ReBaFL Recipe Regression Reply ReplyRefusedError Request RequestRule RunFolder
+SCAFFOLD SFL Schema Segmentation Selection Shards SharpnessAware Simulation SingleClient SizeCorrelated Sizes
+SpecError Stratify Targets Task TensorBoard Trace Trained Training Weighted Weights WithMemory
+allowed_label_counts allowed_sizes compare decode encode from_arrays from_dataframe handles handles_hop
+handles_sum load load_runs numbers plot prepare record reference_runs run search strata_after strata_of sweep
+uniforms variants
 """
 PUBLIC = NAMES.split()
 

@@ -96,6 +96,10 @@ from .methods.fedlc import FedLC as FedLC
 from .methods.fedlesam import FedLESAM as FedLESAM
 from .methods.fednova import FedNova as FedNova
 from .methods.fedntd import FedNTD as FedNTD
+from .methods.fedopt import FedAdagrad as FedAdagrad
+from .methods.fedopt import FedAdam as FedAdam
+from .methods.fedopt import FedAvgM as FedAvgM
+from .methods.fedopt import FedYogi as FedYogi
 from .methods.fedper import FedPer as FedPer
 from .methods.fedprox import FedProx as FedProx
 from .methods.fedrep import FedRep as FedRep

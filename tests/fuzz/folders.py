@@ -43,6 +43,7 @@ METHODS: dict[str, Any] = {
     "feddyn": "feddyn",
     "rebafl": "rebafl",
     "power-of-choice": {"name": "power-of-choice", "candidates": 4},
+    "fedyogi": "fedyogi",
     "fednova": "fednova",
     "fedexp": "fedexp",
     "ccvr": {"name": "ccvr", "every": 2, "steps": 3},

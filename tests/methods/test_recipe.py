@@ -287,7 +287,9 @@ def test_every_setting_of_a_recipe_is_one_of_a_choice_or_the_recipes_own():
     shared = {(method.name, key) for method, key in SHARED}
     settings = {(method.name, key) for method in RECIPES for key in method.model_fields if key not in CHOICES}
     own = {(method, key) for method in ("fedavg-ft", "ccvr") for key in HeadTuning.model_fields}
-    own |= {("fedbabu", "fine_tune"), ("ccvr", "every")}
+    own |= {("fedbabu", "fine_tune"), ("ccvr", "every"), ("fedavgm", "beta"), ("fedavgm", "server_lr")}
+    own |= {(name, key) for name in ("fedadagrad", "fedadam", "fedyogi") for key in ("server_lr", "tau")}
+    own |= {(name, "betas") for name in ("fedadam", "fedyogi")}
     assert settings - shared == own | {(method, "aggregation") for method in ("fedsts", "fedstas", "fedssar")}
 
 

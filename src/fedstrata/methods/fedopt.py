@@ -1,0 +1,102 @@
+"""FedAvgM (Hsu et al. 2019), and the adaptive methods of Reddi et al. (2021): FedAdagrad, FedAdam and FedYogi."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveFloat
+from typing_extensions import override
+
+from fedstrata.aggregation.base import MeanBySize
+from fedstrata.aggregation.optimizers import BETAS, Beta, ServerOptimizer
+from fedstrata.methods.base import Parts, Recipe
+
+ADAPTIVE = "Reddi et al. 2021, Adaptive Federated Optimization (ICLR)"
+
+
+class FedAvgM(Recipe):
+    """FedAvg with momentum on the server.
+
+    With the mean update Δ of the round, the server computes v ← β v + Δ and w ← w + η v.
+
+    Args:
+        beta: Momentum β of the server.
+        server_lr: Learning rate η of the server.
+    """
+
+    paper = (
+        "Hsu et al. 2019, Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification"
+    )
+
+    beta: float = Field(default=0.9, ge=0, lt=1)
+    server_lr: PositiveFloat = 1.0
+
+    @override
+    def parts(self) -> Parts:
+        return {"aggregator": MeanBySize(server=ServerOptimizer(momentum=self.beta, lr=self.server_lr))}
+
+
+class FedAdagrad(Recipe):
+    """FedAvg with Adagrad on the server.
+
+    With the mean update Δ of the round, the server computes v ← v + Δ² and w ← w + η Δ / (√v + τ). v starts at τ².
+
+    Args:
+        server_lr: Learning rate η of the server.
+        tau: Constant τ. With a larger value, the steps are less adaptive.
+    """
+
+    paper = ADAPTIVE
+
+    server_lr: PositiveFloat = 0.01
+    tau: PositiveFloat = 1e-3
+
+    @override
+    def parts(self) -> Parts:
+        return {"aggregator": MeanBySize(server=ServerOptimizer(optimizer="adagrad", lr=self.server_lr, eps=self.tau))}
+
+
+class FedAdam(Recipe):
+    """FedAvg with Adam on the server, without bias correction.
+
+    With the mean update Δ of the round, the server computes m ← β₁ m + (1 − β₁) Δ, v ← β₂ v + (1 − β₂) Δ², and
+    w ← w + η m / (√v + τ). v starts at τ².
+
+    Args:
+        server_lr: Learning rate η of the server.
+        betas: Coefficients β₁ and β₂.
+        tau: Constant τ. With a larger value, the steps are less adaptive.
+    """
+
+    paper = ADAPTIVE
+
+    server_lr: PositiveFloat = 0.01
+    betas: tuple[Beta, Beta] = BETAS
+    tau: PositiveFloat = 1e-3
+
+    @override
+    def parts(self) -> Parts:
+        server = ServerOptimizer(optimizer="adam", lr=self.server_lr, betas=self.betas, eps=self.tau)
+        return {"aggregator": MeanBySize(server=server)}
+
+
+class FedYogi(Recipe):
+    """FedAvg with Yogi on the server: like FedAdam, but v grows or shrinks by at most (1 − β₂) Δ².
+
+    With the mean update Δ of the round, the server computes m ← β₁ m + (1 − β₁) Δ, v ← v − (1 − β₂) Δ² sign(v − Δ²),
+    and w ← w + η m / (√v + τ). v starts at τ².
+
+    Args:
+        server_lr: Learning rate η of the server.
+        betas: Coefficients β₁ and β₂.
+        tau: Constant τ. With a larger value, the steps are less adaptive.
+    """
+
+    paper = ADAPTIVE
+
+    server_lr: PositiveFloat = 0.01
+    betas: tuple[Beta, Beta] = BETAS
+    tau: PositiveFloat = 1e-3
+
+    @override
+    def parts(self) -> Parts:
+        server = ServerOptimizer(optimizer="yogi", lr=self.server_lr, betas=self.betas, eps=self.tau)
+        return {"aggregator": MeanBySize(server=server)}
