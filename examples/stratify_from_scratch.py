@@ -96,7 +96,7 @@ def new_schedule():
 
 
 def longest_runs(chunk, available):
-    """Choose the client that can train the most successive positions, again and again (Algorithm 1)."""
+    """Repeatedly choose the client that can train the most successive positions (Algorithm 1)."""
     tasks, i = [], 0
     while i < len(chunk):
         best, length = [], 0

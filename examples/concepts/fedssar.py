@@ -3,10 +3,10 @@ FedSSAR: clusters of models
 ===========================
 
 In the first round of FedSSAR, all clients train once, and the server clusters their models. The clustering algorithm
-OPTICS finds groups in which each model has near neighbours. It also finds the number of groups.
+OPTICS finds groups in which each model has near neighbours, and also finds the number of groups.
 
-In each round, the server draws clients from every cluster in proportion to the number of clients in the cluster. All
-kinds of clients therefore take part. Clients minimise their loss plus a proximal term, which keeps their models close
+In each round, the server draws clients from every cluster in proportion to the number of clients in the cluster. The
+draw therefore represents all clusters. Clients minimise their loss plus a proximal term, which keeps their models close
 to the global model.
 
 This example has forty clients with one label each:
@@ -48,8 +48,8 @@ for axes in (left, right):
 figure.show()
 
 # %%
-# **Limits.** Only participants send a new model. In later rounds, the models of all other clients are old, and old
-# models are similar because they are old. With ``features = "updates"``, the server compares updates instead of models.
+# **Limits.** Only participants send a new model. In later rounds, the stored models of all other clients are outdated,
+# and outdated models are similar to each other. With ``features = "updates"``, the server compares updates instead.
 
 for features in ("parameters", "updates"):
     later = spec.model_copy(

@@ -11,8 +11,8 @@ A round has four steps:
 2. The server clusters the vectors with k-means. The clusters are the strata.
 3. **Neyman's allocation** decides the number of clients m\\ :sub:`h` that are drawn from stratum h:
    m\\ :sub:`h` ∝ N\\ :sub:`h` S\\ :sub:`h`. N\\ :sub:`h` is the number of clients in the stratum, and S\\ :sub:`h` is
-   the spread of their gradients. If clients are similar, a few clients are enough.
-4. Within a stratum, clients with longer gradients are drawn more often.
+   the spread of their gradients. If the clients in a stratum are similar, a few draws are enough.
+4. Within a stratum, clients with larger gradients are drawn more often.
 
 FedSTaS also draws samples: each participant trains on only a random part of its samples.
 
@@ -65,8 +65,8 @@ figure.show()
 
 # %%
 # **Neyman's allocation.** The bars compare two ways to divide fifteen draws among the strata: in proportion to size,
-# and by Neyman's allocation. Size is the number of clients in a stratum. Neyman's allocation multiplies it by the
-# spread S of the compressed gradients in the stratum.
+# and by Neyman's allocation. The size of a stratum is its number of clients. Neyman's allocation multiplies this size
+# by the spread S of the compressed gradients in the stratum.
 
 sizes = np.bincount(view.strata)
 deviations = [np.sqrt(view.points[view.strata == h].var(axis=0).mean()) for h in range(len(sizes))]
@@ -81,7 +81,7 @@ axes.legend(frameon=False)
 figure.show()
 
 # %%
-# The published method rounds these numbers to whole draws, so that some strata may get zero draws. The setting
+# The published method rounds these numbers to whole draws. Some strata may therefore get zero draws. The setting
 # ``allocation`` offers other rules. :doc:`/methods/samplers` says which rules are unbiased.
 #
 # **Use FedSTS**: ``fedstrata run spec.toml --set method=fedsts``. ``fedstrata strata spec.toml --set method=fedsts``

@@ -80,7 +80,7 @@ figure.show()
 # compares the methods under random dropouts.
 #
 # **Privacy**: each client sends the mean features of its classes, and the number of samples of each class.
-# :doc:`/results/privacy-audits` shows what these values reveal. ``fedstrata audit prototypes RUN`` measures it for
-# your run.
+# :doc:`/results/privacy-audits` shows what these values reveal. ``fedstrata audit prototypes RUN`` measures what they
+# reveal in your run.
 #
 # **Use ReBaFL**: ``fedstrata run spec.toml --set method=rebafl``.

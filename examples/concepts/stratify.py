@@ -5,8 +5,8 @@ Stratify: a schedule of labels
 Most methods choose clients, and the clients decide the labels on which the model is trained. Stratify chooses *labels*.
 
 Stratify shuffles a schedule in which each label occurs about the same number of times. For each position of the
-schedule, a client that has samples with this label trains on one of them. The model is therefore trained on labels in
-the same mixture as in centralised training, although each client has only a few labels.
+schedule, a client that has samples with this label trains on one of these samples. The shares of the labels in training
+are therefore the same as in centralised training, although each client has only a few labels.
 
 The example has twelve clients with label skew (Dirichlet, α = 0.1):
 """
@@ -33,8 +33,8 @@ print("the first labels of the schedule:", *labels[:20])
 
 # %%
 # **Mode single.** In this mode, one client after another trains the model. At each position, the server chooses the
-# client that can train the most successive positions, up to the end of a chunk. The model is then passed on less often,
-# which reduces the traffic.
+# client that can train the most successive positions, up to the end of a chunk. Clients then pass the model on less
+# often, which reduces the traffic.
 
 owner = np.empty(SHOWN, dtype=int)
 position = 0
@@ -70,8 +70,8 @@ print(f"{SHOWN} positions; the model is passed from one client to another {hops}
 # position draws a sample and computes its gradient. The sum of these gradients is the gradient of a centralised batch.
 # Clients compute at the same time, but each batch needs an exchange of messages.
 #
-# The server needs to know which clients have which labels. With masked labels, it learns only which clients have a
-# label in common (:doc:`/privacy/masked-labels`).
+# The server needs to know which clients have which labels. With masked labels, the server learns only which clients
+# have a label in common (:doc:`/privacy/masked-labels`).
 #
 # **Use Stratify**: ``fedstrata run spec.toml --set method=stratify``. The modes are ``batch``, ``single`` and
 # ``hybrid``. :doc:`/gallery/from_scratch` shows the whole method in one file.

@@ -15,7 +15,7 @@ class Capped(fs.Aggregator):
         cap: Largest number of samples that counts for the weight of a client.
     """
 
-    needs_counts: ClassVar[bool] = True  # refused if clients keep their numbers of samples private
+    needs_counts: ClassVar[bool] = True  # the run is refused if the numbers of samples are private
     cap: PositiveInt = 100
 
     def coefficients(self, selection, returned, samples):

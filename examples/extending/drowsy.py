@@ -11,7 +11,7 @@ class Drowsy(fs.Availability):
 
     Args:
         label: The label.
-        p: Probability that a client is online if all of its samples have the label. Without the label, it is 1.
+        p: Probability that a client is online if all of its samples have the label. Without the label: 1.
     """
 
     label: NonNegativeInt = 0

@@ -1,4 +1,4 @@
-"""An unbiased codec that sends half of the bytes: the even or the odd coordinates, chosen at random."""
+"""An unbiased codec that sends half of the bytes: either all even or all odd coordinates, chosen at random."""
 
 import numpy as np
 import torch

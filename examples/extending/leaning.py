@@ -7,7 +7,7 @@ import fedstrata as fs
 
 
 class Leaning(fs.Partition):
-    """Assigns a share of the samples to clients that prefer their class, and the other samples to random clients.
+    """Assigns a share of the samples to clients that prefer the sample's class, and other samples to random clients.
 
     Args:
         share: Share of the samples that go to clients that prefer their class. With 0, clients are nearly IID.

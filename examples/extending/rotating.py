@@ -6,7 +6,7 @@ import fedstrata as fs
 
 
 class Rotating(fs.ClientSampler):
-    """Invites the next clients in the order of their numbers. After the last client, it continues with the first.
+    """Invites clients in the order of their numbers. After the last client, the sampler continues with the first.
 
     Args:
         step: Difference between the first clients of successive rounds. Default: the number of invited clients.

@@ -1,4 +1,4 @@
-"""A data sampler that uses few samples at first, and all later. In a spec: method.data_sampler = "warmup:Warmup"."""
+"""A data sampler that uses few samples at first, then all samples. In a spec: method.data_sampler = "warmup:Warmup"."""
 
 from pydantic import Field, PositiveInt
 
@@ -17,6 +17,6 @@ class Warmup(fs.DataSampler):
     rounds: PositiveInt = 10
 
     def keep(self, federation, state, clients):
-        """Return the probability, the state, which is not used, and the metrics of the round."""
+        """Return the probability, the state (which is not used), and the metrics of the round."""
         p = min(1.0, self.start + (1 - self.start) * (federation.round - 1) / max(self.rounds - 1, 1))
         return p, state, {"kept": p}

@@ -42,7 +42,7 @@ def errors_of(spec: fs.Experiment, data: fs.Dataset) -> Reals:
 
 
 def cell(label: str, spec: fs.Experiment, data: fs.Dataset) -> Reals:
-    """Return the errors of a method or reference; of ``local``, each carrier's model is measured on its own flights."""
+    """Return the errors of a method or reference. With ``local``, each carrier's model predicts its own flights."""
     if label not in REFERENCES:
         return errors_of(spec, data)
     each = [errors_of(run, data) for run in fs.reference_runs(label, {"": spec}, data=data).values()]

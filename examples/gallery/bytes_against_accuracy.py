@@ -40,7 +40,7 @@ for key, (cost, reached) in sorted(ends.items(), key=lambda item: item[1]):
 
 # %%
 # **Learning curves.** The figure shows accuracy, averaged over five rounds, against the bytes that clients have sent.
-# The horizontal axis is logarithmic. Runs on the front have colours and numbers.
+# The horizontal axis is logarithmic. Runs on the Pareto front have colours and numbers.
 
 LINES = style.lines(["fedavg", "stratify", "scaffold", "fedstas", "rebafl"])
 figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")

@@ -3,8 +3,8 @@ Compose your own method
 =======================
 
 Most methods consist of a client sampler, a data sampler, an objective and an aggregator. This script starts with
-FedAvg, and replaces one part at a time: first by its own client sampler, then by its own objective, then by a built-in
-server optimiser. It also has its own model of dropouts.
+FedAvg, and replaces one part at a time: the client sampler, the objective and the server optimiser. The script also
+defines its own model of dropouts.
 """
 
 import matplotlib.pyplot as plt
@@ -15,7 +15,7 @@ import fedstrata as fs
 from fedstrata.base import style
 
 # %%
-# **Client sampler**: it invites the clients that have not been invited for the longest time.
+# **Client sampler**: this sampler invites the clients that have not been invited for the longest time.
 
 
 class LongestAway(fs.ClientSampler):
@@ -95,7 +95,7 @@ axes.legend(frameon=False)
 figure.show()
 
 # %%
-# One seed does not show which part is better. For this question, use ``fedstrata compare … --seeds 0,1,2,3,4``.
+# One seed does not show which part is better. To compare the parts, use ``fedstrata compare … --seeds 0,1,2,3,4``.
 #
 # To use a part on the command line, save its class in a file. ``fedstrata new sampler`` writes such a file, which you
-# can run. :doc:`/guides/extend` describes all kinds of parts.
+# can run. :doc:`/guides/extend` describes all parts that you can replace.

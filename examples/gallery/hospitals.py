@@ -20,8 +20,8 @@ from fedstrata.base import style
 ROOT = Path.cwd().resolve().parents[1]
 
 # %%
-# **Spec.** The spec describes each column, says how missing values are replaced, and makes each hospital a client. Its
-# paths are relative to the root of the repository.
+# **Spec.** The spec describes each column, says how missing values are replaced, and makes each hospital a client. The
+# paths in the spec are relative to the root of the repository.
 
 spec = fs.Experiment.from_toml(
     ROOT / "examples/hospitals/hospitals.toml",
@@ -34,7 +34,7 @@ for name, (no, yes) in zip(data.client_names or range(4), sick, strict=True):
     print(f"{name}: {no + yes} patients to train on, {yes / (no + yes):.0%} with the disease")
 
 # %%
-# The share of patients with the disease differs between the hospitals. This is natural label skew.
+# The share of patients with the disease differs between the hospitals: the data have natural label skew.
 #
 # **Run.** A run of thirty rounds takes one or two seconds.
 
@@ -44,7 +44,8 @@ print(f"AUROC of the shared model on all hospitals' test patients: {history[-1][
 # %%
 # **Study.** A single split into training and test patients is not reliable for so few patients. The study in this
 # repository uses cross-validation with five folds and ten seeds: it predicts each patient with models that were not
-# trained on this patient. The 95 % intervals are over patients. ``examples/hospitals/study.py`` runs the study.
+# trained on this patient. The 95 % intervals are bootstrap intervals over the patients.
+# ``examples/hospitals/study.py`` runs the study.
 
 study = json.loads((ROOT / "benchmarks/results/hospitals.json").read_text())["hospitals"]
 methods = ["local", "fedavg", "scaffold", "fedstas", "rebafl", "stratify", "centralised"]

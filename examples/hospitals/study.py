@@ -60,7 +60,7 @@ def predicted(spec: fs.Experiment, data: fs.Dataset) -> Reals:
 
 
 def cell(label: str, spec: fs.Experiment, data: fs.Dataset) -> Reals:
-    """Return the predictions of a method or reference; with ``local``, each hospital predicts its own patients."""
+    """Return the predictions of a method or reference. With ``local``, each hospital predicts its own patients."""
     if label not in REFERENCES:
         return predicted(spec, data)
     assert data.client_test is not None

@@ -14,7 +14,7 @@ def adapted(shape, classes, words=20_000, hidden=512, layers=1, rank=16):
         intermediate_size=hidden,
         max_position_embeddings=64,
         num_labels=classes,
-        initializer_range=hidden**-0.5,  # without pretraining: layers keep the size of their inputs
+        initializer_range=hidden**-0.5,  # without pretraining, this value keeps outputs as large as inputs
     )
     adapters = LoraConfig(task_type=TaskType.SEQ_CLS, r=rank, lora_alpha=2 * rank, target_modules=["query", "value"])
     return get_peft_model(BertForSequenceClassification(config), adapters)
