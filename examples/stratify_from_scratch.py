@@ -159,7 +159,7 @@ def batch_epoch(model, clients, optimizer):
             if sample is not None:
                 reserved.setdefault(k, []).append(sample)
         sums = [torch.zeros_like(w) for w in model.parameters()]
-        for samples in reserved.values():  # computed separately at each client
+        for samples in reserved.values():  # each client computes its own gradient
             loss = F.cross_entropy(model(x[samples]), y[samples], reduction="sum")
             for total, g in zip(sums, torch.autograd.grad(loss, list(model.parameters())), strict=True):
                 total += g
@@ -170,7 +170,7 @@ def batch_epoch(model, clients, optimizer):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The same mode in fedstrata, with the same data, model and settings.
+# The function library() runs the mode batch in fedstrata, with the same data, model and settings.
 
 
 def library():

@@ -40,7 +40,7 @@ owner = np.empty(SHOWN, dtype=int)
 position = 0
 while position < SHOWN:
     end = (position // CHUNK + 1) * CHUNK
-    holds = held[:, labels[position:end]] > 0  # (clients, positions)
+    holds = held[:, labels[position:end]] > 0  # the shape is (clients, positions)
     runs = np.cumprod(holds, axis=1).sum(axis=1)  # successive positions that each client can train
     longest = runs.max()
     owner[position : position + longest] = generator.choice(np.flatnonzero(runs == longest))

@@ -22,7 +22,7 @@ study = {}
 for key, run in results.items():
     data, method, codec, seed = key.split(" | ")
     if data == "mnist" and seed == "0":
-        megabytes = 1000 * np.array(run["up"])  # the file has GB, summed from the first round
+        megabytes = 1000 * np.array(run["up"])  # the file gives cumulative traffic in GB
         study[method, codec] = (megabytes, np.array(run["accuracy"], dtype=float))
 print(len(study), "runs on MNIST with seed 0")
 

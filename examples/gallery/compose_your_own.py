@@ -19,7 +19,7 @@ from fedstrata.base import style
 
 
 class LongestAway(fs.ClientSampler):
-    """Invites the clients with the oldest last invitation. The state is the round of each client's last invitation."""
+    """Invites the clients that waited longest. The state is the round of each client's last invitation."""
 
     def init(self, federation):
         """Return the first state: zero for clients that have not been invited yet."""

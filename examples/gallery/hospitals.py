@@ -3,9 +3,10 @@ Four hospitals
 ==============
 
 Four hospitals train a model that predicts coronary heart disease (a narrowed vessel) for their 920 patients. The data
-of the patients stay at their hospital. Is the shared model better for a hospital than a model that it trains alone?
+of the patients stay at their hospital. Is the shared model better for a hospital than the model of this hospital alone?
 
-The data are *Heart Disease* from the UCI Machine Learning Repository (1988). The repository contains them.
+The data are *Heart Disease* from the UCI Machine Learning Repository (1988). This repository contains
+a copy of the data.
 """
 
 import json

@@ -10,7 +10,7 @@ from collections import Counter
 
 import numpy as np
 
-AROUND, WORDS, UNKNOWN, GAP = 2, 20_000, 1, 2  # 0 is padding
+AROUND, WORDS, UNKNOWN, GAP = 2, 20_000, 1, 2  # the id 0 stands for padding
 PRONOUNS = {"my": 0, "me": 1}
 
 
