@@ -14,7 +14,7 @@ SMALLEST, LENGTH, TEST = 5000, 80, 0.2
 
 def sequences(text):
     """Return inputs of 80 characters and their targets, the next characters, both (N, 80); −100 after the end."""
-    ids = np.where(text == ord("\n"), 0, text.astype(np.int64) - ord(" ") + 1)  # the ids 0 to 95 stand for \n and " " to "~"
+    ids = np.where(text == ord("\n"), 0, text.astype(np.int64) - ord(" ") + 1)  # the ids 0 to 95: \n, and " " to "~"
     rows = -(-(len(ids) - 1) // LENGTH)
     x, y = np.zeros(rows * LENGTH, dtype=np.int64), np.full(rows * LENGTH, -100)
     x[: len(ids) - 1], y[: len(ids) - 1] = ids[:-1], ids[1:]
