@@ -176,7 +176,10 @@ def test_the_same_comparison_from_the_other_side(table):
     there = results(table, {("a", "x"): UP, ("a", "y"): UP, ("b", "x"): BASE, ("b", "y"): BASE})
     claim = Claim("rebafl", "", "", "above", {"table": "mine", "row": "a", "than": ["b"]})
     found = judged(claim, there)
-    assert (found.verdict, found.evidence) == ("confirmed", "x: +10.0 [+9.7, +10.4]; y: +10.0 [+9.7, +10.4] points")
+    assert (found.verdict, found.evidence) == (
+        "confirmed",
+        "+10.0 [+9.7, +10.4] points with `x` and +10.0 [+9.7, +10.4] points with `y`",
+    )
 
 
 def test_a_row_that_the_table_does_not_have_is_an_error(table):
@@ -193,7 +196,7 @@ def test_a_row_in_one_column_no_worse_than_in_another(table, x, verdict):
     about = {"table": "mine", "row": "b", "reference": "y", "within": 1.0}
     found = judged(Claim("rebafl", "", "", "near", about), results(table, {("b", "x"): x, ("b", "y"): BASE}))
     assert found.verdict == verdict
-    assert found.measure == "b − the same with y (as good: at most 1 below)"
+    assert found.measure == "The accuracy of `b` minus its accuracy with `y`, which must be at least −1, is"
 
 
 def test_a_row_no_more_than_some_points_below_another(table):
@@ -214,7 +217,7 @@ def test_rounds_to_the_best_of_another(table):
     found = judged(claim, there)
     # All differences are −1, which rounds cannot tell from 0: t with 2 degrees of freedom at 1 − 0.05 / 4 is 6.205.
     assert found.verdict == "inconclusive"
-    assert "x: −1.0 [−2.5, +0.5]" in found.evidence
+    assert "−1.0 [−2.5, +0.5] rounds with `x`" in found.evidence
     for cell in table.cells():
         if cell.row == "a":
             there[cell.hash]["curve"] = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -234,8 +237,9 @@ def test_a_curve_that_deviates_less_over_its_last_rounds(table):
     found = judged(Claim("rebafl", "", "", "steadier", about), there)
     # Differences of −9 of each seed: t with 2 degrees of freedom at 1 − 0.05 / 2 is 4.303, times 0.01 / √6 / √3.
     assert found.verdict == "confirmed"
-    assert found.measure == "standard deviation over the last 3 rounds, b − a"
-    assert found.evidence == "x: −9.0 [−9.0, −9.0]; y: −9.0 [−9.0, −9.0] points"
+    deviation = "The standard deviation of the accuracy of `b` over the last 3 rounds"
+    assert found.measure == f"{deviation}, minus the standard deviation for `a`, is"
+    assert found.evidence == "−9.0 [−9.0, −9.0] points with `x` and −9.0 [−9.0, −9.0] points with `y`"
     assert judged(Claim("rebafl", "", "", "steadier", {**about, "than": ["a", "c"]}), there).verdict == "partly"
     assert (
         judged(Claim("rebafl", "", "", "steadier", {**about, "row": "a", "than": "b"}), there).verdict == "contradicted"

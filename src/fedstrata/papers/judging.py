@@ -111,8 +111,8 @@ class Claim:
         statement: The claim.
         where: The place of the claim: ``abstract``, ``conclusion`` or both.
         kind: The way in which the claim is judged: one of ``KINDS``, which explains them.
-        about: The parameters of this kind of judgement, such as the table and the row. Claims for the first page of the
-            results also have ``headline``, a short statement, and ``data``, the data on which it is judged.
+        about: The parameters of this kind of judgement, such as the table and the row. A claim for the first page of
+            the results also has ``headline``, which is a short statement, and ``data``, the name of the data set.
     """
 
     paper: str
@@ -129,9 +129,9 @@ class Judgement:
     Args:
         claim: The claim.
         verdict: Whether our results support the claim.
-        evidence: The numbers on which the verdict is based, as text.
+        evidence: The numbers on which the verdict is based, as text that completes ``measure``.
         command: The command that computes these numbers.
-        measure: The name of the quantity in ``evidence``; empty if the evidence contains this name.
+        measure: The beginning of a sentence about the quantity in ``evidence``; empty if ``evidence`` is a sentence.
         decisive: The claim's comparisons that have enough seeds. Each has the difference whose interval decides.
     """
 
@@ -200,7 +200,7 @@ class _Case:
         self.row: str = self.about["row"]
         than = self.about.get("than", [])
         self.others: list[str] = [than] if isinstance(than, str) else than
-        self.other = self.others[0] if len(self.others) == 1 else "others"
+        self.other = f"`{self.others[0]}`" if len(self.others) == 1 else "each baseline"
         """The name of the other row or rows in the text of the evidence."""
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
@@ -232,7 +232,7 @@ class _Case:
         """Judge whether all differences between two places of the table have the order ``wanted``.
 
         Args:
-            measure: A description of the difference.
+            measure: The beginning of a sentence about the difference, which ends with "is".
             places: The pairs of places that the claim compares. A place is a row and a column.
             key: The key of the results that are passed to ``figures``.
             figures: A function that takes the results of both places, and returns the two numbers to compare.
@@ -249,20 +249,22 @@ class _Case:
             comparisons.append(Comparison(mine[1], than, alone, together))
         within = float(self.about.get("within", 0.0))
         if within:
-            measure += f" (as good: at most {within:g} below)"
+            measure = f"{measure.removesuffix(' is')}, which must be at least −{within:g}, is"
         verdict = _verdict(comparisons, wanted, within)
         tested = [each for each in comparisons if each.alone.n >= MIN_SEEDS]
         decisive = [(each, each.alone if verdict == "confirmed" else each.together) for each in tested]
-        evidence = f"fewer than {MIN_SEEDS} seeds"
+        evidence = f"unknown, because fewer than {MIN_SEEDS} seeds are finished"
         if len(tested) > MOST:
             evidence = f"{_counted([each for _, each in decisive], wanted, within)} {unit}"
         elif tested:
             columns, others = len({place[1] for place, _ in places}), len(self.others)
-            labels = [" ".join([a.column] * (columns > 1) + [f"− {a.than}"] * (others > 1)) for a in tested]
-            texts = [f"{label}: {difference_text(each)}" for label, (_, each) in zip(labels, decisive, strict=True)]
-            evidence = f"{'; '.join(text.removeprefix(': ') for text in texts)} {unit}"
+            labels = [f" with `{a.column}`" * (columns > 1) + f" against `{a.than}`" * (others > 1) for a in tested]
+            texts = [
+                difference_text(each) + f" {unit}{label}" for label, (_, each) in zip(labels, decisive, strict=True)
+            ]
+            evidence = " and ".join(texts)
         if tested and len(tested) < len(comparisons):
-            evidence += f"; {len(comparisons) - len(tested)} of {len(comparisons)} not tested"
+            evidence += f". Of {len(comparisons)} comparisons, {len(comparisons) - len(tested)} are not tested yet"
         return Judgement(self.claim, verdict, evidence, f"fedstrata reproduce {self.name}", measure, decisive)
 
 
@@ -294,14 +296,16 @@ def _counted(differences: Sequence[Difference], wanted: Order, within: float) ->
     """Return how many differences support a claim, and the smallest and the largest difference, as text."""
     names = {wanted: "as claimed", "not significant": "not significant"}
     counts = Counter(names.get(each.order(within), "the opposite") for each in differences)
-    text = ", ".join(f"{counts[name]} {name}" for name in sorted(counts))
+    texts = [f"{name} in {count} comparison{'s' * (count > 1)}" for name, count in sorted(counts.items())]
+    text = " and ".join([", ".join(texts[:-1])] * (len(texts) > 1) + texts[-1:])
     ends = sorted(differences, key=lambda difference: difference.mean or 0.0)
-    return f"{text}; from {difference_text(ends[0])} to {difference_text(ends[-1])}"
+    return f"{text}. The differences range from {difference_text(ends[0])} to {difference_text(ends[-1])}"
 
 
 def _above(case: _Case) -> Judgement:
     """Judge whether a row is above the other rows in all columns, or at most ``within`` points below them."""
-    return case.judged(f"{case.row} − {case.other}", case.places(), case.table.metric)
+    measure = f"The accuracy of `{case.row}` minus the accuracy of {case.other} is"
+    return case.judged(measure, case.places(), case.table.metric)
 
 
 def _near(case: _Case) -> Judgement:
@@ -309,10 +313,10 @@ def _near(case: _Case) -> Judgement:
     row, reference = case.row, case.about["reference"]
     columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
     places = [((row, column), (row, reference)) for column in columns]
-    return case.judged(f"{row} − the same with {reference}", places, case.table.metric)
+    return case.judged(f"The accuracy of `{row}` minus its accuracy with `{reference}` is", places, case.table.metric)
 
 
-COUNTED = {"bytes_up": "bytes from the clients", "bytes_down": "bytes to the clients"}
+COUNTED = {"bytes_up": "bytes that clients send", "bytes_down": "bytes that clients receive"}
 """Metrics that are counts, each with a description. Counts are compared directly, without a statistical test."""
 
 
@@ -329,8 +333,8 @@ def _ratio(case: _Case) -> Judgement:
     if ratios and all(by_place):
         most, least = case.about.get("most", max(ratios)), case.about.get("least", min(ratios))
         verdict = "confirmed" if least <= min(ratios) and max(ratios) <= most else "contradicted"
-    text = f"{statistics.fmean(ratios):.3f} times" if ratios else "not run"
-    measure = f"{COUNTED[metric]}, {case.row} / {case.other}"
+    text = f"{statistics.fmean(ratios):.3f} times the number with {case.other}" if ratios else "unknown without runs"
+    measure = f"The number of {COUNTED[metric]} with `{case.row}` is"
     return Judgement(case.claim, verdict, text, f"fedstrata reproduce {case.name}", measure)
 
 
@@ -345,7 +349,8 @@ def _sooner(case: _Case) -> Judgement:
         best = max(other)
         return 1 + next((i for i, value in enumerate(curve) if value >= best), len(curve)), 1 + other.index(best)
 
-    measure = f"rounds until the best accuracy of {case.other}, {case.row} − {case.other}"
+    needs = f"The number of rounds that `{case.row}` needs to reach the best accuracy of {case.other}"
+    measure = f"{needs}, minus the number of rounds that {case.other} needs, is"
     return case.judged(measure, case.places(), "curve", rounds, "below", "rounds")
 
 
@@ -356,7 +361,8 @@ def _steadier(case: _Case) -> Judgement:
     def deviations(curve: Curve, other: Curve) -> tuple[float, float]:
         return statistics.stdev(curve[-last:]), statistics.stdev(other[-last:])
 
-    measure = f"standard deviation over the last {last} rounds, {case.row} − {case.other}"
+    deviation = f"The standard deviation of the accuracy of `{case.row}` over the last {last} rounds"
+    measure = f"{deviation}, minus the standard deviation for {case.other}, is"
     return case.judged(measure, case.places(), "curve", deviations, "below")
 
 

@@ -38,13 +38,16 @@ QUICK = "\n**At small scale, to test the software: these figures say nothing abo
 ABOUT_FOREST = f"""\
 ![Differences of accuracy with their intervals, one panel per paper]({FOREST})
 
-Accuracy differences. Blue: as claimed; orange: the opposite; grey: not significant. A thick line is the 95 % interval
-of one comparison. The thin lines of a claim are wider: all of them hold together with 95 % confidence. *#C=1*: one
-class per client."""
-DOWNLOADS = f"All [claims, and how we judge]({CLAIMS}). CSV: [claims]({CLAIMS_CSV}), [figures]({TABLES_CSV})."
+The figure shows differences of accuracy. Blue differences are as claimed, orange differences are the opposite, and
+grey differences are not significant. A thick line is the 95 % interval of one comparison. The thin lines of a claim are
+wider, because all of them hold together with 95 % confidence. *#C=1* means one class per client."""
+DOWNLOADS = (
+    f"The page of [all claims]({CLAIMS}) also explains how we judge. You can download the [claims]({CLAIMS_CSV}) and "
+    f"the [figures]({TABLES_CSV}) as CSV."
+)
 ABOUT_TABLES = f"""\
 Each table shows the paper's figure, our figure with its 95 % interval over seeds, and our paired difference from a
-baseline. These intervals are not corrected, and have no verdict. Rows with fewer than {MIN_SEEDS} seeds are not shown.
+baseline. The intervals are not corrected for multiple comparisons. Rows with fewer than {MIN_SEEDS} seeds are left out.
 """
 
 
@@ -127,7 +130,7 @@ def first_page(judgements: Sequence[Judgement], results: Results, *, quick: bool
             data = ", ".join([each.claim.about["data"], *seeds])
             claims.append([title, chip(each.verdict), each.evidence, data])
     lines += [*_markdown(rows), "", "## Headline claims", "", *_markdown(claims), "", ABOUT_FOREST, ""]
-    left = f"{cells - done:,} of {cells:,} runs are missing, about {hours:.0f} core hours"
+    left = f"{cells - done:,} of {cells:,} runs are missing. They need about {hours:.0f} core hours"
     return "\n".join([*lines, f"{left} (`fedstrata reproduce --list`). {DOWNLOADS}"])
 
 
@@ -209,12 +212,13 @@ WIDE = '<div class="wide-page"></div>'
 
 
 def _claims(judgements: Sequence[Judgement]) -> list[str]:
-    """Return an HTML element for each claim, sorted by verdict, with figures that a reader can unfold."""
+    """Return an HTML element for each claim, sorted by verdict. The element shows its figures when it is unfolded."""
     lines = []
     for each in sorted(judgements, key=lambda each: judging.VERDICTS.index(each.verdict)):
         _, statement, where, _, figures, _ = _row(each)
         summary = f"{chip(each.verdict)} <span>{html.escape(statement, quote=False)}</span>"
-        lines += _folded(summary, [f"{figures}. Place of the claim: {where}."], f"claim {_class(each.verdict)}")
+        place = f"The claim is in the paper's {where.replace(', ', ' and ')}."
+        lines += _folded(summary, [f"{figures}. {place}"], f"claim {_class(each.verdict)}")
     return lines
 
 
@@ -238,7 +242,7 @@ HEADS = ["paper", "claim", "where", "verdict", "figures", "command"]
 def _row(judgement: Judgement) -> list[str]:
     """Return the texts of a judgement's table row, one for each heading in ``HEADS``."""
     claim = judgement.claim
-    figures = f"{judgement.measure}: " * bool(judgement.measure) + judgement.evidence
+    figures = f"{judgement.measure} {judgement.evidence}" if judgement.measure else judgement.evidence
     return [claim.paper, claim.statement, claim.where, judgement.verdict, figures, judgement.command]
 
 
@@ -333,7 +337,14 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
     computed = [each for each in shown if each.claim.kind == "reading"]
     lines += _claims([each for each in shown if each.claim.kind != "reading"])
     if computed:
-        lines += ["", "## Computed without training", "", "Properties of the algorithms:", "", *_claims(computed)]
+        lines += [
+            "",
+            "## Computed without training",
+            "",
+            "These results are properties of the algorithms.",
+            "",
+            *_claims(computed),
+        ]
     tables_shown, waiting = [], []
     for name, table in tables().items():
         if table.paper == paper:
@@ -349,8 +360,8 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
     differences = files(__package__).joinpath(paper, "differs.md").read_text(encoding="utf-8")
     lines += ["", differences.strip()]
     if waiting:
-        where = f"Results of unfinished tables (missing runs in brackets) are only in [{TABLES_CSV}]({TABLES_CSV})"
-        lines += ["", f"{where}: {', '.join(waiting)}."]
+        where = f"The results of unfinished tables are only in [{TABLES_CSV}]({TABLES_CSV})"
+        lines += ["", f"{where}. These tables, with their missing runs, are {', '.join(waiting)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -382,18 +393,19 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
         figures = [*_published(table, row, column), _here(estimate), _seeds(cells, row, column)]
         figures += [_mean(cells, row, column, key) for key in also]
         rows.append([column, row, *figures, differences.get((column, row, table.baseline), "")])
-    lines = [f"Paper: {table.source}. `fedstrata reproduce {name}`.", "", table.notes.strip(), "", *_markdown(rows)]
+    origin = f"Source in the paper: {table.source}. Run this table with `fedstrata reproduce {name}`."
+    lines = [origin, "", table.notes.strip(), "", *_markdown(rows)]
     more = [[c, f"{a} − {b}", text] for (c, a, b), text in differences.items() if b != table.baseline]
     if more:
         lines += ["", *_markdown([["setting", "also compared", "difference"], *more])]
     if outside:
         lines += [
             "",
-            f"The paper's figure is outside the 95 % prediction interval for one more run: {'; '.join(outside)}.",
+            f"The paper's figure is outside the 95 % prediction interval for one more run of {'; '.join(outside)}.",
         ]
     lines += _taken_over([result for result in cells.values() if "source" in result])
     missing = "" if quick else _missing(table, results)
-    return [f"{missing} runs missing.", ""] * bool(missing) + _folded(
+    return [f"{missing} runs are missing.", ""] * bool(missing) + _folded(
         f"{len(rows) - 1} rows: {METRICS[table.metric]}, %", lines
     )
 
@@ -450,17 +462,18 @@ def _seeds(cells: Cells, row: str, column: str) -> str:
 def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     """Return a note about the results that come from an earlier version of fedstrata.
 
-    The note says how much the first rounds of these results differ from a repetition with the current version.
+    The note says how much the accuracies of the first rounds change if the current version repeats these rounds.
     """
     if not results:
         return []
     sources = ", ".join(sorted({f"`{result['source']}`" for result in results}))
-    line = f"† {len(results)} runs were made by an earlier version with the same spec ({sources})."
+    line = f"† An earlier version of fedstrata made {len(results)} of the runs, with the same spec ({sources})."
     if repeated := [result["repeated"] for result in results if "repeated" in result]:
         rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
         line += f" We repeated the first {rounds} rounds of {len(repeated)} of these runs."
         line += (
-            f" The accuracies differ by at most {points} points. We left out runs that differ by more than one point."
+            f" The accuracies differ from the first runs by at most {points} points. We left out runs that differ by "
+            "more than one point."
         )
     return ["", line]
 

@@ -39,8 +39,8 @@ class Reading:
 
     Args:
         name: The name of the reading, by which claims refer to it.
-        description: A description of what is computed.
-        figure: The result as text.
+        description: The beginning of a sentence about what is computed.
+        figure: The result, as text that completes the sentence.
         values: A mapping from the name of each number in the result to the number.
         verdict: Whether the result supports the paper's statement.
     """
@@ -167,7 +167,7 @@ def keep_errors(size: int, participants: int, bound: int, epsilon: float, fracti
         epsilon: ε, the privacy budget of a report.
         fraction: q, the fraction of samples to keep.
 
-    >>> keep_errors(50, 10, 100, 50.0) < 1e-9  # nearly all clients tell the truth
+    >>> keep_errors(50, 10, 100, 50.0) < 1e-9  # with this ε, nearly all reports are the true sizes
     True
     """
     estimates = size_estimates(np.full(participants, size), bound, epsilon, max(DRAWS // participants, 200))
@@ -295,13 +295,15 @@ def _reading(name: str, description: str) -> Callable[[Callable[[], Made]], Call
     return add
 
 
-@_reading("stratify-weights", "Uses per sample and epoch, with uniform selection and a cap of 500 per label")
+@_reading(
+    "stratify-weights", "The mean number of uses of a sample per epoch (uniform selection, cap of 500 per label) is"
+)
 def _uses() -> Made:
     uses = np.mean([uses_a_sample([900, 100], 500, seed=seed) for seed in range(20)], axis=0)
     even = np.mean([uses_a_sample([500, 500], 500, seed=seed) for seed in range(20)], axis=0)
     text = (
-        f"{uses[0]:.2f} and {uses[1]:.2f} at clients with 900 and 100 samples of a label; {even[0]:.2f} and "
-        f"{even[1]:.2f} at clients with 500 each"
+        f"{uses[0]:.2f} at a client with 900 samples of a label, and {uses[1]:.2f} at a client with 100. At two "
+        f"clients with 500 samples each, it is {even[0]:.2f} and {even[1]:.2f}"
     )
     values = {"large": float(uses[0]), "small": float(uses[1])}
     return text, values, [abs(large / small - 1) <= DRAWN for large, small in (uses, even)]
@@ -309,7 +311,7 @@ def _uses() -> Made:
 
 @_reading(
     "stratify-variance",
-    "Variance of the gradient of 64 samples that is due to ten equally frequent labels (orthogonal gradients)",
+    "The variance of the gradient of 64 samples that is due to ten equally frequent labels (orthogonal gradients) is",
 )
 def _label_variance() -> Made:
     batch, classes, samples = 64, 10, 6000
@@ -320,14 +322,16 @@ def _label_variance() -> Made:
     # The first value is for random draws from all samples, and the second value is for a client with only one label.
     random, alone = (1 - 1 / classes) / batch, 1 - 1 / classes
     text = (
-        f"{scheduled:.4f} with the schedule, {random:.4f} with random draws from all samples, {alone:.1f} at a client "
-        "with only one label"
+        f"{scheduled:.4f} with the schedule, {random:.4f} with random draws from all samples, and {alone:.1f} at a "
+        "client with only one label"
     )
     values = {"schedule": scheduled, "random": random, "client": alone}
     return text, values, [scheduled <= (1 - DRAWN) * other for other in (random, alone)]
 
 
-@_reading("neyman-zero", "Error of the mean update with ten draws from ten strata of ten clients (orthogonal updates)")
+@_reading(
+    "neyman-zero", "The error of the mean update with ten draws from ten strata of ten clients (orthogonal updates) is"
+)
 def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
@@ -337,27 +341,29 @@ def _neyman() -> Made:
 
 @_reading(
     "importance-bias",
-    "Mean update of a stratum of ten clients with updates of lengths 1, 2, … 10",
+    "In a stratum of ten clients whose updates have the lengths 1, 2, … 10,",
 )
 def _importance() -> Made:
     updates = np.arange(1.0, 11.0)
     mean, drawn = float(updates.mean()), mean_of_one_draw(updates, StratumMean())
-    text = f"the mean is {100 * (drawn / mean - 1):.0f} % too long: {drawn:.1f} instead of {mean:.1f}"
+    text = (
+        f"the mean update is {100 * (drawn / mean - 1):.0f} % too long: its length is {drawn:.1f} instead of {mean:.1f}"
+    )
     return text, {"drawn": drawn, "mean": mean}, [abs(drawn / mean - 1) <= EXACT]
 
 
-@_reading("ldp", "Largest likelihood ratio of a report at ε = 3, M = 100")
+@_reading("ldp", "The largest likelihood ratio of a report (ε = 3, M = 100) is")
 def _privacy() -> Made:
     epsilon, bound = 3.0, 100
     alpha = truth_probability(epsilon, bound)
     other = (1 - alpha) / (bound - 1)
     ratio = (alpha + other) / other
     spent = 99 * 10 / 100 * epsilon
-    text = f"{ratio:.3f} = e^ε for one report; 99 rounds with 10 of 100 clients cost ε = {spent:.1f} on average"
+    text = f"{ratio:.3f}, which is e^ε. In 99 rounds with 10 of 100 clients, a client spends ε = {spent:.1f} on average"
     return text, {"ratio": ratio, "spent": spent}, [ratio <= math.exp(epsilon) * (1 + 1e-9)]
 
 
-@_reading("ldp-samples", "Ten clients of 600 samples at ε = 3, M = 100")
+@_reading("ldp-samples", "With ten clients of 600 samples each (ε = 3, M = 100),")
 def _private_samples() -> Made:
     estimates = size_estimates(np.full(10, 600), 100, 3.0)
     held = np.maximum(estimates, 1.0)
@@ -369,13 +375,15 @@ def _private_samples() -> Made:
         "all": float((keep == 1).mean()),
     }
     text = (
-        f"samples are kept with probability {values['keep']:.2f} instead of 0.10; all samples are kept in "
-        f"{100 * values['all']:.1f} % of the rounds"
+        f"samples are kept with probability {values['keep']:.2f} instead of 0.10. In "
+        f"{100 * values['all']:.1f} % of the rounds, all samples are kept"
     )
     return text, values, [abs(values["keep"] / 0.1 - 1) <= DRAWN]
 
 
-@_reading("ldp-limit", "Root mean square error of p̃, the probability of keeping a sample (ε = 3, M = 100, p = 0.1)")
+@_reading(
+    "ldp-limit", "The root mean square error of the probability p̃ of keeping a sample (ε = 3, M = 100, p = 0.1) is"
+)
 def _limit() -> Made:
     bound, epsilon, wanted = 100, 3.0, 0.1
     counts, sizes = (10, 100, 1000, 10_000), (60, 600)
@@ -383,47 +391,48 @@ def _limit() -> Made:
     clipped = wanted * 600 / (bound - 1)
     few, many = (errors[60][counts.index(m)] for m in (10, 10_000))
     text = (
-        f"{few:.3f} with 10 clients of 60 samples and {many:.3f} with 10,000; {errors[600][0]:.3f} and "
-        f"{errors[600][-1]:.3f} with clients of 600 samples, because sizes are clipped to {bound - 1} and p̃ tends to "
-        f"{clipped:.3f}"
+        f"{few:.3f} with 10 clients of 60 samples, and {many:.3f} with 10,000 such clients. With 600 samples per "
+        f"client, it is {errors[600][0]:.3f} and {errors[600][-1]:.3f}, because sizes are clipped to {bound - 1} and p̃ "
+        f"tends to {clipped:.3f}"
     )
     values = {f"{size}, {m}": error for size, row in errors.items() for m, error in zip(counts, row, strict=True)}
     return text, values, [row[-1] <= DRAWN * wanted for row in errors.values()]
 
 
-@_reading("fedssar-bias", "Bias of the mean update with ten draws (orthogonal updates)")
+@_reading("fedssar-bias", "The bias of the mean update with ten draws (orthogonal updates) is")
 def _clusters() -> Made:
     biases = {str(sizes): 100 * fedssar_bias(sizes) for sizes in ([90, 5, 5], [34, 33, 33], [7, 5, 3, 2, 2, 1])}
     text = ", ".join(f"{value:.1f} % for clusters of {name}" for name, value in biases.items())
     whole = 100 * fedssar_bias([50, 30, 20])
-    text = f"{text}; {whole:.0f} % for [50, 30, 20], where all shares are whole numbers"
+    text = f"{text}. It is {whole:.0f} % for [50, 30, 20], where all shares are whole numbers"
     return text, biases, [value <= 100 * EXACT for value in [*biases.values(), whole]]
 
 
 @_reading(
-    "fedssar-variance", "Variance of a client's weight with one draw from each of 10 equal clusters of 10 clients"
+    "fedssar-variance",
+    "The variance of a client's weight with one draw from each of 10 equal clusters of 10 clients is",
 )
 def _weight_variance() -> Made:
     n, m = 100, 10
     formula = (1 / (m * n)) * (1 - m / n)
     measured = weight_variances(n, m)["strata"]
-    text = f"{measured:.3e} measured, {formula:.3e} by Eq. 11"
+    text = f"{measured:.3e} in a simulation, and {formula:.3e} by Eq. 11"
     return text, {"drawn": measured, "formula": formula}, [abs(measured / formula - 1) <= EXACT]
 
 
-@_reading("fedssar-less-variance", "Variance of a client's weight, with 10 draws from 100 clients")
+@_reading("fedssar-less-variance", "The variance of a client's weight with 10 draws from 100 clients is")
 def _less_variance() -> Made:
     variances = weight_variances()
     text = (
-        f"{variances['strata']:.2e} with strata; {variances['returning']:.2e} with replacement (the paper's "
-        f"comparison, Eq. 10); {variances['plain']:.2e} without replacement, as FedAvg draws"
+        f"{variances['strata']:.2e} with strata, {variances['returning']:.2e} with replacement (the paper's "
+        f"comparison, Eq. 10), and {variances['plain']:.2e} without replacement (as FedAvg draws)"
     )
     return text, variances, [variances["strata"] <= (1 - DRAWN) * variances[other] for other in ("returning", "plain")]
 
 
 @_reading(
     "rebafl-operations",
-    "Floating-point operations of a client's round, relative to FedAvg",
+    "The number of floating-point operations of a client per round, relative to FedAvg, is",
 )
 def _prototype_operations() -> Made:
     once, twice = ({m: training_operations(m, epochs) for m in ("fedavg", "rebafl")} for epochs in (1, 2))
@@ -434,8 +443,8 @@ def _prototype_operations() -> Made:
         str(epochs): (epochs * epoch["rebafl"] + prototypes) / (epochs * epoch["fedavg"]) for epochs in (1, 5, 20)
     }
     text = (
-        f"{values['5']:.2f} times with the paper's five local epochs, {values['1']:.2f} with one, {values['20']:.2f} "
-        "with twenty"
+        f"{values['5']:.2f} with the paper's five local epochs, {values['1']:.2f} with one local epoch, and "
+        f"{values['20']:.2f} with twenty local epochs"
     )
     return text, values, [value <= FEW_MORE for value in values.values()]
 
