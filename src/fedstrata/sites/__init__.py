@@ -1,7 +1,8 @@
 """Experiments over sites (processes or organisations that hold clients' data), with NVIDIA FLARE ("NVFlare").
 
-A run uses NVFlare's simulator (``simulator``), real machines (``provision``, ``submit``), a trial of these on one
-machine (``local_deployment``), or a single process (``rehearsal``). ``engine``, ``directory``, ``messenger`` and
-``relay`` run at the server, and ``site_server`` runs at a site. ``job`` connects both to NVFlare's Collab API; only
-NVFlare's processes import it. A job does not contain code: it names classes of the installed package.
+A run uses NVFlare's simulator (``simulator``), real machines (``provision``, ``submit``), a trial of a deployment on
+one machine (``local_deployment``), or a single process (``rehearsal``). ``engine``, ``directory``, ``messenger`` and
+``relay`` run at the server, and ``site_server`` runs at a site. ``job`` connects the server and the sites to NVFlare's
+Collab API. Only NVFlare's processes import ``job``. A job does not contain code: it names classes of the installed
+package.
 """

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 ROOT_DAYS = 3650
-"""The number of days for which a root certificate is valid, so that it outlives the certificates that it signs."""
+"""The number of days for which a root certificate is valid. It must outlive the certificates that it signs."""
 
 WARNED = timedelta(days=30)
-"""The remaining validity of a certificate below which its owner is warned."""
+"""If a certificate is valid for less than this time, its owner is warned."""
 
 ASK = "Ask the administrator of the federation for a new kit."
 ROOT = "rootCA.pem"
@@ -46,7 +46,7 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
 def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]:
     """Yield each problem with the certificates of a party (the server, a site or the administrator).
 
-    Each problem is a pair: whether it prevents the party from taking part, and a description.
+    Each problem is a pair: whether the problem prevents the party from taking part, and a description.
 
     Args:
         kit: The party's folder.
@@ -104,7 +104,7 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
         days: Days for which the new certificate is valid.
 
     Returns:
-        The time at which the new certificate expires, which is never after the root expires.
+        The time at which the new certificate expires. It never expires after the root certificate.
 
     Raises:
         DataError: The folder or the old certificate cannot be read.
@@ -130,7 +130,8 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
         ) from None
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), root.not_valid_after_utc)
-    begin = min(now, end) - timedelta(hours=1)  # The certificate is then also valid on a machine whose clock is slow.
+    # With an earlier begin, the certificate is also valid on a machine whose clock is slow.
+    begin = min(now, end) - timedelta(hours=1)
     new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), x509.random_serial_number(), begin, end)
     for extension in old.extensions:
         new = new.add_extension(extension.value, extension.critical)

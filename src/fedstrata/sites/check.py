@@ -27,7 +27,7 @@ SPEC = Path("local") / "spec.toml"
 """The file in a site's folder with the spec of the experiment."""
 
 CLOCKS = 60.0
-"""The difference in seconds between this machine's clock and the server's clock above which a warning is given."""
+"""A larger difference in seconds between this machine's clock and the server's clock gives a warning."""
 
 REFUSED = "Ask the administrator whether its certificate is valid and not revoked."
 """The advice to a site or administrator whose connection the server refuses."""
@@ -40,8 +40,8 @@ class Finding(NamedTuple):
     """The result of a check.
 
     Args:
-        state: ``ok``; ``warning``; or ``problem``, if the server or site cannot start.
-        text: The result in words.
+        state: ``ok``, ``warning``, or ``problem`` if the server or site cannot start.
+        text: A description of the result.
     """
 
     state: str
@@ -57,8 +57,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to connect to the server.
-        data: Whether to read the site's data too. If False, a job that the policy refuses gives only a warning and not
-            a problem, because the site may start for another job.
+        data: Whether to read the site's data too. If False, a job that the policy refuses gives a warning instead of a
+            problem, because the site may start for another job.
 
     Raises:
         FedstrataError: ``kit`` is not the folder of a party.
@@ -101,7 +101,7 @@ def _policy(kit: Path) -> str:
     Without this check, an error in the file would stop the first job.
     """
     if not (kit / POLICY).exists():
-        return f"policy: there is no {POLICY}, so the defaults apply: no job is approved"
+        return f"policy: there is no {POLICY}, so the defaults apply, and none of the jobs is approved"
     Policy.read(kit)
     return f"policy: {POLICY} can be read"
 
@@ -136,7 +136,8 @@ def _data(kit: Path) -> str:
         with only_from(settings.packages):
             survey_of(survey, data)
     except UnusableDataError as error:
-        raise DataError(str(error.__cause__)) from None  # The site itself may see the whole error.
+        # The text for other parties is shorter, but the site itself may see the whole error.
+        raise DataError(str(error.__cause__)) from None
     return f"data: {data} fits the spec"
 
 

@@ -31,13 +31,13 @@ RESULT = "fedstrata"
 
 
 def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> None:
-    """Write a job as NVFlare reads it: JSON that names installed classes, without source code.
+    """Write the files of a job for NVFlare. They are JSON that names installed classes, and contain no source code.
 
     Args:
         folder: The folder of the job.
-        plans: The experiments that the job's server runs, one after another.
-        specs: The spec of each plan as TOML. Each spec is written to its own file and not into the JSON, so that a site
-            can review it, and NVFlare does not treat braces in it as placeholders.
+        plans: The experiments of the job, which the server runs one after another.
+        specs: The spec of each plan as TOML. Each spec is written to its own file, so that a site can review it. In the
+            JSON, NVFlare would treat braces of the spec as placeholders.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True, exist_ok=True)
@@ -46,8 +46,8 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     common: dict[str, Any] = {"format_version": 2, "task_data_filters": [], "task_result_filters": []}
     controller, executor, server, client = CLASSES
     arguments: dict[str, Any] = {"collab_obj_ids": [], "props": {}}
-    # The server is a component and not a workflow. NVFlare therefore creates it before the controller, and the
-    # server's constructor can prepare the controller's thread pools.
+    # Our server is a component of NVFlare instead of a workflow, because NVFlare creates components before the
+    # controller. The constructor of our server can therefore prepare the thread pools of the controller.
     components = [{"id": "server_", "path": server, "args": {"plans": [*map(asdict, plans)]}}]
     workflow = {"id": "controller", "path": controller, "args": {"server_obj_id": "server_", **arguments}}
     write_json(config / "config_fed_server.json", {**common, "components": components, "workflows": [workflow]})
@@ -58,15 +58,18 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     # The job is sent only to the sites that its plans name, even if other sites of the federation are connected.
     named = sorted({site for plan in plans for site in plan.sites})
     places = ["server", *named] if named else ["@ALL"]
-    # NVFlare begins a job when ``least`` sites are connected. Unless ``fewer`` is "wait", one site is enough, because
-    # the run itself decides whether it continues with few sites.
+    # NVFlare begins a job when ``least`` sites are connected. If ``fewer`` is not "wait", one connected site is enough
+    # to begin, because the run itself decides whether it continues with few sites.
     least = min(plan.least if plan.fewer == "wait" else 1 for plan in plans)
     meta = {"name": _name_of(plans, specs), "resource_spec": {}, "min_clients": least, "deploy_map": {"app": places}}
     write_json(folder / "meta.json", meta)
 
 
 def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
-    """Return the name of a job: a hash of specs and plans, so that 'submit' recognises a job that already runs."""
+    """Return the name of a job: a hash of specs and plans.
+
+    By this name, 'submit' recognises a job that already runs.
+    """
     content = json.dumps([[asdict(plan), spec] for plan, spec in zip(plans, specs, strict=True)], sort_keys=True)
     return f"fedstrata-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
@@ -88,7 +91,10 @@ def raised(path: Path) -> FedstrataError:
 
 
 class _Shown(str):
-    """A stand-in for a value that JSON cannot represent. It has the same ``repr``, so error messages do not change."""
+    """A replacement of a value that JSON cannot represent.
+
+    It has the same ``repr``, so error messages do not change.
+    """
 
     __slots__ = ()
 

@@ -48,13 +48,14 @@ STATISTICS = "statistics"
 """The file in the server's run folder with the statistics of all sites' training samples at the start of the run."""
 
 FEWEST = 2
-"""The smallest number of training samples of a site; the mean of a single sample would reveal the sample."""
+"""The smallest number of training samples of a site. The mean over a single sample would reveal the sample."""
 
 MOST_CLIENTS = 1_000_000
-"""The largest number of clients of a job; the memory that a site needs grows with this number."""
+"""The largest number of clients of a job. The memory use of a site grows with the number of clients."""
 
 MORE = "Run 'fedstrata check' at the site, or read its log."
-"""The end of an error about a site's data that is sent to the server. It says where the full error can be read."""
+"""The last sentence of an error about a site's data that is sent to the server. It says where to read the full
+error."""
 
 _PREPARING = Lock()
 """A lock for drawing initial parameters, because all sites in one process share PyTorch's random generator."""
@@ -63,7 +64,7 @@ _NO_LABELS = torch.empty(0, dtype=torch.int64)
 
 
 class UnusableDataError(DataError):
-    """The site's data do not fit the spec. Its text may leave the site, because it discloses nothing else."""
+    """The site's data do not fit the spec. The text of this error discloses only this fact, and may leave the site."""
 
 
 def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = False) -> ClientContext:
@@ -100,7 +101,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
             prepared = assemble(spec, data_set, whole, sizes_known=False, brought=brought, fitting=begin.statistics)
     if len(prepared.assignment) != begin.total:
         raise SpecError("partition.clients", f"does not fit the job. Use {begin.total}.", len(prepared.assignment))
-    # Without statistics, the spec names the data. Such data are not secret, so metrics on them may be sent.
+    # A run without statistics uses data that the spec names. These data are not secret, so metrics on them may be sent.
     return dataclasses.replace(make_context(prepared, keys), tells_values=tells or begin.statistics is None)
 
 
@@ -203,7 +204,7 @@ def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Da
 def _unfit(path: Path, public: str, private: str = "") -> DataError:
     """Return an error about a site's file.
 
-    Its public text may leave the site; its private text is only for the site.
+    The error's public text may leave the site. Its private text is only for the site.
     """
     return DataError(f"{path}: {private or public}").publicly(public)
 
@@ -214,8 +215,8 @@ def _public_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # An error without a public message may contain data, so only a general message leaves the site. The general
-        # message may name the key of a setting, because the server knows the spec.
+        # An error without a public text may contain data, so only a general text leaves the site. The general text may
+        # name the key of a setting, because the server knows the spec.
         known = isinstance(error, (DataError, SpecError))
         LOG.error("%s", error, exc_info=None if known else error)
         key = error.key if isinstance(error, SpecError) else ""
@@ -232,7 +233,7 @@ def _assigned_to(client: int, size: int, clients: int) -> Assignment:
 
 
 def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepared:
-    """Prepare an experiment on the sites' own data at the server, which has test samples or no samples at all.
+    """Prepare, at the server, an experiment on the sites' own data. The server has either test samples or no samples.
 
     Args:
         spec: The experiment.
@@ -261,7 +262,7 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
 
 
 def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume: bool) -> Prepared:
-    """Return the experiment with data that are normalised with the statistics of all sites' training samples.
+    """Return the experiment with data that are normalised by the statistics of all sites' training samples.
 
     A new run asks the sites for these statistics.
 
@@ -287,7 +288,7 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
         replace_file(path, records.encode(engine.statistics))
         write_json(folder / FINGERPRINTS, engine.fingerprints)
     assert engine.statistics is not None
-    # A resumed run does not know the number of samples of each site, only the total over all sites.
+    # A resumed run knows only the total number of samples, and not the number of samples of each site.
     most = engine.statistics.samples or MOST
     samples = [engine.most_samples.get(client, most) for client in range(prepared.config.clients)]
     data = fit(prepared.data, engine.statistics)
@@ -328,7 +329,7 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
 
 
 def task_of(spec: Experiment) -> Task:
-    """Return the task of a spec; sites do not guess it from their labels."""
+    """Return the task of a spec. Sites do not guess the task from their labels."""
     return spec.task or Classification()
 
 
@@ -360,7 +361,7 @@ def _empty(data: Data, task: Task) -> Dataset:
 
 
 def read_own(data: Data, path: Path, task: Task, *, client: int | None, seed: int) -> Dataset:
-    """Read the data file of a site or of the server; all samples of the server's file are test samples.
+    """Read the data file of a site or of the server. All samples of the server's file are test samples.
 
     Args:
         data: The spec's description of the data.
@@ -446,6 +447,6 @@ def _samples(path: Path, arrays: Mapping[str, Any], split: str) -> tuple[Tensor,
 
 
 def _arrays(data: Data, task: Task, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Dataset:
-    """Make a data set from arrays; it is normalised later, with all sites' statistics."""
+    """Make a data set from arrays, which are normalised later with all sites' statistics."""
     names = tuple(str(label) for label in range(data.classes or 0))
     return data.declared(Dataset("own", *train, *test, names, task=task))

@@ -1,4 +1,4 @@
-"""The server's list of the sites, with the clients of each site, and whether the site takes part in the run."""
+"""The server's list of the sites. It stores the clients of each site, and whether the site takes part in the run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ WAIT = 0.5
 """The number of seconds between two checks whether enough sites can be reached."""
 
 Fewer = Literal["wait", "abort", "go-on"]
-"""What to do when fewer sites than required can be reached: wait for more, end the run, or go on with fewer."""
+"""What to do if too few sites can be reached: wait for more sites, end the run, or continue with fewer sites."""
 
 
 class SiteDirectory:
-    """The sites of a run, the clients of each site, and whether the site takes part.
+    """The sites of a run. For each site, it stores the clients, and whether the site takes part.
 
     Args:
         site_of_client: The name of each client's site; the index is the client's id.
-        is_reachable: A function that returns whether a site is likely to answer now. It raises an error if the job is
+        is_reachable: A function that returns whether a site will probably answer now. It raises an error if the job is
             over.
         least: The smallest number of sites that must answer, before the first round and in every round.
         fewer: What to do when fewer than ``least`` sites answer.
@@ -82,8 +82,8 @@ class SiteDirectory:
     def status(self, site: str) -> tuple[str, str]:
         """Return a site's state and the reason for it.
 
-        The states are ``in`` (it takes part; without a reason), ``refused``, ``gone`` (it cannot be reached) and
-        ``late`` (its last answer did not come in time).
+        The states are ``in`` (the site takes part, so there is no reason), ``refused``, ``gone`` (the site cannot be
+        reached) and ``late`` (its last answer did not come in time).
         """
         if site in self.excluded:
             return "refused", self.excluded[site]
@@ -125,8 +125,8 @@ class SiteDirectory:
     def require_enough(self, outcomes: Iterable[object]) -> None:
         """End the run after an exchange if too few sites answered.
 
-        Without this check, a run would finish its remaining rounds without clients. A run that was ended can be resumed
-        when the sites are back.
+        Without this check, the run would finish its remaining rounds without clients. The ended run can be resumed when
+        the sites are back.
 
         Args:
             outcomes: The answers and errors of the exchange, which are quoted in the raised error if all sites are
@@ -140,7 +140,7 @@ class SiteDirectory:
         self.require_willing(self.excluded)
         out = self._lost | self.excluded.keys()
         if self.fewer == "wait" and len(self.present()) < self.least:
-            return  # ``gather`` will wait for sites before the next exchange
+            return  # before the next exchange, ``gather`` waits for sites
         if out >= set(self.sites):
             raise SiteLostError(f"none of the sites can be reached: {'; '.join(map(str, outcomes))}")
         self._refuse_fewer(len(self.sites) - len(out))
@@ -171,7 +171,7 @@ class SiteDirectory:
         self.wait(lambda: any(map(self.is_reachable, sites)))
 
     def wait(self, ready: Callable[[], bool], seconds: float = float("inf")) -> None:
-        """Wait until ``ready`` returns True, for at most ``seconds``; log once which sites are missing."""
+        """Wait for at most ``seconds`` until ``ready`` returns True. Log once which sites are missing."""
         end, warned = time.monotonic() + seconds, False
         while not ready() and time.monotonic() < end:
             if not warned:

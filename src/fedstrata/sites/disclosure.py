@@ -45,8 +45,7 @@ class Declaration:
             sends none.
         own_data: Whether sites bring their own data. If so, each site also sends a fingerprint of its file.
         conceals: The facts about clients that the method keeps private.
-        extremes: Whether the statistics contain minimum and maximum values, each of which is the value of a single
-            sample.
+        extremes: Whether the statistics contain the minimum and the maximum, which are values of single samples.
         privacy: The spec's privacy settings: the smallest number of samples from which an answer is computed.
         targets: Whether the statistics also describe the labels, because the task needs this.
     """
@@ -64,7 +63,7 @@ class Declaration:
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The facts about clients that the server can read in the answers, because these facts are not masked."""
+        """The facts about clients that the server can read in the answers, because they are not masked."""
         facts: frozenset[Fact] = frozenset({"sizes"} if self.survey else ())
         facts |= frozenset({"labels"} if self.targets else ())
         return facts.union(*(allowed.rule.discloses for allowed in self.allowed or ()))
@@ -107,7 +106,10 @@ class Declaration:
 
 
 def hash_of(spec: Experiment) -> str:
-    """Return the hash that identifies a job and its run. It depends on the settings, not on the format of the spec."""
+    """Return the hash that identifies a job and its run.
+
+    The hash depends on the settings, but not on the spec's format.
+    """
     return hashlib.sha256(spec.to_toml().encode()).hexdigest()[:16]
 
 

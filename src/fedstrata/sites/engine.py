@@ -38,11 +38,11 @@ from fedstrata.sites.wire import (
 )
 
 BEGIN_AGAIN = 10.0
-"""The number of seconds between two attempts to let a site begin the run, if the run waits for more sites."""
+"""The number of seconds between two attempts to begin the run at a site, if the run waits for more sites."""
 
 
 class NVFlareEngine(Engine):
-    """Clients at sites; the sites keep the clients' data and states.
+    """An engine for clients at sites, which keep the clients' data and states.
 
     In a relay, one model travels from client to client, and each client trains it; one such step is a hop.
 
@@ -107,7 +107,7 @@ class NVFlareEngine(Engine):
         answers = {site: surveyed[site] for site in sites if site in surveyed}
         self.fingerprints = {site: answer.fingerprint for site, answer in answers.items()}
         for site, answer in answers.items():
-            if answer.statistics.samples:  # 0 if the features do not depend on statistics
+            if answer.statistics.samples:  # the number is 0 if the features do not depend on statistics
                 self.most_samples |= dict.fromkeys(self.directory.clients_of(site), answer.statistics.samples)
         self.statistics = sum((answer.statistics for answer in answers.values()), unfitted.statistics(()))
         return self.statistics
@@ -146,7 +146,7 @@ class NVFlareEngine(Engine):
             wanted = {site: body for site, body in bodies.items() if site not in outcomes}
             if len(outcomes) >= self.directory.least or self.directory.fewer != "wait":
                 break
-            # Excluded sites do not count as refusing, because they may still correct their data.
+            # Sites that were excluded here do not count as refusing, because they may still correct their data.
             self.directory.require_willing(())
             self.directory.wait(lambda: False, BEGIN_AGAIN)
         for site in wanted:
@@ -161,7 +161,8 @@ class NVFlareEngine(Engine):
     def restore(self, round: int) -> None:
         """Let every site restore the states of its clients after round ``round``, or begin a new run (round 0).
 
-        A site that cannot do so, or whose data changed since the run began, takes no part. An event gives the reason.
+        A site takes no part if it cannot restore the states, or if its data changed since the run began. An event gives
+        the reason.
 
         Raises:
             SiteLostError: All sites are unreachable.
@@ -216,8 +217,8 @@ class NVFlareEngine(Engine):
         refuse_random(self.config)
         excluded = self.directory.excluded
         if missing := [site for site in bodies if site in excluded]:
-            # These clients add up tensors together. If one of them is missing, no sum can be complete. So no client is
-            # asked.
+            # These clients add up tensors together. If one of them is missing, a sum cannot be complete, so none of
+            # them is asked.
             lost = {client: Failure(excluded[site]) for site in missing for client in self._asked[site]}
             others = Failure("another client of the group is absent", bystander=True)
             return {client: lost.get(client, others) for client in requests}
@@ -236,7 +237,10 @@ class NVFlareEngine(Engine):
             self.sums.close(group)
 
     def _bodies(self, requests: Requests, group: str, places: Mapping[ClientId, int]) -> dict[str, Message]:
-        """Return the message to each site, with the requests to its clients. Equal requests are contained only once."""
+        """Return the message to each site, with the requests to its clients.
+
+        Each message contains equal requests only once.
+        """
         exchange, bodies = self.messenger.next_exchange(), dict[str, Message]()
         for site, clients in self._asked.items():
             shared = {key: place for place, key in enumerate(dict.fromkeys(requests.which[each] for each in clients))}
@@ -291,7 +295,7 @@ class NVFlareEngine(Engine):
         self._asked = {}
 
     def _write_log_heads(self) -> None:
-        """Append new heads of the sites' ledgers to the file. They can show later that a site removed entries."""
+        """Append new heads of the sites' ledgers to the file. Later, the heads can show that a site removed entries."""
         heads, written = self.messenger.log_heads, self._log_heads_written
         changed = {site: head for site, head in heads.items() if written.get(site) != head}
         if self._log_heads_file is not None and changed:

@@ -28,7 +28,8 @@ class SiteEntry(Setting):
     """The entry of a site in ``sites.toml``.
 
     Args:
-        data: The path of its data file, on the site's machine. The site's own settings can name the file instead.
+        data: The path of the site's data file, on the site's machine. The site's own settings can name the file
+            instead.
         keys: The folder on the site's machine with the keys that all sites share to mask labels.
         allow: Top-level packages at the site. A spec may name code in them, as ``module:Class``.
         catalog: Data sets and files on the site's machine that a spec may name, for a trial without own data.
@@ -48,7 +49,7 @@ class ServerEntry(Setting):
 
     Args:
         host: The server's host name, to which sites connect.
-        port: The port to which sites and administrators connect; it must be open.
+        port: The port to which sites and administrators connect. The port must be open.
         data: The server's file of test samples, if sites have their own data. Without it, each site measures the model
             on a part of its own data (``evaluation.client_test``).
         allow: Top-level packages at the server. A spec may name code in them, as ``module:Class``.
@@ -72,13 +73,13 @@ class Sites(Setting):
         fewer: What to do when fewer than ``least`` sites answer: ``wait`` until enough sites answer again, ``abort``
             the run, or ``go-on`` with fewer sites.
         relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, encrypted
-            from end to end. ``server``: it returns to the server after every client.
+            from end to end. ``server``: the model returns to the server after every client.
         days: The number of days for which the certificates are valid.
         server: The server.
         own_data: Whether each site is one client with its own data, which the spec's ``[data]`` describes. If not, the
-            spec's partition divides the data set of the spec over the sites, for a trial.
-        policy: The settings of the sites' initial policies that differ from the cautious defaults. Each site may change
-            its own policy later.
+            spec's partition divides the spec's data set among the sites, for a trial.
+        policy: The keys of the sites' initial policies that differ from the defaults. Each site may change its own
+            policy later.
         site: A mapping from the name of each site (letters, digits and hyphens) to its entry. With own data, the first
             site is client 0, and so on.
     """
@@ -139,8 +140,8 @@ class Sites(Setting):
 
         Args:
             name: The name of the site.
-            base_dir: The folder to which relative paths refer in a trial on this machine. None if they refer to the
-                site's own machine; they are then not changed.
+            base_dir: The folder to which relative paths refer in a trial on this machine. None if paths refer to the
+                site's own machine, and are not changed here.
         """
         entry = self.site[name]
         given: dict[str, Any] = {key: path_of(getattr(entry, key), base_dir) for key in ("data", "keys")}
@@ -175,7 +176,10 @@ def path_of(given: str | None, base_dir: Path | None) -> Path | None:
 
 
 def policy_of(spec: Experiment, sites: Sites) -> Policy:
-    """Return the initial policy of sites, which allows only this job; ``sites.policy`` replaces cautious defaults."""
+    """Return the initial policy of all sites, which allows only this job.
+
+    ``sites.policy`` replaces its default values.
+    """
     defaults: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
     defaults |= {"rounds": spec.training.rounds, "relay": sites.relay}
     given = {key: getattr(sites.policy, key) for key in sites.policy.model_fields_set}

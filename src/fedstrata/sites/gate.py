@@ -1,4 +1,4 @@
-"""The gate of a server: only sites on the server's list may connect, because NVFlare cannot revoke certificates."""
+"""A gate that lets only sites on the server's list connect. It is needed because NVFlare cannot revoke certificates."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fedstrata.sites.settings import USER
 LOG = logging.getLogger(__name__)
 
 _LOOKED_AT = (EventType.CLIENT_REGISTER_RECEIVED, EventType.CLIENT_HEARTBEAT_RECEIVED, EventType.SUBMIT_JOB)
-"""The events at which the list is read. Heartbeats are checked too, because running sites do not register again after a
+"""The events at which the list is read. Heartbeats are among them, because running sites do not register again after a
 restart of the server."""
 
 
 class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
-    """Lets NVFlare check names against the server's list: at registration, at each heartbeat and when a job arrives.
+    """Lets NVFlare check names against the server's list at registration, at each heartbeat, and when a job arrives.
 
-    A connecting site states its name. NVFlare compares this name with the site's certificate in one place only, just
-    after it asks whether the name is disabled. NVFlare therefore asks our list there. In other places, a site could
+    A connecting site states its name. NVFlare compares this name with the site's certificate only immediately after it
+    asks whether the name is disabled. Our list therefore answers this question of NVFlare. At other times, a site could
     state a false name.
 
     Args:
@@ -35,13 +35,14 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     def __init__(self, records: str) -> None:
         super().__init__()
-        bound_growth()  # This limits the memory of the process, which outlives all jobs.
+        bound_growth()  # without this call, the memory use of the process, which outlives all jobs, would grow
         self._members = Members(Path(records).parent)
         self._said_of: set[str] = set()
-        self._lock = threading.Lock()  # Heartbeats arrive in many threads, but a client must be logged out only once.
+        # The lock is needed because heartbeats arrive in many threads, but a client must be logged out only once.
+        self._lock = threading.Lock()
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
-        """Let NVFlare check names against our list, and log out the clients that are no longer on the list."""
+        """Let NVFlare check names against our list, and log out clients that were removed from the list."""
         if event_type not in _LOOKED_AT:
             return
         with self._lock:

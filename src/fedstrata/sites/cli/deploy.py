@@ -20,16 +20,16 @@ def add_deploy(commands: common.Commands) -> None:
         fedstrata deploy spec.toml --sites sites.toml --out kits
         fedstrata deploy spec.toml --sites sites.toml --out trial --try
     """
-    help = "create certificates, a start-up folder (kit) per party, and the job for real sites"
+    help = "create the job for real sites, and a folder (kit) with certificates and scripts for each party"
     parser = common.add_command(commands, "deploy", help, examples, imports=True, work=_deploy)
     parser.add_argument("spec", help="TOML file that describes the experiment")
     common.add_overrides(parser)
     parser.add_argument(
-        "--sites", type=Path, required=True, metavar="TOML", help="TOML file that lists the server and the sites"
+        "--sites", type=Path, required=True, metavar="TOML", help="TOML file that describes the server and the sites"
     )
-    help = "folder to create, with a folder for each party in it"
+    help = "folder to create, which will contain a folder for each party"
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=help)
-    help = "try the deployment on this machine: start all parties, run the job, store the result in DIR/result"
+    help = "try the deployment on this machine: start all parties, run the job, and store the result in DIR/result"
     parser.add_argument("--try", action="store_true", dest="trial", help=help)
     common.add_output(parser, progress=False)
 
@@ -51,7 +51,7 @@ def _deploy(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace, table: object, *lines: str) -> int:
-    """Print a result, as JSON with ``--json`` and otherwise as lines of text, and return the exit code 0."""
+    """Print a result and return the exit code 0. The result is JSON with ``--json``, and otherwise lines of text."""
     if options.json:
         common.print_json(table)
     else:
@@ -87,10 +87,10 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that prints events: to standard error if the result is JSON, otherwise to standard output."""
+    """Return a function that prints events: to standard error if the result is JSON, else to standard output."""
 
     def report(text: str) -> None:
-        with suppress(BrokenPipeError):  # Continue even if nobody reads the output any more.
+        with suppress(BrokenPipeError):  # The command continues even if the program that reads its output has ended.
             print_lines(text, file=sys.stderr if options.json else sys.stdout)
 
     return report
@@ -104,7 +104,7 @@ def add_status(commands: common.Commands) -> None:
         fedstrata status kits/server --serve
         fedstrata status result --serve 8080
     """
-    help = "show the progress of a deployment: round, accuracy, sites, time left"
+    help = "show the progress of a deployment: round, accuracy, sites and remaining time"
     parser = common.add_command(commands, "status", help, examples, work=_status)
     help = "folder of the administrator, the server or a site, or a run folder"
     parser.add_argument("folder", type=Path, metavar="DIR", help=help)
@@ -127,7 +127,7 @@ def _port(text: str) -> int:
 def _status(options: argparse.Namespace) -> int:
     if options.serve is not None and options.json:
         raise SpecError("--json", "cannot be combined with --serve. Remove one of the two.")
-    with suppress(KeyboardInterrupt, Terminated):  # Ctrl-C or SIGTERM is the usual end of the command
+    with suppress(KeyboardInterrupt, Terminated):  # users end the command by Ctrl-C or SIGTERM
         if options.serve is not None:
             from fedstrata.sites.live import serve
 
@@ -141,7 +141,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def add_check(commands: common.Commands) -> None:
     """Add the command ``fedstrata check``."""
-    help = "check that a site can take part: settings, data, certificates, server, clock"
+    help = "check the settings, data, certificates, clock and server connection of a site"
     parser = common.add_command(commands, "check", help, "fedstrata check kits/hospital-a", work=_check)
     parser.add_argument("kit", type=Path, metavar="DIR", help="folder of the site, from 'fedstrata deploy'")
     common.add_output(parser, progress=False)
@@ -257,9 +257,10 @@ def _asks(options: argparse.Namespace) -> int:
 
 
 def _by_kit(kit: Path | None, options: argparse.Namespace) -> AbstractContextManager[None]:
-    """Return a context manager in which a spec may name code only from the packages that a site's settings allow.
+    """Return a context manager in which a spec may name code only from the packages that a site allows.
 
-    The settings are in the site's folder ``kit``. If ``kit`` is None, or with ``--trust``, a spec may name any code.
+    The settings in the site's folder ``kit`` list these packages. If ``kit`` is None, or with ``--trust``, a spec may
+    name any code.
     """
     from fedstrata.base.loading import only_from
     from fedstrata.sites.settings import SiteSettings
@@ -273,7 +274,7 @@ def add_approve(commands: common.Commands) -> None:
         fedstrata approve spec.toml --kit kits/hospital-a
         fedstrata approve 0123456789abcdef --kit kits/hospital-a
     """
-    help = "approve a job at a site, by the hash of its spec"
+    help = "approve a job at a site"
     parser = common.add_command(commands, "approve", help, examples, work=_approve)
     parser.add_argument(
         "job", metavar="HASH|SPEC", help="hash of the job, as 'fedstrata asks' prints it, or the job's spec file"
