@@ -155,7 +155,7 @@ def written_anew(ledger: Path) -> str:
     head = (ledger / HEAD).read_text()
     Ledger(ledger).append(entries(12, "b"))
     (ledger / HEAD).write_text(head)
-    return "entry 10 is another one than its head says, because it was written again"
+    return "entry 10 differs from what its head says, because it was written again"
 
 
 def binary(ledger: Path) -> str:
@@ -213,7 +213,7 @@ def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(ledger: 
     (ledger / HEAD).unlink()
     Ledger(ledger).append(entries(11, "b"))
     assert check(ledger, reported).problems == [
-        "entry 11 is another one than the server was told, because it was written again"
+        "entry 11 differs from what the server was told, because it was written again"
     ]
     with pytest.raises(DataError, match=r"contains nothing about the site c\. Check --site\."):
         heads_of(tmp_path, "c")

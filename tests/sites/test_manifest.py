@@ -108,7 +108,7 @@ def test_a_file_that_nobody_signed_is_mentioned(
 ) -> None:
     (result / "report.html").write_text("")
     assert "report.html" not in verify(result, federations / "fed" / "a")["result"]
-    assert [record.getMessage() for record in caplog.records] == [f"{result / 'report.html'}: is not signed"]
+    assert [record.getMessage() for record in caplog.records] == [f"{result / 'report.html'} is not signed"]
 
 
 @pytest.mark.xdist_group("kits")

@@ -52,7 +52,7 @@ SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "train
         ({"min_samples": 2}, UNIT, "policy.min_samples", "data.normalize = 'unit' discloses the smallest and the"),
         ({"masking": True}, {"method": "stratify"}, "policy.masking", "LabelReport discloses labels, which this site"),
         ({"masking": True}, {"method": "rebafl"}, "policy.masking", "Fit discloses labels"),
-        ({"ldp": True}, {}, "policy.ldp", "Fit discloses sizes, which this site does not allow. Send numbers of"),
+        ({"ldp": True}, {}, "policy.ldp", "Fit discloses sizes, which this site does not allow. Use a method that"),
         ({"ldp": True}, {"method": "weighted-of"}, "policy.ldp", "SizeReport discloses sizes"),
     ],
     ids=str,

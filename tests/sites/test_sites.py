@@ -258,7 +258,7 @@ def test_a_site_that_promises_answers_for_ever_costs_only_its_own(
     made.hook = hook
     history = made.run(tmp_path / "run")
     assert history[0]["clients_returned"] == 2
-    assert any("promised" in event for event in _events(tmp_path / "run", "failed"))
+    assert any("announced" in event for event in _events(tmp_path / "run", "failed"))
 
 
 def _without(folder: Path, spec: fs.Experiment, *lines: str) -> fs.History:

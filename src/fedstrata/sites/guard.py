@@ -31,12 +31,12 @@ BUNDLED = ("digits",)
 def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool) -> Declaration:
     """Check that a job reads only files that the site allows, and return everything that the job may ask.
 
-    Files are not opened here, and the site's policy is not checked.
+    This function does not open files or check the site's policy.
 
     Args:
         text: The spec as TOML.
-        settings: The site's settings. If they name a data file, that file is used instead of the data that the spec
-            names.
+        settings: The site's settings. If the settings name a data file, the site uses this file instead of the data
+            that the spec names.
         clients: The number of clients.
         own_data: Whether the job is about the sites' own data. If not, it is about the data that the spec names.
 
@@ -56,7 +56,8 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
     Args:
         table: The spec as parsed TOML.
         catalog: The data sets and files that a spec may name on this machine.
-        data: Whether to check the name of the data set too. True if this machine reads the data that the spec names.
+        data: Whether to check the name of the data set too. Use True if this machine reads the data that the spec
+            names.
 
     Raises:
         RuleError: The spec names data or a file that is not in the catalog.
@@ -67,7 +68,7 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
     name = section.get("name", BUNDLED[0]) if isinstance(section, dict) else section
     if data and name not in (*BUNDLED, *catalog):
         raise RuleError("data", f"data.name = {name!r} {where}")
-    # Leave out [data], because a column of a table may be called 'file'.
+    # The table [data] is left out, because a column of a table may be called 'file'.
     level: list[tuple[str, Any]] = [("", {key: value for key, value in table.items() if key != "data"})]
     while level:
         place, entry = level.pop()
@@ -84,10 +85,10 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
     """Let the ``with`` block read a site's data for a job, and limit the number of trials for guessing these data.
 
-    A job learns whether the data fit its description, which reveals something about the data. Each different
+    A job learns whether the data fit its description, and this answer reveals something about the data. Each different
     description therefore counts as a trial. A request that fails also counts, until the same request succeeds, for
-    example after the site corrected its file. A job that the site approved is never refused here, but its trials count.
-    Only one job can be in the block at a time.
+    example after the site corrected its file. A job that the site approved is never refused by this function, but its
+    trials count. Only one job can be in the block at a time.
 
     Args:
         folder: The site's folder.
@@ -106,7 +107,8 @@ def data_trial(folder: Path, policy: Policy, job: str, description: str, request
         trials |= json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
         def count(kind: str, entry: str) -> None:
-            if entry not in trials[kind] and len(trials[kind]) < policy.surveys:  # More entries have no effect.
+            # The list has at most ``surveys`` entries, because further entries would not change any decision.
+            if entry not in trials[kind] and len(trials[kind]) < policy.surveys:
                 trials[kind].append(entry)
             replace_file(path, json.dumps(trials).encode(), mode=0o600)
 
@@ -130,9 +132,9 @@ COUNTS = ("starts", "exchanges", "bytes")
 
 
 class Quota:
-    """The counts of a job's starts, exchanges and bytes at a site, which are stored in a file between two starts.
+    """The numbers of starts, exchanges and bytes of a job at a site. A file stores them between two starts.
 
-    The same job may run in two processes. Each adds its own counts to the file.
+    The same job may run in two processes. Each process adds its own numbers to the file.
 
     Args:
         folder: The site's folder.
@@ -144,7 +146,8 @@ class Quota:
         self._survey = self._path.with_suffix(".survey")
         self.starts = self.exchanges = self.bytes = 0
         self.home: list[int] = []
-        """The total number of clients, then the ids of the clients at this site; empty until the job names them."""
+        """The total number of clients, followed by the ids of the clients at this site; empty until the job names the
+        clients."""
         self._in_file, self._saved = dict.fromkeys(COUNTS, 0), 0.0
         self.lock = threading.Lock()
         """A lock for changes of the counts, because several threads send answers."""
@@ -165,12 +168,12 @@ class Quota:
             self.starts += 1
 
     def save(self) -> None:
-        """Add the counts since the last write to the file."""
+        """Add the numbers since the last write to the file."""
         with self._changing():
             pass
 
     def save_now_and_then(self) -> None:
-        """Save at most once per second. A site that is killed then loses only the counts of about one second."""
+        """Save at most once per second. A site that is killed therefore loses only the numbers of about one second."""
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 
@@ -196,8 +199,8 @@ class Quota:
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
         """Record which clients are at this site according to a job, and refuse a later change.
 
-        With other ids, other samples would be held out for tests. The difference between two answers could then reveal
-        a sample.
+        With other ids, the spec would hold out other samples for tests. The difference between two answers could then
+        reveal a sample.
 
         Args:
             clients: The ids of the clients at this site.
@@ -231,7 +234,7 @@ class Quota:
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
     def alone(self) -> BaseFileLock:
-        """Return a lock that gives this process exclusive access to the quota and survey files of all jobs here."""
+        """Return a lock that gives this process exclusive access to the quota and survey files of all jobs."""
         return FileLock(self._survey.with_name(LOCK))
 
 
@@ -252,10 +255,10 @@ class Match:
         request: The request as it arrived.
         number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.
-        position: The position of the run once the request is answered.
+        position: The position of the run after the answer to the request.
         digests: The hashes of all variants of the request that may repeat it if clients that add up tensors together
             failed; empty if each client answers separately.
-        again: Whether the client got this request before, and gets it again because another client failed.
+        again: Whether the client got this request before, and gets the request again because another client failed.
     """
 
     client: ClientId
@@ -268,7 +271,7 @@ class Match:
 
 
 class Guard:
-    """Decides which requests the clients of one site may answer in a run, and counts them.
+    """Decides which requests the clients of one site may answer in a run, and counts the answers.
 
     Args:
         declaration: Everything that the job may ask.
@@ -289,7 +292,7 @@ class Guard:
         self._orders: dict[tuple[ClientId, type[Order]], Order] = {}
         self._last_digests: dict[tuple[ClientId, int], tuple[bytes, ...]] = {}
         self._repeats: dict[tuple[ClientId, int], int] = {}
-        # The last request and its digests are kept, because many clients get the same request.
+        # The last request and its digests are stored, because many clients get the same request.
         self._digests: tuple[Request | None, tuple[bytes, ...]] = (None, ())
 
     @property
@@ -298,7 +301,7 @@ class Guard:
         return self.position[0]
 
     def check(self, client: ClientId, request: Request, *, relay: bool = False, together: bool = False) -> Match | None:
-        """Check whether a client may answer a request; nothing is counted yet.
+        """Check whether a client may answer a request, without counting the request.
 
         Args:
             client: The client that is asked.
@@ -349,7 +352,7 @@ class Guard:
             order.asked(ordered)
 
     def answered(self, match: Match | None, reply: Any) -> None:
-        """Count a reply. Limits per run count replies and not requests, because a client may fail to answer."""
+        """Count a reply. Limits per run count replies instead of requests, because a client may fail to answer."""
         if match is None:
             return
         rule = match.allowed.rule
@@ -370,7 +373,7 @@ class Guard:
                 most = self.policy.exchanges
                 raise RuleError(
                     "policy.exchanges",
-                    f"the job sent {self.quota.exchanges} messages, and this site allows {most}",
+                    f"the job sent {self.quota.exchanges} messages, but this site allows only {most}",
                 )
             self.quota.exchanges += 1
 
@@ -398,7 +401,7 @@ class Guard:
         self.quota.save()
 
     def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
-        """Refuse a hop that would show the server a model which the policy allows only to go from site to site.
+        """Refuse a hop that would show the server a model, if the policy allows models to go only from site to site.
 
         In a hop, one client trains the model, which then goes to the next client. All hops together are a relay.
 
@@ -443,7 +446,7 @@ class Guard:
         raise RuleError("kind", f"job {self.declaration.job} does not declare that it asks {name}")
 
     def _position_of(self, allowed: Allowed, request: Request, relay: bool, together: bool) -> Position:
-        """Return the point (see ``Position``) at which the run is once a request is answered.
+        """Return the position (see ``Position``) of the run after the answer to a request.
 
         Raises:
             RuleError: The entry does not allow the request.
@@ -507,8 +510,8 @@ class Guard:
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:
         """Return pairs of an ``Order`` and a request: for the request, and for the inner request that it may contain.
 
-        An ``Order`` checks the sequence of requests. If the inner request was already answered, only the outer request
-        is checked. With ``keep``, new ``Order`` objects are stored.
+        An ``Order`` checks the sequence of requests. If the client already answered the inner request, only the outer
+        request is checked. With ``keep``, new ``Order`` objects are stored.
         """
         orders: list[tuple[Order, Any]] = []
         allowed: Allowed | None = match.allowed

@@ -1,4 +1,4 @@
-"""Compute each answer of a site only once, even if the question is repeated, and send the site's heartbeats."""
+"""Compute each answer of a site only once, even if the question is repeated. Send the heartbeats of the site."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ class RequestCache:
         """Return the answer to a question. It is computed only when the question is asked for the first time.
 
         Args:
-            number: The number of the question. Numbers ascend; 0 stands for a question that is never repeated.
+            number: The number of the question. Later questions have larger numbers. A question with the number 0 is
+                never repeated.
             work: A function that computes the answer.
 
         Raises:
-            LateError: A later question was asked already.
+            LateError: The server already asked a later question.
         """
         with self._lock:
             first = number == 0 or number > self._newest
@@ -76,7 +77,7 @@ def heartbeat(cache: RequestCache, send: Callable[[int, int], object], over: typ
             except over:
                 return
             except Exception as error:
-                # The server may be unreachable for a while.
+                # Errors are ignored, because the server may be unreachable for some time.
                 LOG.debug("no heartbeat: %s", error)
 
     thread = threading.Thread(target=work, name="heartbeat", daemon=True)

@@ -45,7 +45,8 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 FETCH = 10.0
-"""The number of seconds within which another site must begin to send its model. After this time, it is asked again."""
+"""The number of seconds within which another site must begin to send its model. After this time, the site is asked
+again."""
 
 
 class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
@@ -90,7 +91,10 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     @collab.main  # type: ignore[untyped-decorator]
     def main(self) -> None:
-        """Run all experiments. If one raises a ``FedstrataError``, write it to the run folder, and run the next one."""
+        """Run all experiments.
+
+        If an experiment raises a ``FedstrataError``, write the error to the run folder, and run the next experiment.
+        """
         end = JobEnd(collab.fl_ctx.get_run_abort_signal())
         calls = {site.name: _caller(site, end) for site in collab.clients}
         root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
@@ -117,7 +121,8 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
                         raise
                 finally:
                     if plan.sites and folder.is_dir():
-                        # The administrator fetches NVFlare's result folder, so the run folder is copied to it.
+                        # The run folder is copied to NVFlare's result folder, because the administrator fetches only
+                        # this folder.
                         without = shutil.ignore_patterns("checkpoint")
                         shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
         finally:
@@ -128,12 +133,13 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         if not settings.simulated:
             refuse_files(table, settings.catalog, data=not plan.own_data)
         spec = Experiment.from_table(table)
-        if not settings.simulated:  # A job must not decide where this server writes.
+        # The tracking settings of the job are removed, because a job must not decide where this server writes.
+        if not settings.simulated:
             spec = spec.model_copy(update={"tracking": Tracking()})
             refuse_attack(spec)
         resume = (folder / SPEC).exists()
         if resume and is_over(folder, spec.training.rounds):
-            return  # The run is already complete. This job only lets the administrator fetch the result.
+            return  # The run is already complete, and this job only lets the administrator fetch the result.
         site_of_client = plan.site_of_client(sorted(transport.sites))
         prepared = prepare_server(spec, settings.data, len(site_of_client)) if plan.own_data else prepare(spec)
         self._sums = Sums(plan.patience)
@@ -185,7 +191,7 @@ def _settings(root: Path) -> SiteSettings:
     if not settings.simulated:
         sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != root.resolve()]
     elif "" not in sys.path:
-        sys.path.insert(0, "")  # A simulation then finds the user's modules in the working directory.
+        sys.path.insert(0, "")  # The working directory is added, so that a simulation finds the user's modules there.
     return settings
 
 
@@ -199,20 +205,23 @@ class Site:
 
     @collab.init  # type: ignore[untyped-decorator]
     def init(self) -> None:
-        """Read the site's settings. If they are wrong, this site refuses all questions; other sites still take part."""
+        """Read the site's settings.
+
+        If the settings are wrong, this site refuses all questions. Other sites still take part.
+        """
         root, cache = Path(collab.workspace.get_root_dir()), RequestCache()
         self._progress = SiteProgress(root / STATUS)
         try:
             self._site_server = self._made(root)
             cache = self._site_server.request_cache
         except Exception as error:
-            # If the exception left this method, NVFlare would end the job at all sites.
+            # The exception is caught, because it would otherwise make NVFlare end the job at all sites.
             LOG.exception("this site takes no part")
             self._progress.answer(0, f"{error}")
             self._problem = f"its settings cannot be used ({type(error).__name__}). Read the log of the site."
         server = collab.server
         heartbeat(cache, lambda number, size: server(expect_result=False).heartbeat(number, size), RunAborted)
-        # The progress is written in a second thread, so that a slow disk does not delay heartbeats.
+        # A second thread writes the progress, so that a slow disk does not delay heartbeats.
         heartbeat(cache, lambda number, size: self._progress.write(), RunAborted)
 
     def _made(self, root: Path) -> SiteServer:
@@ -230,7 +239,8 @@ class Site:
             def fetch(data: bytes, left: float) -> object:
                 return others[target](timeout=min(FETCH, left), secure=settings.secure).call(data)
 
-            # The call waits while data arrive. A second call at the same time would transfer a large model twice.
+            # The call waits while data arrive, because a second call at the same time would transfer a large model
+            # twice.
             return retry(fetch, data, settings.patience, beside=False)
 
         return SiteServer(

@@ -21,7 +21,8 @@ RECORDS = "records"
 """The folder with NVFlare's records of jobs, in the server's folder."""
 
 _SAMPLES = ("local/privacy.json.sample", "startup/system_info.ipynb", "startup/readme.txt", "readme.txt")
-"""Files of NVFlare that are removed. The first one is for its privacy filters, which cannot read our messages."""
+"""Files of NVFlare that are removed. The first file is for NVFlare's privacy filters, which cannot read our
+messages."""
 
 
 def finish(kit: Path) -> None:
@@ -45,7 +46,7 @@ def close(folder: Path) -> None:
 
 
 def set_paths(kit: Path) -> None:
-    """Write the absolute path of the folder ``kit`` into its configuration, because NVFlare needs absolute paths."""
+    """Write the absolute path of the folder ``kit`` into its configuration, which must contain absolute paths."""
     path = kit / RESOURCES
     text = path.read_text(encoding="utf-8")
     resources = json.loads(text)
@@ -65,7 +66,7 @@ def _set_paths(node: Any, kit: Path) -> None:
 
 
 class Printable(logging.Filter):
-    """Makes the text of log records printable, because it can contain errors and names that other parties sent."""
+    """A log filter that makes texts printable, because they can contain errors and names that other parties sent."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Make a record printable, and indent its traceback so that it cannot look like records. Return True."""

@@ -1,9 +1,10 @@
 """A site's ledger: a file with an entry for each answer or refusal. An entry says what was asked and how much was sent.
 
-The ledger is a ``jsonl.Log`` (each line has a checksum that includes the line before), so that a changed, removed or
-moved line is detected. The head of a ledger is its number of entries and its last checksum. The head is stored in a
-second file, and is sent to the server with every answer. The server writes the heads to the run folder, so that missing
-lines at the end of the ledger are detected too. Values, labels and texts of errors are never written.
+The ledger is a ``jsonl.Log``. Each line has a checksum that also depends on the line before. Lines that were changed,
+removed or moved are therefore detected. The *head* of a ledger consists of its number of entries and its last checksum.
+The head is stored in a second file, and is sent to the server with every answer. The server writes the heads to the run
+folder, so that missing lines at the end of the ledger are detected too. Values, labels and texts of errors are never
+written.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from fedstrata.base.locking import LOCK
 LOG = logging.getLogger(__name__)
 
 FILE, HEAD, HEADS = "ledger.jsonl", "ledger.head", "ledgers.jsonl"
-"""The names of three files: a site's ledger; the head of this ledger; and, in a server's run folder, the heads of all
-sites."""
+"""The names of three files: the ledger of a site, the head of this ledger and, in the server's run folder, the heads of
+all ledgers."""
 
 PLACE = "fedstrata"
 """The folder of the ledger in a site's folder."""
 
 RECOVERED = "recovered"
-"""The ``kind`` of an entry that follows a line which a crash left incomplete."""
+"""The ``kind`` of an entry that replaces an incomplete line after a crash."""
 
 _HEAD = re.compile(r"(\d{1,15}):([0-9a-f]{64})")
 
@@ -147,12 +148,14 @@ class Ledger:
             self._log.append(*({"n": n, **table} for n, table in enumerate(tables, before.entries + 1)))
             self._head = Head(before.entries + len(tables), self._log.last)
             self._log.sync()
-            # If the process crashes here, the old head remains. It fits the ledger without the new lines.
+            # If the process crashes before the head is replaced, the old head remains. It fits the ledger without the
+            # new lines.
             beside = self.head_path.with_name(f".{HEAD}.{os.getpid()}")
             beside.write_text(f"{self._head}\n", encoding="utf-8")
             beside.replace(self.head_path)
         except BaseException:
-            # The caller will write all entries again. So remove the entries that were written before the error.
+            # The entries that were written before the error are removed, because the caller will write all entries
+            # again.
             self._head, self._log.last, self._log.size = before, last, size
             with suppress(OSError):
                 os.truncate(self.path, size)
@@ -166,7 +169,7 @@ class Checked:
     Args:
         entries: The entries before the first changed entry.
         problems: Descriptions of missing or changed entries.
-        notes: Descriptions of the traces of crashes, which are not problems.
+        notes: Descriptions of incomplete lines after crashes, which are not problems.
     """
 
     entries: list[dict[str, Any]]
@@ -211,7 +214,7 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
         if head.entries < len(digests):
             if digests[head.entries] != head.digest:
                 checked.problems.append(
-                    f"entry {head.entries} is another one than {source}, because it was written again"
+                    f"entry {head.entries} differs from what {source}, because it was written again"
                 )
             elif source.startswith("its") and whole and head.entries < len(lines):
                 numbers = f"{source} {head.entries} entries, but there are {len(lines)}"

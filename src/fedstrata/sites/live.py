@@ -33,7 +33,7 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
         folder: The folder of the administrator, the server or a site, or a run folder; see
             ``fedstrata.sites.status.source_of``.
         port: The port; 0 for a free one.
-        report: A function that is called with a text that contains the address of the page.
+        report: A function that is called once, with a text that contains the address of the page.
 
     Raises:
         SpecError: ``folder`` is not one of these folders, or the port cannot be used.
@@ -51,9 +51,8 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
 def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
     """Serve the web page during the ``with`` block, and yield its address and a function that updates it.
 
-    All users of this machine, and all web pages in their browsers, can connect. The page is therefore sent only if two
-    conditions hold: the address in the request contains a random key, which cannot be guessed, and the host name is
-    this machine's.
+    All users of this machine, and all web pages in their browsers, can connect. The page is therefore sent only if the
+    address in the request contains a random key, and the host name is a name of this machine.
 
     Args:
         source: The source of the progress.
@@ -104,7 +103,7 @@ class _Page:
         try:
             return b"" if folder is None else render(load_runs(folder)).encode()
         except DataError:
-            return b""  # A run without a complete round does not have a report.
+            return b""  # a run without a complete round does not have a report
 
     def content(self, path: str) -> tuple[str, bytes] | None:
         """Return the content type and the bytes of the file at a path; None if the page has no such file."""
@@ -115,7 +114,7 @@ class _Page:
 
 
 def hosts(port: int) -> set[str]:
-    """Return the ``Host`` headers that a browser on this machine may send; it may omit the default port 80."""
+    """Return the ``Host`` headers that a browser on this machine may send. Browsers may omit the default port 80."""
     names = {LOOPBACK, "localhost"}
     return {f"{name}:{port}" for name in names} | (names if port == 80 else set())
 
@@ -124,9 +123,9 @@ def _handler(page: _Page, key: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version, timeout = "fedstrata", "", 30
 
-        def do_GET(self) -> None:  # http.server calls a method of this name.
+        def do_GET(self) -> None:  # the name is fixed, because http.server calls this method
             if self.headers.get("Host", "") not in hosts(self.connection.getsockname()[1]):
-                self._answer(403, _TEXT, b"this page is for its own machine alone\n")
+                self._answer(403, _TEXT, b"this page is only for browsers on its own machine\n")
                 return
             _, given, path = [*self.path.partition("?")[0].split("/", 2), "", ""][:3]
             right = secrets.compare_digest(given.encode(), key.encode())
@@ -149,6 +148,6 @@ def _handler(page: _Page, key: str) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Log nothing, because the address of the page must not be in a log."""
+            """Do not log requests, because the address of the page must not be in a log."""
 
     return Handler

@@ -25,8 +25,8 @@ FINGERPRINTS = "fingerprints.json"
 """The file in the server's run folder that maps each site to the fingerprint of its data."""
 
 SECRET = "fingerprint.key"
-"""The file with the key of a site's fingerprints. Without this key, nobody can test guesses of the data against a
-fingerprint."""
+"""The file with the key of a site's fingerprints. Without this key, nobody can test guesses of the data by comparing
+them with a fingerprint."""
 
 
 def fingerprint(data: Path | None, folder: Path) -> str:
@@ -34,7 +34,7 @@ def fingerprint(data: Path | None, folder: Path) -> str:
 
     Args:
         data: The site's data file.
-        folder: The folder of the key; the key is created if it does not exist.
+        folder: The folder of the key. The key is created if it does not exist.
     """
     if data is None:
         return ""
@@ -74,7 +74,7 @@ def sign(run: Path, kit: Path) -> Path:
 def verify(run: Path, kit: Path) -> dict[str, Any]:
     """Return the manifest of a run folder after checking its signature and the files.
 
-    A signature by a site is refused, although sites have certificates of the federation too. A file that the manifest
+    A signature of a site is refused, although sites also have certificates of the federation. A file that the manifest
     does not name, such as a report, is only logged.
 
     Args:
@@ -118,7 +118,7 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
         )
     for name in files:
         if name not in signed:
-            LOG.warning("%s: is not signed", run / name)
+            LOG.warning("%s is not signed", run / name)
     return table
 
 

@@ -1,4 +1,4 @@
-"""The server's list of sites that may connect: a file in the server's folder, which is read when a site connects."""
+"""The server's list of sites that may connect, a file in its folder that is read at each connection."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _read(kit: Path) -> _Lists:
 class Members:
     """The list of a running server. The file is read each time, because it may be edited.
 
-    While the file cannot be read, the last valid list counts. If there never was a valid list, no site may connect.
+    If the file cannot be read, the last valid list is used. If there was never a valid list, no site may connect.
 
     Args:
         kit: The server's folder.
@@ -75,7 +75,7 @@ class Members:
         return self._last
 
     def struck(self, name: str) -> bool:
-        """Return True if this site may not connect: a list exists and does not name the site."""
+        """Return True if this site may not connect because a list exists and does not name the site."""
         names = self.names()
         return names is not None and name not in names
 
@@ -94,11 +94,11 @@ def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -
 
 
 def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
-    """Remove a site from the list, or put it on the list again, and return the sites on the list.
+    """Remove a site from the list, or add it again, and return the sites on the list.
 
     The server and the run continue. New connections of the site are refused at once, and an existing connection ends at
     NVFlare's next heartbeat. The run does not ask the site any more, and ignores an answer that is still on its way.
-    The site's certificate stays valid, but is not enough to connect.
+    The site's certificate stays valid, but the certificate alone is not enough to connect.
 
     Args:
         kit: The server's folder.

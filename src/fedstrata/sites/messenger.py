@@ -1,4 +1,4 @@
-"""Send the server's messages to all sites at the same time. Messages are numbered, and acknowledge earlier answers."""
+"""Send the server's messages to all sites at the same time. Messages have numbers, and acknowledge earlier answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Transport(Protocol):
             site: The name of the site.
             data: The encoded message.
             patience: Seconds to wait for the answer.
-            number: The number of the message; numbers ascend. A site that gets a number again repeats its answer.
+            number: The number of the message. Later messages have larger numbers. A site that gets a number again
+                repeats its answer.
 
         Raises:
             SiteLostError: The site cannot be reached, or does not answer within ``patience`` seconds.
@@ -74,7 +75,8 @@ class Messenger:
         """A mapping from each site to the newest head of its ledger; see ``fedstrata.sites.ledger``."""
         self._transport, self._patience = transport, patience
         self._acks: dict[str, list[Message]] = {site: [] for site in directory.sites}
-        # Numbers begin with the current time. They are then larger than numbers of an earlier run at the same sites.
+        # Message numbers start from the current time, so they are larger than the numbers of an earlier run at the same
+        # sites.
         self._numbers = itertools.count(time.time_ns())
         self._pool = ThreadPoolExecutor(min(len(directory.sites), MOST_AT_ONCE), thread_name_prefix="sites")
 
@@ -105,8 +107,8 @@ class Messenger:
         Args:
             bodies: A mapping from each site to the message for it.
             kind: The expected class of the answers.
-            ended: Only given if the clients at these sites add up tensors together: a function that is called with a
-                site and its answer, or error, as soon as it arrives. A site that fails is then not asked again,
+            ended: A function that is called with a site and its answer or error, as soon as it arrives. It is given
+                only if the clients at these sites add up tensors together. A site that fails is then not asked again,
                 because the other sites do not wait for it.
         """
         self.directory.gather()
@@ -136,19 +138,19 @@ class Messenger:
             enough = len(directory.present() - set(wanted)) >= directory.least
             if ended is not None or directory.fewer != "wait" or not wanted or enough:
                 return outcomes
-            # Messages are sent again with the same numbers, so a site that has already answered repeats its answer.
+            # A message is sent again with the same number, so a site that has already answered repeats its answer.
             directory.wait_for_any(wanted)
 
     def _complete(self, site: str, outcome: Any) -> Any:
-        """Fetch the answers of a site that did not fit into its first message, and return all answers of the site."""
+        """Fetch the answers that did not fit into the first message of a site, and return all answers of the site."""
         while isinstance(outcome, wire.Answers) and outcome.left:
             rest = self._send(site, wire.More(self.exchange), (wire.Answers,), next(self._numbers))
             if isinstance(rest, FedstrataError):
-                # Do not return a SiteLostError. The question would be sent again, but the site can only repeat its last
-                # answer.
+                # This error is not a SiteLostError, after which the question would be sent again: the site can repeat
+                # only its last answer.
                 return WireError(f"site {site} went away between two parts of its answer: {rest}")
             if not rest.outcomes or rest.left != outcome.left - len(rest.outcomes):
-                return WireError(f"site {site} promised {outcome.left} more answers, but sent something else")
+                return WireError(f"site {site} announced {outcome.left} more answers, but did not send answers")
             outcome = wire.Answers(outcome.outcomes + rest.outcomes, rest.left)
         return outcome
 

@@ -37,7 +37,7 @@ pools allow up to 128 threads."""
 
 @cache
 def bound_growth() -> None:
-    """Keep the number of threads and the memory of this process constant while it exchanges messages.
+    """Keep the number of threads and the memory use of this process constant while it exchanges messages.
 
     The first call in a process starts a thread that never ends; later calls change nothing.
     """
@@ -45,7 +45,8 @@ def bound_growth() -> None:
     _forget_in_one_thread(cleanups)
     _fill_thread_pools()
     gc.collect()
-    gc.freeze()  # The collector then skips the objects that exist now. Most of them are never freed.
+    # The objects that exist now are frozen, so that the collector skips them. Most of these objects are never freed.
+    gc.freeze()
     threading.Thread(target=_clean_up, args=(cleanups,), name="clean-up", daemon=True).start()
 
 
@@ -125,7 +126,7 @@ def _start_threads_of(owner: type[Any]) -> None:
     """Let every new object of a class start the threads of its pools."""
     construct = owner.__init__
 
-    @wraps(construct)  # NVFlare reads the names of the parameters, so they are preserved.
+    @wraps(construct)  # The wrapper preserves the names of the parameters, because NVFlare reads them.
     def construct_with_threads(self: Any, *arguments: Any, **named: Any) -> None:
         construct(self, *arguments, **named)
         _start_threads(*(value for value in vars(self).values() if isinstance(value, ThreadPoolExecutor)))
@@ -138,7 +139,7 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
     started = threading.Event()
     for pool in pools:
         for _ in range(min(AT_ONCE, pool._max_workers)):
-            pool.submit(started.wait)  # a waiting thread is not free, so the pool starts another thread
+            pool.submit(started.wait)  # a thread that waits counts as busy, so the pool starts another thread
     started.set()
 
 
@@ -171,7 +172,7 @@ class JobEnd:
 
 
 def survive_kill(run: Path) -> None:
-    """Let the other sites go on when the process of this site's job is killed.
+    """Let the other sites continue if the process of this site's job is killed.
 
     NVFlare would end the whole job, unless the return code of the process is 0. NVFlare reads the code from a file in
     the job's folder. This function therefore writes 0 in advance. A process that is not killed overwrites the file when
@@ -215,7 +216,7 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
 SIMULATOR = "nvflare.private.fed.app.simulator.simulator"
 
 SIMULATOR_ATTEMPTS = 2
-"""The largest number of starts of the simulator, if it ends before the first run has begun.
+"""The largest number of attempts to start the simulator, if it ends before the first run has begun.
 
 On a busy machine, NVFlare may lose a site during the start. The simulator then ends before any of our code has run.
 Seen in NVFlare 2.9.0, ``private/fed/app/simulator/simulator_runner.py``.
@@ -263,7 +264,7 @@ def is_temporary(error: Exception, known: bool) -> bool:
     from nvflare.fuel.flare_api import api_spec as api
 
     away = (ConnectionError, TimeoutError, FLCommunicationError, api.SessionClosed, api.NoReply, api.InternalError)
-    # Between two requests, a job may have ended, or may have begun before its sites are ready.
+    # These errors are temporary: a job may end between two requests, or begin before its sites are ready.
     between = (api.NoClientsAvailable, api.JobNotRunning, api.JobNotDone, api.ClientsStillRunning)
     if isinstance(error, api.AuthenticationError):
         return known
@@ -273,8 +274,8 @@ def is_temporary(error: Exception, known: bool) -> bool:
 # Start-up kits
 
 SCHEDULER = {"max_jobs": 1, "min_schedule_interval": 10, "max_schedule_interval": 30, "max_schedule_count": 100_000}
-"""Settings of the server's job scheduler. It runs one job at a time, because two jobs may write into the same folder. A
-job that waits for sites is tried every 10 to 30 seconds, for weeks.
+"""Settings of the server's job scheduler. The scheduler runs one job at a time, because two jobs may write into the
+same folder. A job that waits for sites is tried every 10 to 30 seconds, for weeks.
 
 NVFlare computes ``2**n * min_schedule_interval`` for the nth attempt. With a float, this product overflows after a
 thousand attempts, and the job is never tried again. The interval is therefore an integer. Seen in NVFlare 2.9.0,
@@ -304,8 +305,8 @@ def adapt_script(name: str, text: str) -> str:
     rest = rest.replace("python3 ", '"$FEDSTRATA_PYTHON" ')
     rest = rest.replace("\nSECONDS=0\n", f"{_kit_text('sub_start.sh')}SECONDS=0\n")
     rest = rest.replace("\n  $DIR/sub_start.sh &", _kit_text("start.sh").rstrip())
-    # Remove two steps of sub_start.sh. Our lines above have already written daemon_pid.fl. With --once, pid.fl contains
-    # the script's own process id and must not be deleted.
+    # Two steps of sub_start.sh are removed. Our lines above have already written daemon_pid.fl. With --once, pid.fl
+    # contains the process id of the script, and must not be deleted.
     rest = rest.replace('\ncheck_daemon\n\necho $BASHPID > "$WORKSPACE/daemon_pid.fl"\n', "")
     rest = rest.replace('directly"\n  rm -f "$WORKSPACE/pid.fl"', 'directly"\n  rm -f')
     if name == "stop_fl.sh":

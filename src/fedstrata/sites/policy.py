@@ -37,7 +37,7 @@ class RuleError(FedstrataError):
 
     @property
     def for_good(self) -> bool:
-        """Whether the site will refuse everything until the job ends, because its policy and counts do not change."""
+        """Whether the site will refuse all requests until the job ends, because its policy will not change."""
         return self.rule.startswith("policy.")
 
     def __reduce__(self) -> tuple[type[RuleError], tuple[str, str]]:
@@ -48,25 +48,26 @@ class Policy(Setting):
     """A site's limits on jobs.
 
     Args:
-        jobs: The jobs that may run: only those whose hash is in ``approved``, or every job that the other limits allow
-            (``within-policy``).
+        jobs: The jobs that may run. ``approved``: only jobs whose hash is in the key ``approved``. ``within-policy``:
+            every job that the other limits allow.
         approved: Hashes of specs, as ``fedstrata asks`` prints them. ``fedstrata approve`` adds a hash.
-        methods: Names of the methods that may run. Default: all methods that declare their questions.
+        methods: Names of the methods that may run. Default: all methods that declare their requests.
         min_samples: The smallest number of samples from which a value that leaves the site is computed, such as an
             update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more.
-        below: The behaviour of a client that has fewer samples in a batch of Stratify: ``hold-back`` uses them in a
-            later batch, ``refuse`` does not answer. Other questions about fewer samples are never answered.
+        below: The behaviour of a client that has fewer than ``min_samples`` samples in a batch of Stratify.
+            ``hold-back``: it uses these samples in a later batch. ``refuse``: it does not answer. Other requests about
+            fewer samples are never answered.
         rounds: The largest number of rounds of a job.
-        exchanges: The largest number of messages with questions or tasks that the site answers for a job.
+        exchanges: The largest number of messages with requests that the site answers for a job.
         megabytes: The largest total size of all answers to a job, in megabytes.
-        starts: The largest number of times that a job may begin or be resumed. With each start, a job can return to its
-            last checkpoint and repeat the questions since then.
-        surveys: The largest number of different answers about statistics of the site's own data, over all jobs that are
-            not approved. The limit is needed because a spec with another seed holds out other samples for tests, so two
-            answers can differ by a single sample and reveal it. The same limit holds for descriptions (``[data]``) that
-            are tried on the data, and for questions that fail, because an error reveals something too.
+        starts: The largest number of times that a job may begin or be resumed. After each start, a job can repeat the
+            requests since its last checkpoint.
+        surveys: The largest number of different statistics of the site's own data that the site sends to jobs that are
+            not approved. A spec with another seed holds out other samples for tests. Two answers can therefore differ
+            by a single sample and reveal it. The same limit holds for descriptions (``[data]``) that are tried on the
+            data, and for requests that fail, because an error also reveals something.
         masking: Whether labels and their counts must be masked before they leave the site.
-        ldp: Whether sample counts may leave the site only under local differential privacy.
+        ldp: Whether numbers of samples may leave the site only with local differential privacy.
         relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, so that
             the server sees only the final model. ``server``: the server may see the model after every client.
     """
@@ -120,8 +121,8 @@ class Policy(Setting):
             accepted = "Use 'standard' or 'none', or set data.shift and data.scale."
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
         for rule, fact, accepted in (
-            ("masking", "labels", "Mask labels, and do not evaluate at the sites."),
-            ("ldp", "sizes", "Send numbers of samples only under local differential privacy (an epsilon)."),
+            ("masking", "labels", "Use a job that masks labels and does not evaluate at the sites."),
+            ("ldp", "sizes", "Use a method that reports numbers of samples with local differential privacy."),
         ):
             if getattr(self, rule) and fact in asked.discloses:
                 by = [each.label for each in asked.allowed if fact in each.rule.discloses]
@@ -131,11 +132,11 @@ class Policy(Setting):
                 )
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
-        """Refuse another answer about the site's data if other jobs got as many answers as ``surveys`` allows.
+        """Refuse an answer about the site's data if other jobs got as many different answers as ``surveys`` allows.
 
         Args:
             job: The hash of the job.
-            answer: The answer, or a key that identifies it.
+            answer: The answer, or a key that identifies the answer.
             before: The earlier answers to all jobs. The site may repeat these answers.
             topic: A description of the answers, for the error message.
 
