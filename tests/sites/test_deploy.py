@@ -719,11 +719,14 @@ def test_a_site_lets_a_job_name_our_classes_and_bring_no_code(kits: Path) -> Non
 @pytest.mark.parametrize(
     ("table", "problem"),
     [
-        ({"method": {"name": "stratify", "mode": "single"}}, "site.a: would take no part: .*'policy.min_samples'"),
-        ({"data": "mnist"}, "site.a: would take no part: .*'data'.*data.name = 'mnist'"),
+        (
+            {"method": {"name": "stratify", "mode": "single"}},
+            "site.a: this site would not take part: .*'policy.min_samples'",
+        ),
+        ({"data": "mnist"}, "site.a: this site would not take part: .*'data'.*data.name = 'mnist'"),
         (
             {"method": "asking:Counted"},
-            "site.a: would take no part: method.name = 'asking:Counted': .*'allow' is empty",
+            "site.a: this site would not take part: method.name = 'asking:Counted': .*'allow' is empty",
         ),
     ],
     ids=str,
@@ -741,7 +744,7 @@ def test_a_job_that_its_sites_would_refuse_is_not_deployed(tmp_path: Path, table
 def test_a_request_that_is_not_declared_is_not_deployed(tmp_path: Path) -> None:
     spec = fs.Experiment.from_table({"partition": {"name": "iid", "clients": 2}, "method": "asking:Counted"})
     sites = Sites.model_validate({"site": {"a": {"allow": ["asking"]}, "b": {"allow": ["asking"]}}})
-    with pytest.raises(SpecError, match=r"site\.a: would take no part: .*'declared'"):
+    with pytest.raises(SpecError, match=r"site\.a: this site would not take part: .*'declared'"):
         provision(spec, sites, tmp_path / "out")
 
 

@@ -146,5 +146,5 @@ def test_the_folder_of_a_comparison_names_one_of_its_runs(tmp_path: Path, capsys
         (tmp_path / run).mkdir(parents=True)
         (tmp_path / run / "metrics.jsonl").touch()
     assert main(["status", str(tmp_path)]) == 2
-    example = f"Name one of them, for example {tmp_path / 'fedavg/seed-0'}.\n"
-    assert capsys.readouterr().err.endswith(f"is the folder of a comparison of 2 runs. {example}")
+    example = f"Give the folder of one run, for example {tmp_path / 'fedavg/seed-0'}.\n"
+    assert capsys.readouterr().err.endswith(f"is the folder of a comparison with 2 runs. {example}")

@@ -1,6 +1,9 @@
-"""Start and end processes with their descendants. Signals reach all of them, and they end with our own process.
+"""Start and end processes with their descendants. Signals reach the descendants too.
 
-``python -m fedstrata.sites.processes COMMAND`` runs a command, and kills it if standard input is closed before it ends.
+All these processes end when our own process ends.
+
+``python -m fedstrata.sites.processes COMMAND`` runs a command, and kills the command if standard input is closed
+before the command ends.
 """
 
 from __future__ import annotations
@@ -72,8 +75,8 @@ def _send(groups: set[int], number: signal.Signals) -> None:
 
 
 def _guard(command: Sequence[str]) -> int:
-    # SIGTERM is sent to the guard and the command, but the guard must live longer. Its handler does nothing, because
-    # the command would inherit SIG_IGN.
+    # SIGTERM is sent to the guard and the command, but the guard must live longer. The guard therefore has a handler
+    # that does nothing. SIG_IGN cannot be used instead, because the command would inherit it.
     signal.signal(signal.SIGTERM, lambda *_: None)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     Thread(target=_follow, daemon=True).start()
@@ -82,7 +85,7 @@ def _guard(command: Sequence[str]) -> int:
 
 
 def _follow() -> None:
-    """Wait until standard input is closed, then kill the session, with this process as the last one."""
+    """Wait until standard input is closed. Then kill the session, and this process last."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     group = os.getpgid(0)

@@ -1,4 +1,4 @@
-"""The progress of a run over sites: the tables that the server and each site write, and their display as text."""
+"""The progress of a run over sites. The server and each site write it as a table, which is shown as text."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ STEP = 2.0
 """The number of seconds between two writes of the progress."""
 
 DISK_FULL = 1e6
-"""A disk with fewer free bytes than this counts as full."""
+"""A disk with fewer free bytes counts as full."""
 
 CURVES = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss", "clients_returned": "returned"}
-"""The fields of a round's record that are shown as curves, each with the name of its curve."""
+"""A mapping from the fields of a round's record that are shown as curves to the names of the curves."""
 
 POINTS = 300
-"""The approximate largest number of points of a curve. It is limited because all curves are sent every two seconds."""
+"""The approximate largest number of points of a curve. The number is limited because all curves are sent every two
+seconds."""
 
 MEASURED = ("accuracy", "loss", "train_loss")
 COUNTED = ("returned", "dropped", "late", "failed")
@@ -115,15 +116,16 @@ class Progress:
         self._history.append(_kept(record))
 
     def table(self) -> dict[str, Any]:
-        """Return the progress as a table that JSON can hold."""
-        history, records = self._history, list(self._history)  # Make a copy, because another thread may add records.
+        """Return the progress as a table for JSON."""
+        # The records are copied, because another thread may add records.
+        history, records = self._history, list(self._history)
         here, last = records[self._before :], records[-1] if records else {"round": 0}
         seconds, left = time.time() - self._begun, None
         if here and not self._over:
             left = seconds / (last["round"] - here[0]["round"] + 1) * (self._rounds - last["round"])
         if not self._over:
             self._update_states()
-        # Use the last value of each metric, because not every round has an evaluation.
+        # The last value of each metric is used, because not every round has an evaluation.
         measured = {key: record[key] for record in records for key in MEASURED if record.get(key) is not None}
         counts = {key: last[f"clients_{key}"] for key in COUNTED if f"clients_{key}" in last}
         column = column_of(history.primary)
@@ -151,7 +153,7 @@ class Progress:
 
     def end(self, outcome: str = "complete") -> None:
         """Record and write the end of the run. The recorded states of the sites do not change afterwards."""
-        with suppress(Exception):  # The transport may already be closed.
+        with suppress(Exception):  # errors are ignored, because the transport may already be closed
             self._update_states()
         self._over = outcome
         self.write()
@@ -159,7 +161,8 @@ class Progress:
     def write(self) -> None:
         """Write the progress to the file, if there is one."""
         if self._path is not None:
-            with self._writing:  # With the lock, two threads cannot write an older table over a newer table.
+            # Without the lock, one thread could replace a newer table by an older table of another thread.
+            with self._writing:
                 _write(self._path, self.table())
 
     @contextmanager
@@ -174,7 +177,8 @@ class Progress:
             while True:
                 try:
                     self.write()
-                except Exception as error:  # An error such as a full disk must not stop the run.
+                # Errors are only logged, because an error such as a full disk must not stop the run.
+                except Exception as error:
                     LOG.debug("the status is not written: %s", error)
                 if ended.wait(STEP):
                     return
@@ -200,12 +204,12 @@ class SiteProgress:
         self.table: dict[str, Any] = {"questions": 0, "bytes_in": 0, "bytes_out": 0, "refused": "", "working": False}
 
     def question(self, size: int) -> None:
-        """Count a question of ``size`` bytes."""
+        """Count a question of ``size`` bytes that arrived from the server."""
         self.table |= {"bytes_in": self.table["bytes_in"] + size, "working": True, "asked": time.time()}
         self.table["questions"] += 1
 
     def answer(self, size: int, refused: str = "") -> None:
-        """Count an answer of ``size`` bytes, and record the reason if it was refused."""
+        """Count an answer of ``size`` bytes to the server. If the site refused to answer, record the reason."""
         self.table |= {"bytes_out": self.table["bytes_out"] + size, "working": False}
         self.table["refused"] = refused or self.table["refused"]
 
@@ -274,7 +278,7 @@ def _site_lines(table: Mapping[str, Any], quiet: str) -> list[str]:
 
 
 def _disk_lines(table: Mapping[str, Any]) -> list[str]:
-    """Return a warning if the disk of the server or site is full: the shown progress may then be old."""
+    """Return a warning if the disk of the server or site is full, because the shown progress may then be old."""
     free = table.get("disk_free", math.inf)
     if free >= DISK_FULL:
         return []

@@ -38,7 +38,7 @@ from fedstrata.sites.simulator import require_nvflare
 from fedstrata.spec.experiment import Experiment
 
 SERVER, ADMIN, JOB = "server", "admin", "job"
-"""The names of the folders of the server and the administrator, and of the folder ``JOB`` inside ``ADMIN``."""
+"""The names of the server's folder, of the administrator's folder, and of the folder ``JOB`` inside ``ADMIN``."""
 
 GATE = "fedstrata.sites.gate.Gate"
 
@@ -58,7 +58,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         spec: The experiment.
         sites: The federation.
         out: A folder that is empty or does not exist.
-        base_dir: For a trial on this machine: the folder to which relative paths of data files refer.
+        base_dir: The folder to which relative paths of data files refer in a trial on this machine; otherwise None.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
@@ -72,7 +72,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
             "--out", "already exists, and certificates are never overwritten. Give another folder.", str(out)
         )
     if spec.tracking.callbacks:
-        problem = "cannot be set in a job for real sites. Remove it, and read the run folder of the result."
+        problem = "cannot be set in a job for real sites. Remove this section, and read the run folder of the result."
         raise SpecError("tracking", problem)
     refuse_attack(spec)
     refuse_secure_sums(spec)
@@ -90,7 +90,9 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
             with only_from(own.packages):
                 policy.check(declared(spec.to_toml(), own, clients=len(site_of_client), own_data=sites.own_data))
         except (RuleError, SpecError) as error:
-            problem = f"would take no part: {str(error).rstrip('.')}. Change the job, or [policy] in the file of sites."
+            problem = (
+                f"this site would not take part: {str(error).rstrip('.')}. Change the job, or [policy] in sites.toml."
+            )
             raise SpecError(f"site.{name}", problem) from None
     try:
         refuse_files(spec.to_spec(), catalog, data=not sites.own_data)
@@ -124,7 +126,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
 
 
 def _certify(sites: Sites, out: Path) -> None:
-    """Let NVFlare make certificates and start scripts in a folder for each party (server, site, administrator).
+    """Let NVFlare make a folder with certificates and start scripts for each party (server, site, administrator).
 
     This runs in a separate process, because NVFlare changes global state.
     """
@@ -146,7 +148,8 @@ def _certify(sites: Sites, out: Path) -> None:
     }
     with tempfile.TemporaryDirectory(prefix="fedstrata-provision-") as place:
         root = Path(place)
-        (root / "project.yml").write_text(json.dumps(project), encoding="utf-8")  # Every JSON text is valid YAML.
+        # NVFlare reads YAML, and every JSON text is valid YAML.
+        (root / "project.yml").write_text(json.dumps(project), encoding="utf-8")
         command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.yml", "-w", "kits", "--force"]
         done = subprocess.run(command, cwd=root, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         kits = root / "kits" / sites.federation / "prod_00"
@@ -154,8 +157,8 @@ def _certify(sites: Sites, out: Path) -> None:
             raise FedstrataError(f"NVFlare cannot create the start-up kits: {(done.stdout + done.stderr).strip()}")
         for kit, name in [(sites.server.host, SERVER), (USER, ADMIN), *((name, name) for name in sites.site)]:
             shutil.move(kits / kit, out / name)
-        # The root's private key is needed to renew certificates, so it is kept. All other private keys are only in the
-        # folders of their owners.
+        # The private key of the root certificate is stored, because it is needed to renew certificates. All other
+        # private keys are only in the folders of their owners.
         state = json.loads((root / "kits" / sites.federation / "state" / "cert.json").read_text(encoding="utf-8"))
         (out / "authority").mkdir()
         write_json(out / "authority" / "cert.json", {key: state[key] for key in ("root_cert", "root_pri_key")})
@@ -170,8 +173,8 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
     resources["class_allow_list"] = list(CLASSES)
     resources["allow_log_streaming"] = False
     for server in resources.get("servers", []):
-        server["heart_beat_timeout"] = 120  # This time in seconds lets a site pause for a minute.
-    if "snapshot_persistor" in resources:  # Only the server has this file.
+        server["heart_beat_timeout"] = 120  # with this time in seconds, a site can pause for a minute
+    if "snapshot_persistor" in resources:  # only the server's file has this entry
         resources["components"].append({"id": "gate", "path": GATE, "args": {"records": f"/{RECORDS}/"}})
     for component in resources.get("components", []):
         if component["id"] == "job_scheduler":

@@ -1,6 +1,6 @@
 """Run an experiment over sites in one process, to test it before it runs on real machines.
 
-As on real machines, the sites' files are read, and all messages are encoded. The result is also the same.
+As on real machines, the run reads the sites' files and encodes all messages. It has the same result.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def rehearse_file(
         transport.site_servers[name] = SiteServer(name, out / STATES / name, carry, settings, keys=keys, policy=policy)
     test = path_of(sites.server.data, base_dir)
     prepared = prepare_server(spec, test, len(site_of_client)) if sites.own_data else prepare(spec)
-    # Do not wait for sites, because a site that failed in a rehearsal cannot recover.
+    # A rehearsal does not wait for sites, because a site that failed in a rehearsal cannot recover.
     fewer = "abort" if sites.fewer == "wait" else sites.fewer
     messenger = Messenger(transport, site_of_client, patience=sites.patience, least=sites.least, fewer=fewer)
     direct = sites.relay == "direct"
-    # The sites store states under the run's name. Any name is possible, because no other run uses these folders.
+    # The sites store states under the name of the run. The name can be fixed, because no other run uses these folders.
     engine = NVFlareEngine(prepared.config, messenger, sums, spec=spec.to_toml(), run="run", direct=direct)
     if sites.own_data:
         prepared = surveyed(prepared, engine, out, resume=resume)

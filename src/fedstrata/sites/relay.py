@@ -1,4 +1,4 @@
-"""Relays over sites: clients train one model in turn. The model goes from site to site; the server sends the tasks."""
+"""Relays over sites: clients train one model in turn. The server sends tasks, and sites pass the model on."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def reply_of(outcome: object, request: Request) -> Reply | Failure:
     if isinstance(outcome, wanted):
         return outcome
     kind, question = type(outcome).__name__, type(request).__name__
-    return Failure(f"the reply is a {kind}, which is not an answer to {question}, which wants {wanted.__name__}")
+    return Failure(f"the reply is a {kind}, but the answer to {question} must be a {wanted.__name__}")
 
 
 @dataclass
 class _Hop:
-    """A hop that the server accepted: one client's training of the travelling model.
+    """A hop (one client's training of the travelling model) that the server accepted.
 
     Args:
         site: The site of the client.
@@ -51,7 +51,7 @@ class SiteRelay:
     """A relay in which the model goes from site to site; see ``fedstrata.federation.engine.RelaySession``.
 
     The server sends the tasks, each with the name of the site that has the model. A site keeps its last model until the
-    relay is over. If a site is lost, only the hops since the model was last at another site are therefore lost.
+    relay is over. If a site fails, the run therefore loses only the hops since the model was last at another site.
 
     Args:
         messenger: Sends messages to the sites.
@@ -79,7 +79,8 @@ class SiteRelay:
             ticket = secrets.token_hex(16)
             outcome = self._send(site, client, task, ticket, base, self._weights if base < 0 else None)
             if isinstance(outcome, Unmoved) and base >= 0:
-                # The sites may be unable to connect, or the model arrived damaged. Send the model through the server.
+                # The model is sent through the server, because the sites may be unable to connect, or the model arrived
+                # damaged.
                 model = self._fetch(base)
                 if isinstance(model, FedstrataError):
                     self._lose(base, str(model))

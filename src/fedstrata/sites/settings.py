@@ -1,4 +1,4 @@
-"""The description of an experiment for the server of a job, and the settings of the server and of each site."""
+"""The settings of the server and of each site, and the description of an experiment for the server of a job."""
 
 from __future__ import annotations
 
@@ -103,15 +103,15 @@ class SiteSettings(Setting):
 
     Args:
         data: The data file of the site or the server; None if the spec names the data.
-        keys: The folder with the keys that all sites share to mask labels; never set at the server.
+        keys: The folder with the keys that all sites share to mask labels. It is never set at the server.
         patience: The number of seconds that the site waits for the server or another site.
-        secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them; this
-            needs certificates.
+        secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them. This
+            setting requires certificates.
         states: The folder of the clients' states. Default: a folder inside the site's own folder.
         allow: Top-level packages, installed on this machine, from which a spec may name ``module:Class``.
         catalog: Data sets and files of this machine that a spec may name, in addition to scikit-learn's data sets.
-        tells: Whether the server may see metrics on this site's own samples (``evaluation.client_test``), and not only
-            sums over all sites.
+        tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``), in
+            addition to sums.
         simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, missing keys
             are created, specs may name any code, and the server sees the full text of errors.
     """

@@ -33,11 +33,11 @@ from fedstrata.spec.experiment import Experiment
 Callback = Callable[[Mapping[str, Any]], None]
 
 SITES = "sites.json"
-"""The file in a run folder with the number of sites that hold the clients."""
+"""The file in a run folder that contains the number of sites."""
 
 _LOOK = 0.1
 GRACE = 5.0
-"""The number of seconds between SIGTERM and SIGKILL, in which processes can end."""
+"""The number of seconds after SIGTERM in which processes can end. Then they get SIGKILL."""
 
 
 def require_nvflare() -> None:
@@ -58,7 +58,7 @@ def simulate(
     """Run experiments one after another in one session of NVFlare's simulator.
 
     Args:
-        runs: Experiments and their run folders; None instead of a folder that need not be kept.
+        runs: Experiments, each with its run folder, or with None if the run folder is not needed.
         sites: The number of sites, which are processes that hold the clients. Default: one site per client, but at most
             max(3, number of processors). A resumed run keeps its sites, because they have stored their clients' states.
         resume: Whether to resume the runs in the folders.
@@ -92,7 +92,8 @@ def simulate(
         ]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / WEIGHTS).unlink(missing_ok=True)  # A run with this file counts as complete; see _finished.
+            # The file is removed, because a run folder with this file counts as complete; see ``_finished``.
+            (folder / WEIGHTS).unlink(missing_ok=True)
             write_json(folder / SITES, {"sites": count})
         states = folders[0] / "sites" if runs[0][1] is not None else root / "sites"
         (root / "keys").mkdir(mode=0o700)
@@ -166,7 +167,7 @@ def _write_settings(workspace: Path, settings: SiteSettings) -> None:
 @contextmanager
 def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
     command = simulator_command(root / "job", root / "workspace", sites)
-    # Each site already keeps one processor busy. With more threads per process, they would slow each other down.
+    # Each site uses one thread, because it already keeps one processor busy. More threads would slow each other down.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (root / "log.txt").open("wb") as log:
         process = start(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

@@ -46,11 +46,10 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 LARGEST_ANSWER = 256 << 20
-"""The largest total size in bytes of the answers in one message. A larger single answer is sent in a separate
-message."""
+"""The largest total size in bytes of the answers in one message. A single larger answer is sent in its own message."""
 
 SERVER = "server"
-"""The name of the server as a sender. The server may ask all questions, and other sites may only fetch a trained
+"""The name of the server as a sender. The server may ask all questions, but other sites may only fetch a trained
 model."""
 
 HARMLESS = (
@@ -61,7 +60,7 @@ HARMLESS = (
 only a column and the requirement that its values violate."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__, wire.BeginOnBase.__name__)
-"""Questions before the first round. If such a question fails, this is written to the ledger too, because the failure
+"""Questions before the first round. If such a question fails, the failure is also written to the ledger, because it
 reveals that the data do not fit the spec."""
 
 
@@ -94,13 +93,13 @@ class SiteServer:
         self.name, self.folder, self.send, self.settings = name, folder, send, settings
         self._keys, self.policy, self.ledger = keys, policy, ledger
         self._entries: list[tuple[int, Entry]] = []
-        """Entries that are not in the ledger yet, each after the id of the thread that added it."""
+        """Entries that are not in the ledger yet, each with the id of the thread that added the entry."""
         self._noting = threading.Lock()
         """A lock for changes of the entries, because another site may fetch a model in another thread."""
         self.request_cache, self.problem = RequestCache(), ""
         self._run: SiteRun | None = None
         self._asking = ""
-        """The hash of the job whose ``Survey`` or ``Begin`` is answered now; empty during other questions."""
+        """The hash of the job whose ``Survey`` or ``Begin`` the site is answering; empty during other questions."""
 
     def call(self, caller: str, data: object) -> bytes:
         """Return the encoded answer to a message from the server or another site.
@@ -118,7 +117,7 @@ class SiteServer:
             what = type(envelope.body).__name__
             return self.request_cache.answer(envelope.number, lambda: self._answered(envelope))
         except Exception as error:
-            # An error must not end the site, and each error must be reported to the server.
+            # All exceptions are caught, because an error must not end the site, and must be reported to the server.
             self._mark(failed=type(error).__name__)
             if isinstance(error, RuleError):
                 self.refused(error, what, caller)
@@ -127,7 +126,8 @@ class SiteServer:
                 if what in BEGINNINGS:
                     self.note(what, failed=type(error).__name__)
             try:
-                self._write_ledger()  # before the error is sent, because an error also reveals something
+                # The ledger is written before the error is sent, because an error also reveals something.
+                self._write_ledger()
             except Exception as unwritten:
                 error, self.problem = unwritten, f"the ledger cannot be written: {unwritten}"
             for_good = isinstance(error, RuleError) and error.for_good
@@ -142,8 +142,8 @@ class SiteServer:
             return self._encode(self._answer(envelope))
 
     def _encode(self, answer: Message) -> bytes:
-        """Write the ledger, and return the encoded answer; raise ``RuleError`` if the policy forbids so many bytes."""
-        # The bytes of a Surveyed were counted in _surveyed.
+        """Write the ledger, and return the encoded answer. Raise ``RuleError`` if the policy forbids so many bytes."""
+        # The bytes of a ``Surveyed`` are not counted again, because ``_surveyed`` has counted them.
         if self._run is not None and not isinstance(answer, wire.Surveyed):
             try:
                 self._run.guard.leave(records.size(answer))
@@ -297,9 +297,11 @@ class SiteServer:
                 raise RuleError("repeat", f"{problem}. Submit another job, and approve it at the site.")
         size = records.size(surveyed)
         if guard is not None and self.policy is not None:
-            with guard.quota.alone():  # because jobs run in separate processes, and may ask at the same time
+            # The lock is needed because jobs run in separate processes, and may ask at the same time.
+            with guard.quota.alone():
                 if known is None and surveyed.statistics.samples:
-                    # Two different statistics can together reveal a single sample, so their number is limited.
+                    # The number of different statistics is limited, because two of them can together reveal a single
+                    # sample.
                     others = [read(answer, wire.Surveyed).statistics for answer in guard.quota.surveys()]
                     before = {records.encode(statistics) for statistics in others if statistics.samples}
                     topic = "other statistics of this site's data"
@@ -314,7 +316,7 @@ class SiteServer:
         return fingerprint(self.settings.data, self.folder)
 
     def _part_of_relay(self, caller: str, fetch: wire.Fetch) -> Weights:
-        """Return a relay's model after a hop (one client's training), if the caller has the hop's secret ticket."""
+        """Return the model of a relay after one client's training (a hop), if the caller has the hop's ticket."""
         run = self._running()
         result = run.leg.result_of(fetch.relay_id, fetch.hop)
         if result is None:
@@ -338,8 +340,8 @@ class SiteServer:
         if self.policy is None:
             return nullcontext()
         if isinstance(question, wire.Begin):
-            # Leave out the fields that differ when a run is resumed. The policy then counts the question of the
-            # resumed run as a repetition of the first one.
+            # Fields that differ when a run is resumed are left out. The policy therefore counts the question of the
+            # resumed run as a repetition of the first question.
             question = dataclasses.replace(question, run="", round=0)
         description = description_of(Experiment.from_table(parse_toml(question.spec)))
         return data_trial(self.folder, self.policy, job, description, records.encode(question))
@@ -382,7 +384,7 @@ class SiteRun:
         """Begin a run with the clients' states after round ``begin.round``, or after the last stored round before.
 
         Returns:
-            The run; the round of the states; and the clients whose states are missing, because they were at other
+            The run, the round of the states, and the clients whose states are missing because the clients were at other
             sites.
         """
         if not begin.run.isalnum():
@@ -396,7 +398,8 @@ class SiteRun:
         context = site_server.context(begin, asked.job)
         frozen = begin.frozen if isinstance(begin, wire.BeginOnBase) else {}
         require_same_frozen(frozen, fingerprints_of_frozen(context.config.model), "the server's model")
-        quota.start(site_server.policy)  # only now, so that a start that failed above does not count
+        # The start is counted only now, so that a start that failed above does not count.
+        quota.start(site_server.policy)
         prepare_process(context.config.training.threads)
         spec = Experiment.from_table(parse_toml(begin.spec))
         asked = declaration_of(spec, agreed=context.config, own_data=own_data)
@@ -464,7 +467,7 @@ class SiteRun:
     def _send_part(self, part: bytes) -> object:
         """Send this site's encoded terms of a sum over several sites to the server, and return the total.
 
-        The bytes of these terms count as bytes of an answer.
+        The bytes of these terms count towards the limit on the bytes of answers.
         """
         try:
             self.guard.leave(len(part))
@@ -588,7 +591,8 @@ class SiteRun:
     def _as_message(self, outcome: Any) -> Any:
         if not isinstance(outcome, Failure):
             try:
-                # A reply that the server cannot decode would make the whole message unreadable.
+                # The reply is checked here, because a reply that the server cannot decode would make the whole message
+                # unreadable.
                 records.require_types(outcome)
             except (WireError, AttributeError, KeyError) as error:
                 return wire.Failed(str(error), False, True)

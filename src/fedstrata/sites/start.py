@@ -3,8 +3,8 @@
 KIT is the folder of the server or the site, with its certificate, settings and scripts.
 
 The script ``start.sh`` in this folder runs ``python -m fedstrata.sites.start KIT [--verbose]`` twice: first in the
-foreground with ``--check``, which only prints problems; then in the background with ``--checked``, which does not check
-again.
+foreground with ``--check``, which only prints problems, and then in the background with ``--checked``, which does not
+check the folder again.
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ class Source:
     """A source of the progress of a run.
 
     Args:
-        table: A function that returns the progress of the run, or of a site's work in the run; None without a run.
-            If the server does not answer, the table has only the key ``away`` with the reason. If a job was submitted
-            and its run has not reported yet, the table has only the key ``waiting`` with the status of the job.
+        table: A function that returns the progress of the run, or of a site's work in the run, as a table; None if
+            there is no run. If the server does not answer, the table has only the key ``away`` with the reason. If a
+            job was submitted and its run has not reported yet, the table has only the key ``waiting`` with the status
+            of the job.
         result: A function that returns the run folder once the run is over, and otherwise None.
         close: A function that closes the connections.
     """
@@ -69,7 +70,7 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
         return Source(partial(of_run, folder), lambda: folder if of_run(folder)["over"] else None)
     if runs := sorted(path.parent for path in folder.glob(f"*/seed-*/{METRICS}")):
         count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
-        problem = f"is the folder of a comparison of {count}. Name one of them, for example {runs[0]}."
+        problem = f"is the folder of a comparison with {count}. Give the folder of one run, for example {runs[0]}."
         raise SpecError("FOLDER", problem, str(folder))
     raise SpecError(
         "FOLDER", "is neither the folder of a party (with startup/) nor a run folder. Give such a folder.", str(folder)
@@ -119,7 +120,7 @@ def lines(table: dict[str, Any] | None) -> list[str]:
 
 
 def picture(table: dict[str, Any] | None) -> Any:
-    """Return the progress for display with ``rich``; the state of each site has a colour."""
+    """Return the progress for display with ``rich``. The state of each site has a colour."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -200,7 +201,8 @@ class _Administrator:
     def table(self) -> dict[str, Any] | None:
         """Return the progress; see ``Source``."""
         table = self._watch.progress()
-        if table is None and self._watch.away:  # If the server was restarted, a second request opens a new session.
+        # The request is repeated, because a second request opens a new session if the server was restarted.
+        if table is None and self._watch.away:
             table = self._watch.progress()
         if table is not None:
             self._last, self._job = table, ""
@@ -213,12 +215,13 @@ class _Administrator:
             elif not self._watch.away:
                 self._job, status = job, "" if job else job_status
         if self._job:
-            # The job has ended. Its outcome is known even if the server has been shut down since.
+            # The job has ended, and its stored outcome can be shown even if the server was shut down after it.
             return self._over
         if self._watch.away:
             return {"away": self._watch.away}
         if status == "RUNNING" and self._last and self._last["round"] == self._last["rounds"]:
-            return self._last  # all rounds are finished, but NVFlare may still wait for a missing site
+            # The last progress is shown, because NVFlare may wait for a missing site after the last round.
+            return self._last
         broke_off = status.startswith("FINISHED")
         return {"waiting": f"its job {'ended with the status' if broke_off else 'is'} {status}"} if status else None
 

@@ -11,7 +11,7 @@ PIDS = ("daemon_pid.fl", "pid.fl")
 """Two files with process ids: the id of the script that restarts NVFlare, and the id of NVFlare itself."""
 
 GRACE = 10.0
-"""The number of seconds between SIGTERM and SIGKILL, in which processes can end."""
+"""The number of seconds after SIGTERM in which processes can end. Then they get SIGKILL."""
 
 ROUNDED = 60.0
 """The largest error in seconds of the start time that the operating system gives for a process."""
@@ -47,7 +47,7 @@ def stop(kit: Path) -> int:
         if process is None or process in roots or _began_after(process, path):
             path.unlink(missing_ok=True)
         else:
-            text = f"process {process.pid}, named in {path}, does not belong to this kit, and is not stopped"
+            text = f"the process {process.pid} in the file {path} does not belong to this kit, and is not stopped"
             print(f"fedstrata: {text}", flush=True)
     text = f"stopped the processes of {kit}" if roots else f"no process of {kit} is running"
     print(f"fedstrata: {text}", flush=True)

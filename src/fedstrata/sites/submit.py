@@ -40,10 +40,10 @@ REJOIN = 20.0
 ENDS = 180.0
 """The number of seconds that a job may need to end after its last round, because NVFlare waits for sites."""
 MISSED = 5
-"""The number of polls without work of a connected site after which the job is submitted again."""
+"""If a connected site does not work on the job for this number of polls, the job is submitted again."""
 AGAIN = 3
-"""The largest number of times in a row that a job is submitted again because of one site, or of failures without new
-rounds."""
+"""The largest number of times in a row that a job is submitted again because of the same site, or because of failures
+without new rounds."""
 
 Report = Callable[[str], None]
 
@@ -61,7 +61,7 @@ def submit(
         out: The run folder to write.
         sites: The number of sites to wait for before the first submission; 0 for all sites.
         wait: The largest number of seconds to wait for the sites.
-        lost: The number of seconds without the server after which an error is raised.
+        lost: If the server is unreachable for this number of seconds, an error is raised.
         report: A function that is called with a line about each event.
 
     Raises:
@@ -73,7 +73,7 @@ def submit(
     if not (admin / JOB / "meta.json").is_file():
         raise SpecError(
             "ADMIN",
-            "is not the folder of an administrator, because it has no job. Give admin from 'fedstrata deploy'.",
+            "is not the folder of an administrator, because it has no job. Give 'admin' from 'fedstrata deploy'.",
             str(admin),
         )
     if out.exists():
@@ -121,8 +121,8 @@ class Watch:
         self._name = str(meta["name"])
         self._named = {site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")}
         self._resubmissions: Counter[str] = Counter()
-        """For each site, and for the server: how often the job was submitted again because of it since it last
-        worked."""
+        """A mapping from each site, and from the server, to the number of times that the job was submitted again
+        because of it since it last worked."""
         self._idle_polls: Counter[str] = Counter()
         self._working_polls: Counter[str] = Counter()
         self._away_since: float | None = None
@@ -161,8 +161,8 @@ class Watch:
         """Poll once: submit the job if it is not submitted, and return True if it has ended with a result."""
         if self._job is None:
             if self._given_up:
-                # The job is submitted again. If the server was restarted, its sites connect again one after another, so
-                # wait for them first.
+                # Before the job is submitted again, wait for the sites: after a restart of the server, they connect one
+                # after another.
                 self.wait_for_sites(0, REJOIN)
             if submitted := self._call(self._submit):
                 self._job, text = submitted
@@ -176,8 +176,8 @@ class Watch:
             return True
         if status.startswith("FINISHED"):
             if status != ABORTED and self._over:
-                # All rounds are finished, so the result may be complete although NVFlare reports a failure. Probably a
-                # site did not answer at the end.
+                # All rounds are finished, so the result may be complete, although NVFlare reports a failure. NVFlare
+                # does so, for example, if a site did not answer at the end.
                 complete = self._has_result()
                 if complete or self.away:
                     return complete
@@ -240,14 +240,14 @@ class Watch:
             self._states[site] = state
         if table["round"] > self._furthest:
             self._furthest = table["round"]
-            self._resubmissions.pop("server", None)  # The job made progress, so failures are counted from 0.
+            self._resubmissions.pop("server", None)  # failures are counted from 0 again, because the job made progress
         if table["round"] != self._round and (now - self._last_report > TELL or table["round"] == table["rounds"]):
             self._round, self._last_report = table["round"], now
             self.report(headline(table))
         return {site: state for site, (state, _) in table["sites"].items()}
 
     def _submit(self, session: Any) -> tuple[str, str]:
-        """Submit the job, unless it already runs; return its id and a report.
+        """Submit the job if it does not run yet, and return its id and a report.
 
         The job may already run if the connection was lost before the server confirmed an earlier submission.
         """
@@ -384,5 +384,5 @@ def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
     except (InvalidTarget, NoConnection, NoReply):
         if sites is None:
             raise
-        return []  # The server can be reached, but the site is stopped or unreachable.
+        return []  # the server answered, but the site is stopped or unreachable
     return entries

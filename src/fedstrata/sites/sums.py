@@ -18,16 +18,16 @@ from fedstrata.sites.idempotency import RequestCache
 from fedstrata.sites.wire import Part, Refused, SiteRefusedError, Total, read
 
 SHARE = 0.4
-"""The fraction of the time for an answer during which clients wait for each other at each sum."""
+"""The fraction of the time for an answer that clients may wait for each other at each sum."""
 
 
 class Sums:
-    """The server's part of the sums: it waits for the terms of all sites of a group, and adds the terms up.
+    """The server's side of the sums. It waits for the terms of all sites of a group, and adds up the terms.
 
     Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
     clients were in one process (``LocalGroup``).
 
-    The server waits for a shorter time than a site has for its whole answer. Thus one site that hangs does not delay
+    The server waits for a shorter time than a site has for its whole answer. A site that hangs therefore does not delay
     the answers of all other sites.
 
     Args:
@@ -65,7 +65,7 @@ class Sums:
             members.leave(*places[site])
 
     def close(self, group: str) -> None:
-        """Forget a group of clients, whose sums are all computed."""
+        """Remove the data of a group of clients after all its sums are computed."""
         self.abort(group, "it is over")
         with self._lock:
             _, places = self._groups.pop(group, (None, {}))
@@ -91,7 +91,7 @@ class Sums:
 
 
 class SiteGroup(LocalGroup):
-    """The site's part of the sums: its clients run in threads, and add up tensors with clients at other sites.
+    """The site's side of the sums. Its clients run in threads, and add up tensors with clients at other sites.
 
     Args:
         group: The name of the group.

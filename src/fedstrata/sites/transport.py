@@ -17,25 +17,25 @@ from fedstrata.sites.wire import SiteLostError
 LOG = logging.getLogger(__name__)
 
 SILENCE = 8.0
-"""The number of seconds without a heartbeat after which a site counts as dead, until its next heartbeat."""
+"""If a site sends no heartbeat for this number of seconds, it counts as dead until its next heartbeat."""
 
 STALL = 5.0
-"""The number of seconds after which a question or an answer counts as lost, if the site is alive."""
+"""If the site is alive, a question or an answer counts as lost after this number of seconds."""
 
 RATE = 1e6
-"""The assumed speed of the slowest connection in bytes per second. Large messages then do not count as lost too
-early."""
+"""The assumed speed of the slowest connection in bytes per second. Because of this speed, large messages do not count
+as lost too early."""
 
 LOOK = 0.25
 """The number of seconds between two checks whether a call has ended, and between a failed call and the next call."""
 
 FAILURES = 3
-"""The number of failed calls after which the error of the last call is raised."""
+"""After this number of failed calls, the error of the last call is raised."""
 
 STRUCK = "it was removed from the server's list of sites that may connect"
 
 Call = Callable[[bytes, float], object]
-"""A function that sends bytes to one site, and returns its answer; the second argument is the timeout in seconds."""
+"""A function that sends bytes to one site, and returns its answer. The second argument is the timeout in seconds."""
 
 
 def begun(call: Call, data: bytes, patience: float) -> Future[object]:
@@ -86,7 +86,7 @@ def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> obje
         failures += len(done)
         if done and not calls:
             if failures >= FAILURES:
-                return done.pop().result()  # raises the error of the call
+                return done.pop().result()  # ``result`` raises the error of the call
             time.sleep(LOOK)
             again = -math.inf
     raise SiteLostError(f"it did not answer within {patience:g} s")
@@ -167,7 +167,7 @@ class CollabTransport:
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         """Return a site's answer. If the question or the answer seems to be lost, the call is repeated.
 
-        A dead site is given up within seconds, but a busy site has ``patience`` seconds.
+        The call to a dead site ends within seconds, but a busy site has ``patience`` seconds.
 
         Raises:
             SiteLostError: The site is dead, late, or removed from the list. An answer that arrives later is ignored.
@@ -216,6 +216,7 @@ class CollabTransport:
             raise SiteLostError(STRUCK)
 
     def _refuse_silent(self, site: str, size: int) -> None:
-        # A heartbeat may be late, because it has to wait for large messages on the same connection.
+        # The limit includes the time to transfer ``size`` bytes, because a heartbeat may have to wait for large
+        # messages on the same connection.
         if (silence := self._silence(site)) > SILENCE + size / RATE:
             raise SiteLostError(f"it has not answered for {silence:.0f} s")

@@ -32,7 +32,7 @@ class SiteRefusedError(FedstrataError):
 
 @record("Survey")
 class Survey(Message):
-    """The question before a run with the sites' own data: what are the statistics of your training samples?
+    """The question for statistics of a site's training samples, which is sent before a run on the sites' own data.
 
     Args:
         spec: The experiment as TOML; its ``[data]`` describes the data.
@@ -70,7 +70,8 @@ class Begin(Message):
         statistics: The statistics of all sites' own training samples; None if the spec names the data.
         clients: The ids of the clients at this site.
         total: The total number of clients.
-        round: The last round that counts; the site restores its clients' states after this round. 0 for a new run.
+        round: The last round that counts; the site restores its clients' states after this round. The value is 0 for a
+            new run.
     """
 
     run: str
@@ -97,7 +98,8 @@ class Begun(Message):
     """The answer of a site that is ready for the run.
 
     Args:
-        round: The round after which the clients' states were stored: the requested one, or an earlier one (0: none).
+        round: The round after which the clients' states were stored. It is the requested round or an earlier round, or
+            0 if no states are stored.
         lost: The ids of clients that were not at this site in that round. The site does not have their states.
         fingerprint: The fingerprint of the site's own data file; see ``Surveyed``.
     """
@@ -150,7 +152,7 @@ class RelayEnd(Message):
 
 @record("Ask")
 class Ask(Message):
-    """Questions to clients of one site.
+    """Requests to clients of one site.
 
     Args:
         exchange: The number of the exchange; numbers ascend.
@@ -320,7 +322,8 @@ class Part(Message):
         group: The name of the group.
         places: The indices of the site's clients within the group.
         tensors: The term of each client.
-        step: The number of the sum, so that a message that is repeated gets the same total; 0 if it is never repeated.
+        step: The number of the sum, by which a repeated message gets the same total; 0 if the message is never
+            repeated.
     """
 
     group: str
