@@ -20,9 +20,10 @@ from fedstrata.federation.messages import Params
 from fedstrata.models.model import Model
 
 TUNING = 16
-"""The number of held-out images with which feature matching chooses from ``PRIORS``. Decoders do not train on them."""
+"""The number of held-out images with which feature matching chooses from ``PRIORS``. Decoders do not train on these
+images."""
 PRIORS = (0.003, 0.01, 0.03)
-"""The weights of the total variation in the loss that feature matching tries."""
+"""The weights that feature matching tries for the total variation in its loss."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, se
     """
     features, images = view.for_training
     mean = features.mean(dim=0)
-    # Scale all components by the same factor. If each component were scaled to unit variance, a component that is
+    # All components are scaled by the same factor. If each component were scaled to unit variance, a component that is
     # almost always 0 could become huge.
     scale = 1 / (features - mean).square().mean().sqrt().clamp(min=1e-6)
     purpose = f"audit-{kind.__name__}"
@@ -117,7 +118,7 @@ def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
     Args:
         view: The attacker's knowledge.
         steps: The number of steps of Adam.
-        seed: Not used, because nothing is drawn at random.
+        seed: Not used, because this attack does not draw random numbers.
         client: Not used.
     """
     images, labels, features = view.images[-TUNING:], view.labels[-TUNING:], view.features[-TUNING:]
@@ -176,4 +177,5 @@ ATTACKS: Sequence[tuple[str, Attack]] = (
     ("variational", partial(decode, Variational)),
     ("feature matching", feature_matching),
 )
-"""Pairs of a name and an attack. An attack is a function of view, steps, seed and client that returns an ``Invert``."""
+"""Pairs of a name and an attack. An attack is a function of a view, steps, a seed and a client, and returns an
+``Invert``."""

@@ -1,4 +1,4 @@
-"""Networks that reconstruct images from feature vectors (decoders), and their training."""
+"""Decoders, which are networks that reconstruct images from feature vectors, and their training."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Variational(nn.Module):
         shape: The shape of an image, (C, H, W).
         code: The length of the code.
         deviation: The standard deviation of a pixel's value in [0, 1] given the code. With a smaller deviation, the
-            error of the images counts more in the loss, compared with the divergence of codes from their prior.
+            loss weights the error of the images more, compared with the divergence of codes from their prior.
     """
 
     def __init__(self, features: int, shape: tuple[int, ...], code: int = 32, deviation: float = 0.1) -> None:
@@ -76,7 +76,7 @@ class Variational(nn.Module):
         return drawn
 
     def loss(self, features: Tensor, images: Tensor) -> Tensor:
-        """Return the negative evidence lower bound up to a constant. Codes are drawn with PyTorch's generator."""
+        """Return the negative evidence lower bound, up to a constant. PyTorch's generator draws the codes."""
         mean, log_variance = self.mean(features), self.log_variance(features).clamp(-10, 10)
         drawn = self.decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp())
         error = (drawn - images).square().sum(dim=(1, 2, 3)) / (2 * self.deviation**2)

@@ -5,9 +5,9 @@ batch. The client sends the gradient of the loss, summed over its part. The atta
 knows this gradient, the number of samples in the part, and the model. There are three attacks:
 
 - **labels** are recovered from the gradient of the last layer's bias, Σ (p − y), where p are predicted probabilities
-  and y one-hot labels: each sample adds −1 to the entry of its class (Zhao et al. 2020 use this for one sample);
-- **rows** of the first layer's gradient reveal samples, if that layer is linear: if a unit was active only for one
-  sample, its row is a multiple of this sample, and the gradient of its bias is the factor;
+  and y are one-hot labels. Each sample adds −1 to the entry of its class (Zhao et al. 2020 use this for one sample).
+- **rows** of the first layer's gradient reveal samples, if this layer is linear. If a unit was active for only one
+  sample, its row is a multiple of this sample, and the gradient of its bias is the factor.
 - **inversion** finds images whose gradient has the same direction as the part's gradient, with the recovered labels
   (Geiping et al. 2020: cosine distance and total variation, minimised with Adam).
 
@@ -58,7 +58,7 @@ NAME = "gradients"
 SIZES = (1, 2, 4, 8)
 """The sizes of the parts of batches whose gradients are attacked by default, in samples."""
 PARTS = 12
-"""The default largest number of gradients to attack for each size of a part."""
+"""The default of the largest number of gradients to attack for each size of a part."""
 EXACT = 1e-4
 """The mean squared error of values in [0, 1] below which a sample counts as recovered exactly (40 dB PSNR)."""
 STRANGERS = 99
@@ -73,7 +73,7 @@ class SentPart:
 
     Args:
         client: The id of the client.
-        round: The round in which the client sent it.
+        round: The round in which the client sent the gradient.
         weights: The model for which the gradient was computed.
         gradient: The gradient of the loss, summed over the samples.
         samples: The indices of the samples in the training set.
@@ -95,7 +95,7 @@ class Tap(LocalEngine):
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
         sizes: The numbers of samples in the parts whose gradients are stored.
-        parts: The largest number of gradients to store for each number of samples; they are drawn uniformly.
+        parts: The largest number of gradients to store for each number of samples. The gradients are drawn uniformly.
         seed: The seed of the draws.
     """
 
@@ -127,8 +127,8 @@ class Tap(LocalEngine):
             self.counts[len(places)] += 1
             if (kept := self.kept.get(len(places))) is None:
                 continue
-            # Reservoir sampling: the nth gradient for this number of samples replaces one of the kept gradients with
-            # probability parts / n.
+            # This is reservoir sampling: the nth gradient for this number of samples replaces one of the stored
+            # gradients with probability parts / n.
             place = len(kept) if len(kept) < self.parts else int(self._generator.integers(self.counts[len(places)]))
             if place >= self.parts:
                 continue
@@ -147,12 +147,13 @@ class Finding:
         sent: The number of such gradients that were sent in the rounds that the audit ran again.
         attacked: The number of gradients that were attacked.
         labels: The fraction of labels that were recovered.
-        labels_chance: The same fraction for labels that are drawn at random from all training samples.
-        rows: The fraction of samples that a row of the first layer's gradient reveals exactly; None if that layer is
-            not linear.
+        labels_chance: The fraction of labels that are right if they are drawn at random from all training samples.
+        rows: The fraction of samples that a row of the first layer's gradient reveals exactly; None if the first layer
+            is not linear.
         error: The mean squared error of the inversion. Samples and reconstructions are paired such that their total
             error is smallest.
-        error_mean: The same error for a reconstruction without the gradient: the mean test image of the sample's class.
+        error_mean: The mean squared error of a reconstruction without the gradient: the mean test image of the sample's
+            class.
         recognised: The fraction of samples whose reconstruction is nearer to the sample than to each of 99 test images
             of the sample's class. With random reconstructions, this fraction is 0.01.
     """
@@ -294,7 +295,7 @@ def _require_parts(prepared: Prepared) -> None:
             "does not have them.",
         )
     if getattr(spec.method, "local_steps", 1) != 1:
-        raise SpecError("method.local_steps", "the audit requires one gradient step per batch. Use 1.")
+        raise SpecError("method.local_steps", "the audit requires one gradient step per batch. Set it to 1.")
 
 
 class Attacker:
@@ -390,7 +391,7 @@ class Layers:
 
     Args:
         bias: The name of the last layer's bias.
-        first: The names of the first layer's weight and bias; None if that layer is not linear in the inputs.
+        first: The names of the first layer's weight and bias; None if the first layer is not linear in the inputs.
     """
 
     bias: str
@@ -423,11 +424,11 @@ def labels_from(bias: Tensor, samples: int) -> Tensor:
 
     The result has the shape (samples,).
 
-    In each step, the class with the most negative entry becomes a label, and 1 is added to its entry.
+    In each step, the class with the most negative entry of the gradient becomes a label, and 1 is added to this entry.
 
     Args:
         bias: The gradient of the summed loss with respect to the bias, shape (C,).
-        samples: The number of the samples.
+        samples: The number of samples.
 
     >>> labels_from(torch.tensor([0.3, -1.6, 0.2, -0.9]), 3).tolist()
     [1, 3, 1]
@@ -459,7 +460,7 @@ def invert(
 ) -> Tensor:
     """Find images (n, C, H, W) whose gradient has the direction of a given gradient (Geiping et al. 2020).
 
-    With Adam over the logits of the pixels, this minimises 1 − cos(∇L(x, y), g) + α TV(x), where TV is the total
+    With Adam over the logits of the pixels, the attack minimises 1 − cos(∇L(x, y), g) + α TV(x), where TV is the total
     variation and α is ``PRIOR``. The optimisation starts from grey images with some noise.
 
     Args:
@@ -495,7 +496,7 @@ def _errors(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _right(guess: Tensor, labels: Tensor) -> float:
-    """Return the fraction of the labels that also occur in ``guess``, in any order."""
+    """Return the fraction of the labels that also occur in ``guess``, regardless of their order."""
     common = Counter(guess.tolist()) & Counter(labels.tolist())
     return common.total() / len(labels)
 

@@ -53,7 +53,7 @@ def rows(audit: Audit) -> list[Row]:
     """Return the rows of the table.
 
     Each kind of target has a row for the baseline and a row for each attack. The first kinds are the controls (features
-    of one or several images, for comparison), sorted by their number of images; the last kind is the prototypes.
+    of one or more images, for comparison), sorted by their number of images; the last kind is the prototypes.
     """
     kinds = sorted({_kind(finding) for finding in audit.findings})
     pairs = product(kinds, (BASELINE, *(name for name, _ in ATTACKS)))
@@ -64,8 +64,8 @@ def rows(audit: Audit) -> list[Row]:
 def _kind(finding: Finding) -> tuple[bool, int]:
     """Return the kind of the attacked feature, by which rows are sorted.
 
-    The kind is a pair: whether the feature is a prototype that a client sent; and, for other features (controls), the
-    number of their images.
+    The kind is a pair: whether the feature is a prototype that a client sent, and the number of images of a control. A
+    control is a feature that no client sent.
     """
     return finding.target.sent, 0 if finding.target.sent else finding.target.size
 

@@ -32,7 +32,9 @@ class Pixels:
 
     @classmethod
     def of(cls, data: Dataset) -> Pixels:
-        """Make the map for a data set. Bytes range from 0 to 255, and other types over the values in the training set.
+        """Make the map for a data set.
+
+        Bytes range from 0 to 255. Other types have the range of the values in the training set.
 
         Raises:
             SpecError: The samples are not images of at least 7x7 pixels.

@@ -3,7 +3,8 @@
 A prototype is the mean feature of a client's images of one class. Every attack has the same targets: the prototypes
 that a client sent and, for comparison, controls. A control is the feature of one of these images, or the mean feature
 of a few of them. Clients do not send controls. If an attack can reconstruct an image from a control but not from the
-prototype, averaging hides the image. If the attack fails for both, it is too weak for a conclusion.
+prototype, averaging hides the image. If the attack fails for the control and for the prototype, the attack is too weak
+for a conclusion.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ MOST = 10_000
 FEWEST = 4 * TUNING
 """The smallest number of held-out images with which an audit is possible."""
 DRIFT = 1e-3
-"""The relative difference between the prototypes of the run and of its replay above which the audit warns."""
+"""The audit warns if the prototypes of the run and of its replay have a larger relative difference."""
 
 Ints = NDArray[np.int64]
 
@@ -59,8 +60,8 @@ class Target:
     Args:
         client: The id of the client.
         label: The class of the images.
-        size: The number of images whose mean feature this is.
-        sent: Whether this is a prototype that the client sent; otherwise it is a control.
+        size: The number of images over which the feature is the mean.
+        sent: Whether the feature is a prototype that the client sent. Otherwise, it is a control.
         feature: The feature h, (d,).
         own: The images from which the feature was computed, (n, C, H, W) in [0, 1].
         unseen: Strangers: up to n images of the same class that the client does not have.
@@ -169,7 +170,8 @@ def audit_prototypes(
     pixels = Pixels.of(prepared.data)
     images, labels, theirs = _held_out(prepared, pixels, held_out, seed)
     findings: list[Finding] = []
-    # A repeated round gives the same bits only with the same number of threads.
+    # The number of threads is set as in the run, because a repeated round gives the same bits only with the same number
+    # of threads.
     with training_process(spec.training.threads):
         sent = replay(prepared, folder, clients, seed, watch)
         if (drift := max(one.difference for one in sent)) > DRIFT:
@@ -234,7 +236,8 @@ def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int
         for number, group in enumerate([own, *(generator.choice(own, size, replace=False) for size in sizes)]):
             images = view.pixels.images(torch.from_numpy(group))
             if is_sent := number == 0:
-                # Use the prototype as it was sent. It may be the mean of fewer images, if a sampler left some out.
+                # The target is the prototype that the client sent. It may be the mean of fewer images, if a sampler
+                # left some out.
                 size, feature = int(sent.table["samples"][label]), sent.table["means"][label]
             else:
                 size = len(group)

@@ -35,10 +35,10 @@ class Sent:
 
     Args:
         client: The id of the client.
-        round: The round in which it sent them.
-        weights: The client's model; the prototypes are class means of its features. The client also sent this model,
-            except BatchNorm's statistics with ``training.batch_norm = "local"``. In this case, the audit's attacker
-            knows more than the server, because it has these statistics.
+        round: The round in which the client sent the prototypes.
+        weights: The client's model; the prototypes are class means of its features. The client also sent this model.
+            With ``training.batch_norm = "local"``, the client did not send the statistics of BatchNorm. The audit's
+            attacker then knows more than the server, because the attacker has these statistics.
         table: The prototypes of all C classes ``means`` (C, d), and the number of ``samples`` of each class (C,).
         difference: The largest difference between an entry of these prototypes and the same entry in the checkpoint,
             divided by the largest entry in the checkpoint; 0 if the replay gave the same prototypes.
@@ -170,7 +170,7 @@ def _send_again(
 
 
 def _as_computed(state: Mapping[str, Tree], weights: Weights) -> Weights:
-    """Return the client's model: the weights that the client sent and, if it keeps some, its BatchNorm statistics."""
+    """Return the client's model, with its own BatchNorm statistics if the client keeps them."""
     return Weights(weights.params, {**weights.buffers, **state[BUFFERS]}) if BUFFERS in state else weights
 
 

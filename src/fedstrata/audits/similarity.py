@@ -80,5 +80,5 @@ def likeness(image: Tensor, others: Tensor) -> tuple[Likeness, Likeness]:
 
 
 def _array(image: Tensor) -> np.ndarray[Any, Any]:
-    # In double precision, the result does not depend on PyTorch's default precision.
+    # Double precision is used, so that the result does not depend on PyTorch's default precision.
     return image.detach().double().numpy()

@@ -2,8 +2,8 @@
 
 A claim can need several comparisons, for example with each baseline in each setting. These comparisons are the claim's
 family. Other comparisons in the same table do not count. The claim is confirmed if every comparison supports it at the
-5 % level, without correction. This intersection–union test confirms a false claim with a probability of at most 5 %.
-Statements about single comparisons are Bonferroni-corrected over the family.
+5 % level, without correction. This is an intersection–union test, which confirms a false claim with a probability of at
+most 5 %. Statements about single comparisons are Bonferroni-corrected over the family.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedstrata.reporting.statistics import MIN_SEEDS, UNBOUNDED, Difference, Ord
 from fedstrata.spec.experiment import parse_toml
 
 UNITS: Mapping[str, tuple[float, Range]] = {"points": (0.01, (-100.0, 100.0)), "rounds": (1.0, UNBOUNDED)}
-"""A mapping from each unit of differences to the rounding of the compared numbers, and the bounds of a difference."""
+"""A mapping from each unit to the rounding of the compared numbers, and the bounds of their difference."""
 
 Verdict = Literal["confirmed", "partly", "contradicted", "inconclusive", "not tested", "not testable here"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -37,9 +37,9 @@ class Comparison(NamedTuple):
     Args:
         column: The column.
         than: The other row or column.
-        alone: The difference with a 95 % interval for this comparison alone.
-        together: The same difference with a wider interval: the intervals of all comparisons of the claim hold at the
-            same time with 95 % confidence.
+        alone: The difference with a 95 % interval for only this comparison.
+        together: The difference with a wider interval. These intervals of all comparisons of the claim hold together
+            with 95 % confidence.
     """
 
     column: str
@@ -109,7 +109,7 @@ class Claim:
     Args:
         paper: The paper, a key of ``PAPERS``.
         statement: The claim.
-        where: The place of the claim: ``abstract``, ``conclusion`` or both.
+        where: The part of the paper that makes the claim, such as ``abstract, conclusion``.
         kind: The way in which the claim is judged: one of ``KINDS``, which explains them.
         about: The parameters of this kind of judgement, such as the table and the row. A claim for the first page of
             the results also has ``headline``, which is a short statement, and ``data``, the name of the data set.
@@ -234,7 +234,7 @@ class _Case:
         Args:
             measure: The beginning of a sentence about the difference, which ends with "is".
             places: The pairs of places that the claim compares. A place is a row and a column.
-            key: The key of the results that are passed to ``figures``.
+            key: The key of the results whose values are passed to ``figures``.
             figures: A function that takes the results of both places, and returns the two numbers to compare.
             wanted: The order that the claim states.
             unit: The unit of the difference, a key of ``UNITS``.
@@ -317,7 +317,8 @@ def _near(case: _Case) -> Judgement:
 
 
 COUNTED = {"bytes_up": "bytes that clients send", "bytes_down": "bytes that clients receive"}
-"""Metrics that are counts, each with a description. Counts are compared directly, without a statistical test."""
+"""Metrics that are counts, each with a description. Counts are compared without a statistical
+test."""
 
 
 def _ratio(case: _Case) -> Judgement:
@@ -339,7 +340,7 @@ def _ratio(case: _Case) -> Judgement:
 
 
 Curve = Sequence[float]
-"""The key of the results that has the accuracy in each evaluated round."""
+"""The accuracy in each evaluated round, from the key ``curve`` of the results."""
 
 
 def _sooner(case: _Case) -> Judgement:
@@ -355,7 +356,7 @@ def _sooner(case: _Case) -> Judgement:
 
 
 def _steadier(case: _Case) -> Judgement:
-    """Judge whether a row's accuracy has a smaller standard deviation over the last rounds than that of the others."""
+    """Judge whether the accuracy varies less (standard deviation) in a row than in other rows over the last rounds."""
     last = int(case.about["rounds"])
 
     def deviations(curve: Curve, other: Curve) -> tuple[float, float]:

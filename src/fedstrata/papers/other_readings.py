@@ -41,7 +41,7 @@ class Losing:
 
 
 class Lost(Recipe):
-    """A method whose clients can drop out after training: their states change, but the server gets no replies.
+    """A method whose clients can drop out after training. Their states then change, but the server gets no replies.
 
     Args:
         p: The probability that a reply arrives.

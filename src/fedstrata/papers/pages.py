@@ -169,7 +169,7 @@ def _chips(verdicts: Iterable[judging.Verdict]) -> list[str]:
 
 
 def _counts(verdicts: Iterable[judging.Verdict]) -> str:
-    """Return one line of HTML with the total number of claims, and the number of claims with each verdict."""
+    """Return one line of HTML with the total number of claims and the number of claims with each verdict."""
     verdicts = list(verdicts)
     return f"{len(verdicts)} claims: {' '.join(_chips(verdicts))}"
 
@@ -191,7 +191,7 @@ def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> s
 def _filter(verdicts: Iterable[judging.Verdict]) -> list[str]:
     """Return lines of HTML with which a reader chooses to see all claims, or only claims with one verdict.
 
-    The style sheet of the site hides the other claims. Without it, all claims are visible.
+    The style sheet of the site hides the other claims. Without this style sheet, all claims are visible.
     """
     count = Counter(verdicts)
     texts = {"all": f"all {count.total()}"} | {

@@ -28,7 +28,7 @@ Ints = NDArray[np.int64]
 Supported = Literal["confirmed", "partly", "contradicted"]
 DRAWS = 200_000
 FEW_MORE = 1.05
-"""The largest ratio that still counts as "few more" bytes or operations than the baseline's."""
+"""The largest ratio to the baseline's number that still counts as "few more" bytes or operations."""
 EXACT, DRAWN = 0.01, 0.05
 """The largest relative error of a correct number: ``EXACT`` for exact numbers, ``DRAWN`` for means of random draws."""
 
@@ -53,7 +53,7 @@ class Reading:
 
 
 def verdict(right: Sequence[bool]) -> Supported:
-    """Return the verdict over several cases, each True if the paper's claim holds in it.
+    """Return the verdict over several cases. A case is True if the paper's claim holds in it.
 
     >>> verdict([True, True]), verdict([True, False]), verdict([False])
     ('confirmed', 'partly', 'contradicted')
@@ -124,7 +124,7 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
     """
     n = len(lengths)
     clients, strata = np.arange(n), np.zeros(n, dtype=np.int64)
-    # Draw all clients, only to obtain the probability with which a single draw chooses each of them.
+    # All clients are drawn only to obtain the probability with which a single draw chooses each client.
     all_drawn = draw(clients, strata, np.array([n]), np.array([n]), lengths, False, np.random.default_rng(0))
     total = 0.0
     for k in range(n):
@@ -216,7 +216,7 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
     while wanted > 0 and unused.any():
         positions = np.zeros(min(batch, wanted, int(unused.sum())), dtype=np.int64)
         chosen = select_batch(positions, {0: np.flatnonzero(unused)}, None, generator)
-        # A draw of a client without unused samples does not count. It is repeated in a later batch.
+        # The draw of a client without unused samples does not count, and is repeated in a later batch.
         used = np.minimum(np.bincount(chosen, minlength=len(held)), unused)
         unused -= used
         wanted -= int(used.sum())
@@ -254,7 +254,7 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
     Args:
         clients: N, the number of clients.
         places: m, the number of clients that are drawn; it divides N.
-        draws: The number of draws for each way of drawing.
+        draws: The number of simulated draws for each way of drawing.
 
     Returns:
         The variance for each way of drawing: ``strata`` draws one client from each of m equal clusters; ``plain`` draws
@@ -319,7 +319,7 @@ def _label_variance() -> Made:
     counts = np.full(classes, samples)
     orders = [schedule(frequencies(counts), generator) for _ in range(20)]
     scheduled = float(np.mean([label_variance(order, batch) for order in orders]))
-    # The first value is for random draws from all samples, and the second value is for a client with only one label.
+    # The variable ``random`` is for random draws from all samples, and ``alone`` is for a client with only one label.
     random, alone = (1 - 1 / classes) / batch, 1 - 1 / classes
     text = (
         f"{scheduled:.4f} with the schedule, {random:.4f} with random draws from all samples, and {alone:.1f} at a "
@@ -437,7 +437,7 @@ def _less_variance() -> Made:
 def _prototype_operations() -> Made:
     once, twice = ({m: training_operations(m, epochs) for m in ("fedavg", "rebafl")} for epochs in (1, 2))
     epoch = {method: twice[method] - once[method] for method in once}
-    # Both methods have the same operations outside training, such as evaluations. These cancel out.
+    # Operations outside training, such as evaluations, are the same for both methods, and cancel out.
     prototypes = (once["rebafl"] - epoch["rebafl"]) - (once["fedavg"] - epoch["fedavg"])
     values = {
         str(epochs): (epochs * epoch["rebafl"] + prototypes) / (epochs * epoch["fedavg"]) for epochs in (1, 5, 20)

@@ -70,7 +70,7 @@ def run(
     seeds: Iterable[int] | None = None,
     show: Callable[[str], None] = print,
 ) -> dict[str, str]:
-    """Run all cells of some tables (a row, a column and a seed each) that do not have a result yet.
+    """Run all cells of some tables that do not have a result yet. A cell is a row, a column and a seed.
 
     Args:
         tables: The tables.

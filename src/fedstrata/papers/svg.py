@@ -24,7 +24,8 @@ def as_svg(draw: Callable[[], Figure], *, size: float = 8) -> str:
     """
     import matplotlib
 
-    # Store text as text instead of shapes. The file is then small and does not depend on the fonts of this machine.
+    # Text is stored as text instead of shapes, so that the file is small and does not depend on the fonts of this
+    # machine.
     colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
     options: Any = {
         "svg.fonttype": "none",

@@ -88,7 +88,7 @@ class Table:
     Args:
         paper: The paper, a key of ``PAPERS``.
         name: The name of the table, which is the name of its file without the suffix.
-        title: The title. If the paper's data are not available, it names the data that replace them.
+        title: The title. If the paper's data are not available, the title names the data that replace them.
         source: The place of the table in the paper.
         metric: A key of ``METRICS``.
         seeds: The seeds with which every row and column is run.
