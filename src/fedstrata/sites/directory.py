@@ -82,7 +82,7 @@ class SiteDirectory:
     def status(self, site: str) -> tuple[str, str]:
         """Return a site's state and the reason for it.
 
-        The states are ``in`` (the site takes part, so there is no reason), ``refused``, ``gone`` (the site cannot be
+        The states are ``in`` (the site takes part; the reason is empty), ``refused``, ``gone`` (the site cannot be
         reached) and ``late`` (its last answer did not come in time).
         """
         if site in self.excluded:

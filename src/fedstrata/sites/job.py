@@ -91,7 +91,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     @collab.main  # type: ignore[untyped-decorator]
     def main(self) -> None:
-        """Run all experiments.
+        """Run all experiments of the job, one after another.
 
         If an experiment raises a ``FedstrataError``, write the error to the run folder, and run the next experiment.
         """
