@@ -271,9 +271,9 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
     """Return how much of each table has been run.
 
     Returns:
-        A dict for each table: ``table`` is its name, ``cells`` the number of its cells (runs of one row, column and
-        seed), ``done`` the number of finished cells, ``hours`` the expected hours of the missing cells on one core, and
-        ``unknown`` the number of missing cells whose duration is unknown.
+        A dict for each table: ``table`` is its name. ``cells`` is the number of its cells (runs of one row, column and
+        seed). ``done`` is the number of finished cells. ``hours`` is the expected number of hours for the missing cells
+        on one core. ``unknown`` is the number of missing cells whose duration is unknown.
     """
     rows = []
     for table in wanted:

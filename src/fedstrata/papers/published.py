@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A table, and its rows that have both a published number and our result; at least one row."""
+    """A table, and its rows that have both a published number and our result. There is at least one such row."""
 
     table: Table
     rows: Sequence[Row]

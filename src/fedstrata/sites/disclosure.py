@@ -27,8 +27,8 @@ _HEADINGS: dict[Phase, str] = {
     "evaluation": "After a round, to measure the model",
 }
 _FACTS: dict[Fact, str] = {
-    "labels": "which labels a client holds",
-    "sizes": "how many samples a client holds",
+    "labels": "which labels a client has",
+    "sizes": "how many samples a client has",
 }
 
 

@@ -239,8 +239,8 @@ class Quota:
 
 
 REPEATS = 3
-"""How often a request may be repeated to clients that add up tensors together, if one of them failed. The number is
-limited, because terms of sums may leave the site each time."""
+"""The largest number of repetitions of a request to clients that add up tensors together, after a client failed. The
+number is limited, because terms of sums may leave the site each time."""
 
 Position = tuple[int, int]
 """A point of a run: the round (0 before the first round), and the index of the phase in ``PHASES``."""

@@ -66,7 +66,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry about one answer.
+    """An entry of the ledger about one answer.
 
     Args:
         run: The hash of the spec.

@@ -51,7 +51,7 @@ def bound_growth() -> None:
 
 
 def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
-    """Let one thread delete the records of received messages; NVFlare would start a ``threading.Timer`` for each one.
+    """Let one thread delete the records of received messages. NVFlare would start a ``threading.Timer`` per record.
 
     A receiver keeps a record of each message for 65 seconds, in case the message is sent again. With three sites and
     twenty exchanges per second, there would be 4,000 such threads. The timers cannot be turned off. A shorter time

@@ -444,7 +444,7 @@ class SiteRun:
         self._next(ask.exchange)
         matches = len(set(ask.clients)) == len(ask.clients) == len(ask.which)
         if not matches or not all(0 <= n < len(ask.requests) for n in ask.which):
-            raise WireError("questions and clients do not match")
+            raise WireError("the message does not have exactly one request for each client")
         asked = zip(ask.clients, ask.which, strict=True)
         requests = {client: self._request(client, ask.requests[n]) for client, n in asked}
         self._unsent = []

@@ -110,7 +110,7 @@ class Watch:
     Args:
         admin: The administrator's folder.
         lost: An error is raised if the server is unreachable for longer than these seconds.
-        report: Is called with a line about each event.
+        report: A function that is called with a line about each event.
     """
 
     def __init__(self, admin: Path, lost: float, report: Report) -> None:
