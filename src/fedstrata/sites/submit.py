@@ -161,8 +161,8 @@ class Watch:
         """Poll once: submit the job if it is not submitted, and return True if it has ended with a result."""
         if self._job is None:
             if self._given_up:
-                # Before the job is submitted again, wait for the sites: after a restart of the server, they connect one
-                # after another.
+                # Wait for the sites before the job is submitted again, because they connect one after another if the
+                # server was restarted.
                 self.wait_for_sites(0, REJOIN)
             if submitted := self._call(self._submit):
                 self._job, text = submitted
@@ -177,7 +177,7 @@ class Watch:
         if status.startswith("FINISHED"):
             if status != ABORTED and self._over:
                 # All rounds are finished, so the result may be complete, although NVFlare reports a failure. NVFlare
-                # does so, for example, if a site did not answer at the end.
+                # reports a failure, for example, if a site did not answer at the end.
                 complete = self._has_result()
                 if complete or self.away:
                     return complete
