@@ -467,7 +467,7 @@ def invert(
         model: The model, with ``params`` loaded.
         params: The parameters, from ``Model.loaded``.
         pixels: The map from images to the model's inputs.
-        gradient: The given gradient g, of the summed or of the mean loss.
+        gradient: The given gradient g of the summed loss or of the mean loss.
         labels: The labels y of the images, shape (n,).
         steps: The number of steps of Adam.
         lr: Adam's learning rate.

@@ -1,4 +1,4 @@
-"""Experiments over sites (processes or organisations that hold clients' data), with NVIDIA FLARE ("NVFlare").
+"""Experiments over sites (processes or organisations that have the clients' data), with NVIDIA FLARE ("NVFlare").
 
 A run uses NVFlare's simulator (``simulator``), real machines (``provision``, ``submit``), a trial of a deployment on
 one machine (``local_deployment``), or a single process (``rehearsal``). ``engine``, ``directory``, ``messenger`` and

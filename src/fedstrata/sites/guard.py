@@ -168,7 +168,7 @@ class Quota:
             self.starts += 1
 
     def save(self) -> None:
-        """Add the numbers since the last write to the file."""
+        """Add what the job has used since the last write to the numbers in the file."""
         with self._changing():
             pass
 

@@ -22,7 +22,7 @@ SHARE = 0.4
 
 
 class Sums:
-    """The server's side of the sums. It waits for the terms of all sites of a group, and adds up the terms.
+    """The server's adder of tensors. It waits for the terms of all sites of a group, and adds up the terms.
 
     Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
     clients were in one process (``LocalGroup``).
@@ -91,7 +91,7 @@ class Sums:
 
 
 class SiteGroup(LocalGroup):
-    """The site's side of the sums. Its clients run in threads, and add up tensors with clients at other sites.
+    """The clients of one site, which run in threads and add up tensors with clients at other sites.
 
     Args:
         group: The name of the group.

@@ -215,7 +215,7 @@ class More(Message):
 
 @record("Hop")
 class Hop(Message):
-    """A hop: the task for one client of a relay to train the travelling model.
+    """The task for one client of a relay to train the travelling model. Such a step is a hop.
 
     Args:
         exchange: The number of the exchange; numbers ascend.
