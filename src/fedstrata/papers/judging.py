@@ -322,7 +322,7 @@ test."""
 
 
 def _ratio(case: _Case) -> Judgement:
-    """Judge whether a row's count (see ``COUNTED``), divided by another row's count, is from ``least`` to ``most``."""
+    """Judge whether the ratio of the counts (see ``COUNTED``) of two rows is from ``least`` to ``most``."""
     metric = case.about["metric"]
     by_place = []
     for mine, theirs in case.places():

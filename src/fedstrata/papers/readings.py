@@ -141,7 +141,7 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 
     Args:
         sizes: n_k, the number of samples of each participant, shape (m,).
-        bound: M; participants report numbers from 1 to M − 1.
+        bound: The bound M. Participants report numbers from 1 to M − 1.
         epsilon: ε, the privacy budget of a report.
         draws: The number of estimates.
     """
@@ -163,7 +163,7 @@ def keep_errors(size: int, participants: int, bound: int, epsilon: float, fracti
     Args:
         size: n_k, the number of samples of every participant.
         participants: m, the number of participants.
-        bound: M; participants report numbers from 1 to M − 1.
+        bound: The bound M. Participants report numbers from 1 to M − 1.
         epsilon: ε, the privacy budget of a report.
         fraction: q, the fraction of samples to keep.
 

@@ -70,7 +70,8 @@ class SiteServer:
     Args:
         name: The name of the site.
         folder: The folder of the clients' states.
-        send: A function that sends bytes to another site, or a term of a sum to the server, and returns the answer.
+        send: A function that sends bytes to another site (or, for a term of a sum, to the server), and returns the
+            answer.
         settings: The site's settings. In a simulation, the site also answers methods that do not declare their
             questions, and the server sees the text of all errors. In a deployment, the server sees only the text of
             ``HARMLESS`` errors, because other errors may reveal the site's data and files.

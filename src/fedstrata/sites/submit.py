@@ -376,7 +376,7 @@ def _stats(session: Any, *, job: str) -> dict[str, Any]:
 
 
 def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
-    """Return the jobs on which these sites work (None: all sites); empty if a site does not answer."""
+    """Return the jobs on which these sites (or, with None, all sites) work; empty if a site does not answer."""
     from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoConnection, NoReply
 
     try:
