@@ -365,7 +365,7 @@ class SiteRun:
         folder: The folder of the run's checkpoints at this site.
         context: The context of the site's clients.
         clients: The ids of the site's clients.
-        guard: Checks all requests against the job's declaration and the policy.
+        guard: The guard, which checks all requests against the job's declaration and the policy.
     """
 
     def __init__(
