@@ -63,7 +63,7 @@ def add_settings(commands: Commands) -> None:
         fedstrata settings
         fedstrata settings availability
         fedstrata settings method.objective rebafl
-        fedstrata settings method.client_sampler sampler:Rotating
+        fedstrata new sampler && fedstrata settings method.client_sampler sampler:LongestAway
         fedstrata explain alpha
     """
     help = "list the sections, names and keys that a spec may contain"

@@ -100,7 +100,7 @@ def add_compare(commands: Commands) -> None:
         fedstrata compare spec.toml --methods fedavg,scaffold,stratify --seeds 0,1,2 --out runs/first
         fedstrata compare spec.toml --references local,centralised
         fedstrata compare spec.toml --methods fedavg,moon --engine ray
-        fedstrata compare spec.toml --methods fedavg,sampler:Rotating --set training.rounds=10
+        fedstrata new method && fedstrata compare spec.toml --methods fedavg,method:Steady --set training.rounds=10
     """
     help = "compare methods over several seeds, and write a table and a report"
     more = (
