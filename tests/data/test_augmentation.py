@@ -174,7 +174,7 @@ def test_the_identity_of_a_run_includes_the_module(name):
         ("failing", "fails on a batch of float32 (2, 1, 8, 8): ZeroDivisionError: no such batch"),
         ("unseeded", "returned different batches for equal generators. Draw all random numbers from the generator."),
         ("unseeded_numpy", "returned different batches for equal generators. Draw all random numbers from the gener"),
-        ("masked", "names an object of type dict. Give the name of a function."),
+        ("masked", "is the name of a dict. Give the name of a function."),
         ("missing", "the module 'augmentations' does not define 'missing'. Check the name."),
     ],
 )

@@ -148,7 +148,7 @@ N = [0, 1, 0]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((X, N[:2], X, N), "y_train: has 2 values for 3 samples"),
+        ((X, N[:2], X, N), "y_train has 2 values for 3 samples"),
         ((X, N, np.zeros((3, 5)), N), "x_train has size 2, but a sample of x_test has size 5"),
         (
             (np.array([[0, np.nan], [np.inf, 0]]), N[:2], X, N),
@@ -158,16 +158,16 @@ N = [0, 1, 0]
             (np.array([[1e300, 0]]), [0], X, N),
             r"x_train: 1 values are NaN or infinite, the first at index \(0, 0\)\. Replace or remove",
         ),
-        ((np.zeros(3), N, X, N), r"x_train: has shape \(3,\). Use \(N, F\)"),
-        ((np.zeros((0, 2)), [], X, N), r"x_train: has shape \(0, 2\)"),
-        (([["a"]], [0], X, N), "x_train: is of type <U1. Inputs must be numbers"),
+        ((np.zeros(3), N, X, N), r"x_train has shape \(3,\). Use \(N, F\)"),
+        ((np.zeros((0, 2)), [], X, N), r"x_train has shape \(0, 2\)"),
+        (([["a"]], [0], X, N), "x_train is of type <U1. Inputs must be numbers"),
         (
             ([[1], [1, 2]], N[:2], X, N),
-            r"x_train: cannot be converted to an array: setting an array element with a sequence\.",
+            r"x_train cannot be converted to an array: setting an array element with a sequence\.",
         ),
-        ((X, [0, np.nan, 1], X, N), "y_train: contains fractions, NaN or infinity"),
-        ((X, [0, np.inf, 1], X, N), "y_train: contains fractions, NaN or infinity"),
-        ((X, np.eye(3), X, N), r"y_train: has shape \(3, 3\).*one-hot"),
+        ((X, [0, np.nan, 1], X, N), "y_train contains fractions, NaN or infinity"),
+        ((X, [0, np.inf, 1], X, N), "y_train contains fractions, NaN or infinity"),
+        ((X, np.eye(3), X, N), r"y_train has shape \(3, 3\).*one-hot"),
         ((X, ["a", "b", "a"], X, N), r"y_train has the type <U1, but y_test has the type int64\. Use the same type\."),
     ],
 )
@@ -177,7 +177,7 @@ def test_bad_arrays_are_named(arguments, message):
 
 
 def test_bad_names_and_domains_are_named():
-    with pytest.raises(DataError, match=r"y: contains the numbers 0…1, but there are 1 names\. Use 0…0\."):
+    with pytest.raises(DataError, match=r"y contains the numbers 0…1, but there are 1 names\. Use 0…0\."):
         from_arrays(X, N, X, N, class_names=["a"])
     with pytest.raises(DataError, match="'b' is not one of the given names: a"):
         from_arrays(X, ["a", "b", "a"], X, ["a"] * 3, class_names=["a"])

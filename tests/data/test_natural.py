@@ -65,12 +65,12 @@ def test_some_of_them_at_random():
     [
         (
             {"clients": 5},
-            "partition.clients = 5: only 4 of 4 clients have at least 1 training samples, and the largest has 4",
+            "partition.clients = 5: only 4 of 4 clients have at least 1 training samples, and the largest client has 4",
         ),
         ({"clients": 3, "min_size": 2}, "partition.clients = 3: only 2 of 4 clients have at least 2 training samples"),
         (
             {"min_size": 5},
-            "partition.min_size = 5: only 0 of 4 clients have at least 5 training samples, and the largest has 4",
+            "partition.min_size = 5: only 0 of 4 clients have at least 5 training samples, and the largest client",
         ),
     ],
 )
@@ -97,17 +97,17 @@ def test_ids_of_test_samples_may_be_of_clients_that_never_train():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ({"clients": ["a"] * 8}, "client_train: has 8 values for 9 samples in x_train. Give one value per sample"),
-        ({"clients": np.linspace(0, 1, 9)}, "client_train: contains fractions"),
+        ({"clients": ["a"] * 8}, "client_train has 8 values for 9 samples in x_train. Give one value per sample"),
+        ({"clients": np.linspace(0, 1, 9)}, "client_train contains fractions"),
         (
             {"clients": None, "clients_test": ["a", "b"]},
-            r"client_test: is set, but client_train is not\. Give both, or only client_train\.",
+            r"client_test is set, but client_train is not\. Give both, or only client_train\.",
         ),
         (
             {"clients": OWNERS, "clients_test": [1, 2]},
             r"client_train has the type <U3, but client_test has the type int64\. Use the same",
         ),
-        ({"clients": OWNERS, "clients_test": ["a"]}, "client_test: has 1 values for 2 samples in x_test"),
+        ({"clients": OWNERS, "clients_test": ["a"]}, "client_test has 1 values for 2 samples in x_test"),
     ],
 )
 def test_ids_that_do_not_fit(ids, message):

@@ -20,7 +20,7 @@ Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
 CHANNELS = (1, 3, 4)
-"""The numbers of channels by which the channel axis of images is recognised."""
+"""Lengths by which the channel axis of images is recognised."""
 
 
 def _numpy(values: Array, key: str) -> NDArray[np.generic]:
@@ -30,7 +30,7 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise DataError(f"{key}: cannot be converted to an array: {error}. Give numbers or strings.") from None
+        raise DataError(f"{key} cannot be converted to an array: {error}. Give numbers or strings.") from None
     if array.dtype.kind == "O" or (array.dtype.kind == "U" and not isinstance(values, np.ndarray)):
         texts = np.asarray(values, dtype=object).flat
         if any(isinstance(text, str) and text.endswith("\0") for text in texts):
@@ -55,7 +55,7 @@ def checked_ids(values: Array, key: str) -> Tensor:
     array = _numpy(values, key)
     if array.dtype.kind not in "iub" or array.ndim < 2 or array.size == 0:
         problem = f"is of type {array.dtype} and shape {array.shape}. With normalize = 'keep', inputs must be"
-        raise DataError(f"{key}: {problem} whole numbers of shape (N, …).")
+        raise DataError(f"{key} {problem} whole numbers of shape (N, …).")
     return torch.from_numpy(np.ascontiguousarray(array.astype(np.int64)))
 
 
@@ -67,24 +67,25 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
         key: The name of the inputs in messages.
 
     Raises:
-        DataError: A name cannot name an argument, an input is not numeric, a value is not finite, or lengths differ.
+        DataError: A name is not valid for a Python argument, an input is not numeric, a value is not finite, or lengths
+            differ.
     """
     tensors = {}
     for name, value in values.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise DataError(f"{key}: {name!r} cannot name an argument of a model. Use a name such as 'input_ids'.")
+            raise DataError(f"{key}: {name!r} is not a valid argument name. Use a name such as 'input_ids'.")
         part = f"{key}.{name}"
         if (file := MappedFile.of(value)) is not None:
             tensors[name] = file.checked(part)
             continue
         array = _numpy(value, part)
         if array.dtype.kind not in "fiub":
-            raise DataError(f"{part}: is of type {array.dtype}. Inputs must be numbers or booleans.")
+            raise DataError(f"{part} is of type {array.dtype}. Inputs must be numbers or booleans.")
         if array.ndim < 1 or array.size == 0:
-            raise DataError(f"{part}: has shape {array.shape}. Give at least one sample, (N, …).")
+            raise DataError(f"{part} has shape {array.shape}. Give at least one sample, (N, …).")
         tensors[name] = _tensor(array if array.dtype.kind == "b" else _storable(array, part, exact=False))
     if not tensors:
-        raise DataError(f"{key}: contains no arrays of inputs. Give at least one.")
+        raise DataError(f"{key} contains no arrays of inputs. Give at least one.")
     lengths = {name: len(tensor) for name, tensor in tensors.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{length} of {name}" for name, length in lengths.items())
@@ -112,18 +113,18 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     if (file := MappedFile.of(values)) is not None:
         if len(file.shape) not in (2, 3, 4) or (len(file.shape) == 4 and file.shape[3] not in CHANNELS):
             problem = f"is memory-mapped with shape {file.shape}. Store it as (N, F), (N, H, W) or (N, H, W, C)."
-            raise DataError(f"{key}: {problem}")
+            raise DataError(f"{key} {problem}")
         tensor = file.checked(key)
         return tensor[..., None] if tensor.dim() == 3 else tensor
     array = _numpy(values, key)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{key}: is of type {array.dtype}. Inputs must be numbers.").publicly(
-            f"{key}: has another type. Inputs must be numbers."
+        raise DataError(f"{key} is of type {array.dtype}. Inputs must be numbers.").publicly(
+            f"{key} has an unsupported type. Inputs must be numbers."
         )
     if array.ndim not in (2, 3, 4) or array.size == 0:
         forms = "(N, F), (N, H, W), (N, H, W, C) or (N, C, H, W). No axis may be empty."
-        error = DataError(f"{key}: has shape {array.shape}. Use {forms}")
-        raise error.publicly(f"{key}: has another shape. Use {forms}")
+        error = DataError(f"{key} has shape {array.shape}. Use {forms}")
+        raise error.publicly(f"{key} has an unsupported shape. Use {forms}")
     if array.ndim == 4 and array.shape[3] not in CHANNELS and array.shape[1] in CHANNELS:
         array = array.transpose(0, 2, 3, 1)
     if array.ndim == 3:
@@ -188,12 +189,12 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
             array = array[:, 0]
         if array.ndim != 1:
             raise DataError(
-                f"{key}: has shape {array.shape}. Give one number or string per sample, not one-hot vectors."
+                f"{key} has shape {array.shape}. Give one number or string per sample, not one-hot vectors."
             )
         _require_length(array, key, samples)
         if array.dtype.kind == "f":
             if not (np.isfinite(array) & (array == np.floor(array))).all():
-                raise DataError(f"{key}: contains fractions, NaN or infinity. Use whole numbers or strings.")
+                raise DataError(f"{key} contains fractions, NaN or infinity. Use whole numbers or strings.")
             if (largest := float(np.abs(array).max(initial=0))) > 2**53:
                 problem = (
                     f"{largest:g} is too large, because floats are exact only up to 2**53. Use integers or strings."
@@ -201,7 +202,7 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
                 raise DataError(f"{key}: {problem}")
             array = array.astype(np.int64)
         if array.dtype.kind not in "iubUS":
-            raise DataError(f"{key}: is of type {array.dtype}. Use whole numbers or strings.")
+            raise DataError(f"{key} is of type {array.dtype}. Use whole numbers or strings.")
         checked.append(decoded(array, key))
     if (checked[0].dtype.kind == "U") != (checked[1].dtype.kind == "U"):
         raise DataError(
@@ -214,9 +215,7 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
 def _require_length(array: NDArray[np.generic], key: str, samples: int) -> None:
     if len(array) != samples:
         split = key.rpartition("_")[2]
-        raise DataError(
-            f"{key}: has {len(array)} values for {samples} samples in x_{split}. Give one value per sample."
-        )
+        raise DataError(f"{key} has {len(array)} values for {samples} samples in x_{split}. Give one value per sample.")
 
 
 def has_fractions(values: Array) -> bool:
@@ -250,9 +249,9 @@ def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]
     """
     array = _numpy(values, key)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{key}: is of type {array.dtype}. The task needs numbers as targets.")
+        raise DataError(f"{key} is of type {array.dtype}. The task needs numbers as targets.")
     if array.ndim not in (1, 2) or 0 in array.shape[1:]:
-        raise DataError(f"{key}: has shape {array.shape}. Give one or several numbers per sample, (N,) or (N, K).")
+        raise DataError(f"{key} has shape {array.shape}. Give one or several numbers per sample, (N,) or (N, K).")
     _require_length(array, key, samples)
     numbers = array.reshape(samples, -1).astype(np.float64)
     if (bad := ~np.isfinite(numbers)).any():
@@ -276,9 +275,9 @@ def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
     """
     array = _numpy(values, key)
     if array.dtype.kind not in "iub":
-        raise DataError(f"{key}: is of type {array.dtype}. The task needs whole numbers as targets.")
+        raise DataError(f"{key} is of type {array.dtype}. The task needs whole numbers as targets.")
     if array.ndim < 2:
-        raise DataError(f"{key}: has shape {array.shape}. Give one class for each token or pixel, (N, …).")
+        raise DataError(f"{key} has shape {array.shape}. Give one class for each token or pixel, (N, …).")
     _require_length(array, key, samples)
     return array.astype(np.int64)
 
@@ -295,7 +294,7 @@ def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
         return np.char.decode(array, "utf-8")  # type: ignore[arg-type]  # an array of bytes
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{key}: contains the bytes {error.object!r}, which are not UTF-8. Store text as strings."
+            f"{key} contains the bytes {error.object!r}, which are not UTF-8. Store text as strings."
         ) from None
 
 
@@ -304,7 +303,7 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
 
     Args:
         pair: The labels of both splits, from ``checked_labels``.
-        names: The name of each class. The labels must then be indices into ``names``, or elements of ``names``. By
+        names: The name of each class. If given, each label is an index into ``names``, or an element of ``names``. By
             default, the distinct labels are sorted and numbered.
         kind: ``"y"``, ``"domain"`` or ``"client"``, for messages.
 
@@ -329,7 +328,7 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     elif both.min() < 0 or both.max() >= len(names):
         span = f"{both.min()}…{both.max()}"
         raise DataError(
-            f"{kind}: contains the numbers {span}, but there are {len(names)} names. Use 0…{len(names) - 1}."
+            f"{kind} contains the numbers {span}, but there are {len(names)} names. Use 0…{len(names) - 1}."
         )
     codes, train_size = torch.from_numpy(both.astype(np.int64)), len(pair[0])
     return (codes[:train_size].clone(), codes[train_size:].clone()), tuple(str(text) for text in names)
@@ -350,7 +349,7 @@ def encode_clients(
     """
     if first is None:
         if second is not None:
-            raise DataError("client_test: is set, but client_train is not. Give both, or only client_train.")
+            raise DataError("client_test is set, but client_train is not. Give both, or only client_train.")
         return (None, None), ()
     # If the clients of test samples are not known, encode an empty list that has the type of ``client_train``.
     ids, n_test = (second, sizes[1]) if second is not None else (_numpy(first, "client_train")[:0], 0)
@@ -359,7 +358,9 @@ def encode_clients(
 
 
 def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
-    """Warn about classes that occur only in the test set. Models cannot learn these, so their samples count as errors.
+    """Warn about classes that occur only in the test set.
+
+    Models cannot learn these classes, so predictions for their samples count as errors.
 
     Raises:
         DataError: The splits have no class in common, for example because labels are spelt differently.
@@ -371,12 +372,10 @@ def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
     count = int(np.isin(test.numpy(), unseen).sum())
     if count == len(test):
         known = ", ".join(repr(names[code]) for code in np.unique(train.numpy())[:10])
-        raise DataError(
-            f"y_test: none of its labels ({named}) occurs in y_train, whose labels are {known}. Use the same labels."
-        )
+        raise DataError(f"y_test has the labels {named}, but y_train has only the labels {known}. Use the same labels.")
     problem = (
-        f"y_train lacks the labels {named}, which {count} of {len(test)} test samples have. These samples count as "
-        "wrong."
+        f"y_train lacks the labels {named}, which {count} of {len(test)} test samples have. "
+        "Predictions for these samples count as errors."
     )
     warnings.warn(problem, stacklevel=2)
 
@@ -413,8 +412,7 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
     # would be lost to rounding if the mean is large.
     origin = flat[0].double()
     total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
-    # Keep the chunk size for smaller inputs. Other chunks would change the rounding of the sums, and therefore earlier
-    # results.
+    # Keep the chunk size for smaller inputs. Another size would round the sums differently, and change earlier results.
     large = flat.numel() > 1 << 26
     for chunk in torch.split(flat, min(1 << 20, max(1, (1 << 21) // width)) if large else 1 << 20):
         centred = chunk.double() - origin

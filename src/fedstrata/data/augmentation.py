@@ -1,7 +1,7 @@
 """Augmentation: random changes of the inputs on which clients train, chosen with ``data.augment``.
 
-Only the batches of local training are augmented. Evaluations, predictions, the gradients and losses that samplers
-request, and an objective's computations over all samples use the original samples.
+Only the batches of local training are augmented. All other computations use the original samples: evaluations,
+predictions, gradients and losses for samplers, and an objective's computations over all samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedstrata.data.dataset import Dataset
 KEY, KIND = "data.augment", "data augmentation"
 
 TRIALS = 8
-"""The number of times that a user's own function is called with the same samples and generator before a run."""
+"""Number of trial calls of a user's own function before a run, all with the same samples and equal generators."""
 
 
 class Augmentation(Setting):
@@ -46,9 +46,9 @@ class Augmentation(Setting):
 
 
 class CropFlip(Augmentation):
-    """A random crop of each padded image, which is then mirrored from left to right with probability 1/2.
+    """A random crop of each padded image, mirrored from left to right with probability 1/2.
 
-    The padding reflects the image at its edges, so that it has the image's colours, however inputs are normalised.
+    The padding reflects the image at its edges. The padding therefore has the image's colours with every normalisation.
 
     Args:
         padding: Number of pixels that are added on each side of an image. The crop is shifted by at most this number in
@@ -112,7 +112,7 @@ class OwnAugmentation(Augmentation):
         return load_object(self.path, KIND)
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table of a spec: the path is the ``name``, the function's arguments are further keys."""
+        """Return the table for a spec: ``name`` is the path, and the other keys are the function's arguments."""
         return {"name": self.path, **plain(self.arguments)}
 
     def __call__(self, x: Any, generator: torch.Generator) -> Any:
@@ -172,9 +172,7 @@ class _Augmentations(Registry[Augmentation]):
             return super().make(name, table)
         function = load_object(name, self.kind)
         if not callable(function):
-            raise SpecError(
-                "name", f"names an object of type {type(function).__name__}. Give the name of a function.", name
-            )
+            raise SpecError("name", f"is the name of a {type(function).__name__}. Give the name of a function.", name)
         return build(OwnAugmentation, {"path": name, "arguments": dict(table)})
 
 

@@ -49,7 +49,7 @@ class Dataset:
         y_train: Training targets; for classification, labels (N,) int64 in 0…C−1.
         x_test: Test inputs, of the same form.
         y_test: Test targets, of the same form.
-        class_names: The name of each output of a model, such as the classes; empty if outputs have no names.
+        class_names: The name of each output of a model, such as the name of a class; empty if outputs have no names.
         domain_train: The domain of each training sample, (N,) int64; None if there are no domains.
         domain_test: The domain of each test sample.
         domain_names: The name of each domain.
@@ -59,8 +59,8 @@ class Dataset:
         client_train: The client that each training sample comes from, (N,) int64; None if unknown.
         client_test: The client that each test sample comes from, if known.
         client_names: The name of each client, including clients that have only test samples.
-        unfitted: The raw samples. Features are computed from these again when the clients' training samples are known.
-            None if the features stay the same.
+        unfitted: The raw samples. When the clients' training samples are known, features are computed again from the
+            raw samples. None if the features stay the same.
         features: The rule that computes the features of a table from its rows; None for arrays.
         task: The task, which says what the targets mean.
         n_outputs: The number of outputs of a model for a sample, a token or a pixel. Default: the number of
@@ -129,7 +129,7 @@ class Dataset:
             value: The value of the setting.
 
         Raises:
-            SpecError: The samples have no strata; the message says what would provide them.
+            SpecError: The samples have no strata; the message says how to define strata.
         """
         if self.strata is None:
             problem = f"needs classes, and the task {self.task.name!r} has none. {self.task.stratum_hint}"
@@ -178,7 +178,7 @@ class Dataset:
         stored = _take(inputs, indices)
         if self.keep:
             return stored
-        if self._rows is not None and self._rows[0].dtype == torch.float64:  # float32 would be too coarse here
+        if self._rows is not None and self._rows[0].dtype == torch.float64:  # float32 would lose too many digits here
             batch = (stored.double().flatten(1) - self._rows[0]).mul_(self._rows[1]).float().view(stored.shape)
         else:
             batch = stored.to(torch.float32, copy=isinstance(indices, slice))

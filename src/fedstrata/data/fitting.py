@@ -45,13 +45,13 @@ class Statistics(Message):
     Args:
         samples: The number of samples.
         count: The number of values that are not missing in each of K table columns or image channels, (K,) float64.
-        mean: The mean of these values, (K,) float64.
-        squares: The sum of their squared distances from the mean, (K,) float64.
+        mean: The mean of the values that are not missing, (K,) float64.
+        squares: The sum of the squared distances of these values from the mean, (K,) float64.
         low: The smallest value, (K,) float64; an empty tensor if the normalisation does not need it.
         high: The largest value, in the same form as ``low``.
         counts: A mapping from column name to the column's distinct values and their frequencies, (V, 2) float64, sorted
-            by value. The mapping contains only category columns, and columns that impute the median or the most
-            frequent value.
+            by value. The mapping contains only category columns, and columns whose ``impute`` is ``median`` or
+            ``most-frequent``.
 
     >>> one, none = (torch.tensor(x, dtype=torch.float64) for x in ([2.0], []))
     >>> both = Statistics(2, one, one, one, none, none, {}) + Statistics(2, one, 2 * one, one, none, none, {})
@@ -93,7 +93,7 @@ class Statistics(Message):
         """Return the value that replaces a missing value of a column.
 
         Raises:
-            DataError: The column does not set ``impute``, or no training sample has a value.
+            DataError: ``impute`` is not set for the column, or no training sample has a value.
         """
         if column.impute is None:
             problem = f"column {name!r}: some values are missing. Add them, or set a rule such as impute = 'mean'."
@@ -103,7 +103,7 @@ class Statistics(Message):
         if column.impute == "constant":
             return column.number(column.value)
         if not self.count[index]:
-            problem = f"no training row has a value that may be used, so the {column.impute} cannot be computed. "
+            problem = f"no training row has a value that may be used, so the {column.impute} value cannot be computed. "
             problem += "Use impute = 'constant', or a smaller privacy.min_samples."
             raise DataError(f"column {name!r}: {problem}").publicly(f"column {name!r}: {problem}")
         if column.impute == "mean":
@@ -146,7 +146,7 @@ class Statistics(Message):
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The rule that computes features from the rows of a table, which is also needed to predict new rows.
+    """The rule that computes features from the rows of a table. Predictions for new rows need the same rule.
 
     Args:
         schema: The completed schema of the table.
@@ -176,12 +176,12 @@ class Features:
 
 @dataclass(frozen=True, eq=False)
 class RawTargets:
-    """Training targets whose statistics, such as the mean, a task needs.
+    """Training targets of a task that needs their statistics, such as the mean.
 
     Args:
         task: The task.
         train: The targets, (N, K) float64.
-        name: The key of the first target in ``Statistics.counts``, which must not be the name of a feature.
+        name: The key of the first target in ``Statistics.counts``. No feature may have this name.
     """
 
     task: Task
@@ -303,7 +303,7 @@ class Unfitted:
             if count > other.samples or (column.impute is None and count < other.samples):
                 raise DataError(f"column {name!r} has {count:g} values for {other.samples} samples")
             if column.counted and (counted := float(other.counts[name][:, 1].sum())) != count:
-                problem = f"{count:g} values were reported, but the counts of its categories add up to {counted:g}"
+                problem = f"{count:g} values were reported, but the counts of its values add up to {counted:g}"
                 raise DataError(f"column {name!r}: {problem}")
 
     def _of(self, samples: Tensor) -> Statistics:
@@ -386,7 +386,7 @@ class Unfitted:
     def _of_features(self, known: Statistics, imputed: dict[str, float]) -> Statistics:
         """Convert the statistics of columns to statistics of features, in the order of ``Schema.names``."""
         rows: list[tuple[Any, ...]] = []
-        """Count, mean, sum of squares, smallest and largest value of each feature."""
+        """The count, mean, sum of squares, smallest and largest value of each feature."""
         n = known.samples
 
         def add_binary(ones: float) -> None:

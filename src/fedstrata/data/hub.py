@@ -24,7 +24,7 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
 
     Args:
         name: ``"owner/name"`` or ``"owner/name:configuration"``.
-        seed: The seed of the random choice of test samples, for data sets that have only a training split.
+        seed: The seed for drawing test samples, if the data set has only a training split.
         client: The column that contains the client of each sample, such as ``writer_id``.
 
     Raises:
@@ -38,7 +38,7 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
     path, _, configuration = name.partition(":")
     try:
         splits = datasets.load_dataset(path, configuration or None)
-    except Exception as error:  # the network, the name or the format can be at fault, each with its own class of error
+    except Exception as error:  # a wrong name or format and a network failure all raise different exceptions
         first = str(error).strip().partition("\n")[0]
         raise DataError(
             f"Hugging Face did not deliver {name!r}. Check the name and the connection. {type(error).__name__}: {first}"
@@ -54,7 +54,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
 
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``, all with the same columns.
-        seed: The seed of the random choice of this fifth of the samples.
+        seed: The seed for drawing this fifth of the samples.
         client: The column that contains the client of each sample; None without such a column.
 
     Returns:

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 """The accepted cells of a boolean column, in lower case, and their values."""
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
-"""The accepted cells of a column that marks the test samples: 1 for test samples."""
+"""The accepted cells of a column that marks test samples, and their values: 1 for test samples."""
 MANY = 20
-"""The number of rows above which a category column with more distinct values than half the rows causes a warning."""
+"""Above this number of rows, a category column causes a warning if it has more distinct values than half the rows."""
 MOST_CATEGORIES = 100
-"""The number of categories of a column above which there is a warning, because each category becomes a feature."""
+"""Above this number of categories, a column causes a warning, because each category becomes a feature."""
 _DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"
 DATE = re.compile(rf"({_DAY})([ T]\d{{1,2}}:\d\d.*)?|\d{{1,2}}:\d\d(:\d\d.*)?")
 """The form of texts that are read as a date or a time of day."""
@@ -187,7 +187,7 @@ class Column(Setting):
 
 
 def _columns(value: object, info: ValidationInfo) -> object:
-    """Parse the setting ``columns``, in which a text instead of a column's table is the type of the column."""
+    """Parse the setting ``columns``. If a column has a text instead of a table, the text is the type of the column."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -323,7 +323,7 @@ class Schema(Setting):
         return under(key, lambda: build(Column, filled))
 
     def closed(self, *, classes: bool = True) -> Schema:
-        """Return the schema for real sites, which read only columns that the spec describes, and guess nothing.
+        """Return the schema for real sites, where only columns in the spec are read, and no type is guessed.
 
         Args:
             classes: Whether labels are classes; otherwise they are numbers.
@@ -442,7 +442,7 @@ class Table:
             row: The row of the cell, counted from 0.
             column: The column of the cell.
             problem: The problem; the text may quote the cell.
-            public: The problem in a text for other parties, which does not disclose the cell.
+            public: The problem, in words for other parties that do not disclose the cell.
         """
         where = f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
         cell = self.columns[column][row]
@@ -494,8 +494,8 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
         table: The rows.
         schema: A completed schema.
         seed: The seed of the random choice, if the setting ``test`` is a fraction.
-        first: The index, in the whole federation, of the table's first client. With it, a site that has only some of
-            the clients selects the same rows as a simulation of all clients.
+        first: The index, in the whole federation, of the table's first client. With this index, a site with only some
+            of the clients selects the same rows as a simulation of all clients.
         task: The task; None for classification. Test samples are stratified by label only if the task has classes.
 
     Raises:
@@ -602,7 +602,7 @@ def is_missing(cell: object) -> bool:
 
 
 def text_of(cell: object) -> str:
-    """Return a cell as text. The result is the same if the cell was read as text, as a number or as a boolean.
+    """Return a cell as text, which is equal for cells that were read as text, as a number or as a boolean.
 
     >>> text_of(" 3 "), text_of(3.0), text_of(True)
     ('3', '3', 'true')
@@ -615,7 +615,7 @@ def text_of(cell: object) -> str:
 
 
 def _without_rule(table: Table, schema: Schema) -> list[str]:
-    """Return the features that have missing values and no rule for them."""
+    """Return the features that have missing values, but no rule for missing values."""
     columns = ((name, column) for name, column in schema.inputs.items() if column.impute is None)
     return [name for name, column in columns if None in table.cells(name, (*schema.missing, *column.missing))]
 

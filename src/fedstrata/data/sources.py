@@ -34,7 +34,8 @@ from fedstrata.data.tables import SUFFIXES, dataset_of, read_table, task_of_tabl
 from fedstrata.data.tasks.base import Task
 
 Arrays = dict[str, Any]
-"""Arrays by name. If a model has several inputs, ``x_train`` and ``x_test`` are mappings from input to array."""
+"""A mapping from names to arrays. If a model has several inputs, ``x_train`` and ``x_test`` are mappings from input
+names to arrays."""
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
 """The arrays that a ``.npz`` file must contain."""
@@ -60,10 +61,10 @@ with warnings.catch_warnings():
                 ``.parquet`` file, or a folder of ``.npy`` files with ``/`` at the end. Inputs in a folder may be larger
                 than the memory. ``"hub:owner/name"`` or ``"hub:owner/name:configuration"`` is a data set of the Hugging
                 Face hub.
-            normalize: Scaling of each channel or feature. ``standard``: to mean 0 and standard deviation 1 over the
-                training samples. ``unit``: to [0, 1], from the smallest to the largest value of the training samples.
-                ``none``: values are only converted to float32. ``keep``: whole numbers stay whole numbers, as token
-                models require.
+            normalize: Scaling of each channel or feature. ``standard``: values are scaled to mean 0 and standard
+                deviation 1 over the training samples. ``unit``: values are scaled so that the training samples range
+                from 0 to 1. ``none``: values are only converted to float32. ``keep``: whole numbers stay whole numbers,
+                as token models require.
             limit: Number of training samples to use. The samples are drawn at random, from each class in proportion to
                 its size. Default: all samples.
             client: Column of a Hugging Face data set that contains the client of each sample, for the partition
@@ -170,7 +171,7 @@ with warnings.catch_warnings():
             if self.shift is None or self.scale is None:
                 return None
             if isinstance(shape, Mapping):
-                problem = "works only for samples that are one tensor, but these have several inputs. Remove the key."
+                problem = "works only if a sample is one tensor, but these samples have several inputs. Remove the key."
                 raise SpecError("data.shift", problem, list(self.shift))
             if len(self.shift) != shape[0]:
                 problem = (
@@ -192,8 +193,8 @@ with warnings.catch_warnings():
                 return data
             if not isinstance(data.x_train, Tensor) or not isinstance(data.x_test, Tensor):
                 problem = (
-                    "works only for samples that are one tensor, but these have several inputs. Remove "
-                    "data.shape and data.classes."
+                    "works only if a sample is one tensor, but these samples have several inputs. "
+                    "Remove data.shape and data.classes."
                 )
                 raise SpecError("data.shape", problem, list(self.shape))
             for part in ("train", "test"):
@@ -347,7 +348,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
                 error = DataError(
                     f"{path} lacks the arrays {', '.join(missing)}, and has only {', '.join(archive)}. Add them."
                 )
-                raise error.publicly(f"there is no {', '.join(missing)}. Add it.")
+                raise error.publicly(f"these arrays are missing: {', '.join(missing)}. Add them.")
             if (size := sum(int(info.file_size) for info in archive.zip.infolist())) > MOST:
                 raise DataError(f"{path} contains {size / 2**30:,.1f} GiB of arrays. Use at most {MOST >> 30} GiB.")
             if damaged := archive.zip.testzip():  # NumPy skips the checksum if a header declares too few bytes

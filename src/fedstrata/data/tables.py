@@ -74,7 +74,7 @@ def from_dataframe(
         test: The fraction of rows that become test samples; or the name of a column that marks test rows; or another
             data frame, which contains the test samples.
         normalize: See ``from_arrays``.
-        seed: The seed of the random choice of test samples, if ``test`` is a fraction.
+        seed: The seed for drawing test samples, if ``test`` is a fraction.
         name: The name of the data set in reports.
         task: The task, or its name. Default: regression if labels have fractions, otherwise classification.
         settings: Other settings of ``Schema``, such as ``columns`` and ``missing``.
@@ -108,7 +108,7 @@ def dataset_of(
     given: tuple[Tensor, Tensor] | None = None,
     task: Task | None = None,
 ) -> Dataset:
-    """Build a data set, with features that are imputed and normalised by statistics of all training rows.
+    """Build a data set whose features are imputed and normalised with statistics of all training rows.
 
     When a run begins, the features are computed again, with statistics of only the rows that clients train on.
 
@@ -130,7 +130,7 @@ def dataset_of(
     with_classes = task is None or task.has_classes
     if n_test in (0, size) or (with_classes and n_labels == size):
         rows = f"rows: {size} ({size - n_test} for training, {n_test} for testing), with {n_labels} different labels"
-        raise DataError(f"{rows}. Add rows: at least one for training and one for testing must have the same label.")
+        raise DataError(f"{rows}. Add rows, so that a row for training and a row for testing have the same label.")
     unfitted = Unfitted(normalize, cells[~held], cells[held], schema, given)
     known = unfitted.statistics([np.arange(int((~held).sum()))])
     x_train, x_test, _, _ = unfitted.fitted(known)

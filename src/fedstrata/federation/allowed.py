@@ -22,7 +22,7 @@ class Terms:
     Args:
         training: The settings of local training.
         clients: Number of clients, N.
-        strata: Number of strata, such as the classes; None if it is not known.
+        strata: Number of strata, such as classes; None if the number is not known.
     """
 
     training: Training
@@ -81,7 +81,7 @@ class Allowed:
     """A request that a job may send to each of its clients.
 
     Args:
-        request: The class of the request; subclasses are not included.
+        request: The Python class of the request; subclasses are not included.
         where: A mapping from names of the request's fields to the accepted value, or to a ``Bound`` for several values.
             Other fields may have any value.
         times: How often the request may come. None means no fixed number: the order of requests (see ``Order``) or the
@@ -90,11 +90,11 @@ class Allowed:
         rounds: The rounds in which the request may come: a range, or a function that returns True for these rounds.
             Default: every round.
         limit: The largest number of samples from which a reply is computed. Default: all samples of the client.
-        rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's class.
+        rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's Python class.
         inside: The ``Allowed`` entry of the inner request, if this request is an envelope around another request.
 
     Raises:
-        TypeError: The class of the request has no ``RequestRule``.
+        TypeError: The Python class of the request has no ``RequestRule``.
     """
 
     request: type[Request]
@@ -119,7 +119,7 @@ class Allowed:
         return f"{self.request.__name__} of {self.inside.label}" if self.inside else self.request.__name__
 
     def wrong(self, request: Request, round: int) -> str:
-        """Return a description of the first field whose value is not accepted; an empty string if all values are."""
+        """Return a description of the first field whose value is not accepted; an empty string if there is none."""
         for name, accepted in self.where.items():
             value = getattr(request, name)
             if not (accepted.holds(value, round) if isinstance(accepted, Bound) else value == accepted):
@@ -131,8 +131,8 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return this entry's sample limit if it is so small that no client may answer; otherwise None.
 
-        No client may answer if the limit is below ``privacy.min_samples``. An exception is a request for which clients
-        hold back the samples of a too small batch until a later batch.
+        No client may answer if the limit is below ``privacy.min_samples``. Requests that let clients use the samples of
+        a too small batch in a later batch are an exception.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None
@@ -144,7 +144,7 @@ class Allowed:
         return round in self.rounds if isinstance(self.rounds, range) else self.rounds(round)
 
     def includes(self, request: Request) -> bool:
-        """Return True if a request, and the request inside it if there is one, have the classes of this entry."""
+        """Return True if a request, and its inner request if there is one, are of the Python classes in this entry."""
         if type(request) is not self.request:
             return False
         return self.inside is None or self.inside.includes(getattr(request, "request", None))  # type: ignore[arg-type]
@@ -192,12 +192,12 @@ def joined(*parts: list[Allowed] | None) -> list[Allowed] | None:
 
 
 def declares(cls: type, declaration: str, *hooks: str) -> bool:
-    """Return True if a class declares all requests that it sends.
+    """Return True if a Python class declares all requests that it sends.
 
     An inherited declaration counts only if the class does not override a method that sends requests.
 
     Args:
-        cls: The class.
+        cls: The Python class.
         declaration: Name of the attribute or method that declares the requests.
         hooks: Names of the methods that send requests.
     """

@@ -29,8 +29,8 @@ class Attack(Setting):
     """Base class of attacks, which chooses the clients that attack.
 
     Args:
-        share: Fraction of the clients that attack in every round. The seed decides which clients attack, and their
-            number is rounded. Default: 0.2.
+        share: Fraction of the clients that are attackers, rounded to whole clients. The seed decides which clients
+            attack, and they attack in every round. Default: 0.2.
         clients: Ids of the clients that attack. Set either ``clients`` or ``share``.
     """
 
@@ -67,7 +67,7 @@ class Attack(Setting):
             return tuple(sorted(set(self.clients)))
         share = self.share or DEFAULT_SHARE
         if not (number := round(share * clients)):
-            problem = f"is 0 of {clients} clients after rounding. Use a larger share, or set attack.clients."
+            problem = f"means 0 of {clients} clients after rounding. Use a larger share, or set attack.clients."
             raise SpecError("attack.share", problem, share)
         drawn = rng(seed, "attackers").choice(clients, size=number, replace=False)
         return tuple(sorted(drawn.tolist()))
@@ -176,19 +176,20 @@ class Gaussian(Attack):
 
 
 class LittleIsEnough(Attack):
-    """Attackers hide among the honest updates: ALIE, "a little is enough" (Baruch et al. 2019).
+    """Attackers hide their updates among the honest updates: ALIE, "a little is enough" (Baruch et al. 2019).
 
     In each coordinate, an attacker sends the mean of the round's honest updates plus z standard deviations of these
     updates.
 
     Args:
-        deviations: Number z of standard deviations. The paper derives a largest z from the number of clients.
+        deviations: Number z of standard deviations that are added to the mean. The paper derives a largest z from the
+            number of clients.
     """
 
     deviations: PositiveFloat = 1.5
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return mean + z · standard deviation of the honest updates; the attacker's own update if there are none."""
+        """Return mean + z · standard deviation of the honest updates; without these, the attacker's own update."""
         if len(honest) < 2:
             return honest[0] if len(honest) else update
         return honest.mean(dim=0) + self.deviations * honest.std(dim=0)
@@ -205,7 +206,7 @@ class InnerProduct(Attack):
     scale: PositiveFloat = 2.0
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return −ε · mean of the honest updates; −ε · the attacker's own update if there are none."""
+        """Return −ε · mean of the honest updates; without these, −ε · the attacker's own update."""
         return -self.scale * (honest.mean(dim=0) if len(honest) else update)
 
 

@@ -172,7 +172,7 @@ class Bernoulli(Availability):
 
 
 class Persistent(Availability):
-    """Each client is online or offline for a whole period of rounds, drawn at random for each period (ReBaFL §5.5.3).
+    """Each client is online or offline for whole periods of rounds, with one random draw per period (ReBaFL §5.5.3).
 
     Args:
         p: Probability that a client is online in a period.
@@ -261,7 +261,7 @@ class Combined(Availability):
             under(str(place), partial(model.check, replace(population, seed=_seed_of(place, population.seed))))
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return for each client whether it is online in each of the models."""
+        """Return for each client whether it is online in all models."""
         online = np.ones(len(clients), dtype=bool)
         for place, model in enumerate(self.models):
             online &= model.online(clients, round, _seed_of(place, seed))

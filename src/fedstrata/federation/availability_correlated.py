@@ -19,7 +19,7 @@ class Correlated(Availability):
     """Base class of models in which a client's probability of being online depends on its samples.
 
     Args:
-        mean: Mean, over all clients, of the probability of being online in a round. Probabilities are afterwards
+        mean: Probability that a client is online in a round, averaged over all clients. Each probability is afterwards
             limited to the range from ``least`` to 1.
         least: Lower limit of each client's probability of being online in a round.
         pattern: Change of a client's availability over the rounds. ``independent``: a new draw in each round.

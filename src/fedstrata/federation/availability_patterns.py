@@ -92,7 +92,7 @@ def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, se
     arXiv:2306.03401).
 
     In each round, a uniform random number either sets the state regardless of the previous state, or keeps or flips the
-    previous state. The function therefore goes back only to the last round that set the state, and needs no memory.
+    previous state. The function therefore goes back only to the latest round that set the state, and stores nothing.
 
     Args:
         p: The probability that each client is online in a round, (n,).

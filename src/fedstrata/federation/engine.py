@@ -68,8 +68,8 @@ class Failure:
     Args:
         reason: The reason in words.
         error: The client's exception, if it raised one.
-        bystander: Whether the answer is missing only because another client failed, with which this client adds up
-            tensors.
+        bystander: Whether the answer is missing only because this client adds up tensors with another client that
+            failed.
         refused: Whether the answer was refused: the server cannot use it, or the client withheld it.
     """
 
@@ -80,7 +80,7 @@ class Failure:
 
 
 EngineEvent = tuple[str, list[ClientId], str]
-"""An event of an engine: its kind, its clients, and the reason."""
+"""An event of an engine: its type, its clients, and the reason."""
 
 
 class RelaySession(Protocol):
@@ -133,10 +133,10 @@ class Engine(ABC):
         """Let one client work on the travelling model of a relay; return the new model and the reply."""
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay, in which a model travels from client to client and all tasks have the same class.
+        """Begin a relay, in which a model travels from client to client and all tasks have the same Python class.
 
         Args:
-            kind: The class of the tasks.
+            kind: The Python class of the tasks.
             weights: The model that the first client gets.
         """
         return HopByHop(self, weights)

@@ -59,7 +59,7 @@ class RoundLog:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def note(self, kind: str, clients: Iterable[ClientId] = (), reason: str = "") -> None:
-        """Record an event of this round: its kind, its clients (if any) and the reason (if any)."""
+        """Record an event of this round: its type, its clients (if any) and the reason (if any)."""
         event: dict[str, Any] = {"round": self.round, "kind": kind}
         if listed := [int(client) for client in clients]:
             event["clients"] = listed
@@ -121,7 +121,7 @@ class Exchanges:
         self._config, self._availability, self._method = config, availability, method
         self.log = RoundLog(0, method)
         self.answered: set[type[Request]] = set()
-        """The classes of the requests that at least one client has answered."""
+        """The Python classes of requests that at least one client has answered."""
         self.resumed = False
         """Whether the run was resumed. In that case, ``answered`` lacks the requests of earlier rounds."""
         self.clock: Clock | None = None
@@ -244,8 +244,8 @@ class Exchanges:
             failures |= dict.fromkeys(replies, void)
             replies.clear()
         if failures:
-            # A bystander is a client that only waited for another client, which failed. Bystanders are logged only if
-            # all failures are bystanders, because then no other entry explains why the exchange failed.
+            # A bystander is a client that only waited for another client that failed. Bystanders are logged only if all
+            # failures are bystanders, because then no other entry explains why the exchange failed.
             broken = not refused and all(failure.bystander for failure in failures.values())
             for client, failure in failures.items():
                 if broken or not failure.bystander:
@@ -266,13 +266,13 @@ class Exchanges:
         """Raise ``ClientsFailedError`` if the failures are probably caused by a fault in the program.
 
         A fault in the program is assumed if all clients with a request raised an exception, and no client has ever
-        answered a request of these classes. If the federation has at least two clients, at least two must have got a
-        request.
+        answered a request of these Python classes. If the federation has at least two clients, at least two must have
+        got a request.
 
         Args:
             asked: The clients that got a request.
             raised: Number of clients that raised an exception.
-            kinds: The classes of the requests.
+            kinds: The Python classes of the requests.
             failures: The failed clients and their failures. The message quotes the first failure.
         """
         several = len(asked) >= min(2, self._config.clients)

@@ -43,7 +43,7 @@ class Relayed:
 
 @dataclass(frozen=True)
 class Summed:
-    """The sum of several replies, and the clients that they came from."""
+    """The sum of several replies, and the clients that sent the replies."""
 
     reply: Any
     clients: list[ClientId]
@@ -150,7 +150,7 @@ class Federation:
         """Send a request to clients and collect the replies that can be used.
 
         Args:
-            clients: The clients to ask.
+            clients: The clients that get the request.
             request: One request for all clients, or a mapping from each client to its request.
             quorum: Smallest number of replies with which the round can go on.
             together: Whether clients run at the same time and can add up tensors with each other (``all_reduce_sum``).
@@ -168,7 +168,7 @@ class Federation:
         Raises:
             QuorumError: Fewer than ``quorum`` clients answered.
             ClientsFailedError: All clients raised an exception, and no client has ever answered a request of this
-                class.
+                Python class.
         """
         replies: Replies = self._ask(Requests.of(clients, request), quorum, together, work, check)
         return replies
@@ -307,8 +307,8 @@ class Federation:
         model of the last successful hop.
 
         Args:
-            tasks: Pairs of a client and its task; all tasks have the same class. A generator can use earlier replies to
-                choose the next pair, because the pair is requested only after the previous hop.
+            tasks: Pairs of a client and its task; all tasks have the same Python class. A generator can use earlier
+                replies to choose the next pair, because the pair is requested only after the previous hop.
             weights: The model that the first client gets.
             on_reply: Called after each hop with the position of its task in ``tasks`` and the reply, which is None if
                 the hop was skipped. If the engine computes the relay in one pass, it may learn of a failure only at the

@@ -34,13 +34,13 @@ measured (``evaluation``)."""
 PHASES: tuple[Phase, ...] = ("enrolment", "round", "evaluation")
 
 Fact = Literal["labels", "sizes"]
-"""A fact that a reply may disclose: which labels a client has (``labels``), or how many samples (``sizes``)."""
+"""A fact that a reply may disclose: which labels a client has (``labels``), or how many samples it has (``sizes``)."""
 
 
 class Order:
     """A check of the sequence of requests: earlier requests decide whether a client may answer the next request.
 
-    Each client has one instance per phase. All request classes with this order share the instance.
+    Each client has one instance per phase. All Python classes of requests with this order share the instance.
     """
 
     def refusal(self, request: Any) -> str:
@@ -56,13 +56,13 @@ class Order:
 
 @dataclass(frozen=True)
 class RequestRule:
-    """The properties that all requests of a class have in every job.
+    """The properties that all requests of one Python class have in every job.
 
     Args:
         description: The contents of the reply, as the rest of a sentence that begins with "It sends".
         phase: The phase in which the request comes.
-        order: The class that checks the sequence of requests. Default: any sequence is allowed.
-        after: The class of an enrolment request (before the first round) that a client must have answered first.
+        order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
+        after: The Python class of an enrolment request (before the first round) that a client must have answered first.
             ``after`` has no effect in jobs that do not send this enrolment request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
@@ -91,7 +91,7 @@ class Reply(Message):
     """Base class of the replies of clients."""
 
     def split_update(self, sent: Weights) -> tuple[Params, Self]:
-        """Return the model update of this reply, which a codec may encode, and the reply without it.
+        """Return the model update of this reply, which a codec may encode, and the reply without the update.
 
         Args:
             sent: The model of the request.
@@ -116,7 +116,7 @@ class Request(Message):
     """Base class of the requests to clients."""
 
     reply_type: ClassVar[type[Reply]] = Reply
-    """The type of reply that this request expects."""
+    """The Python class of the reply to this request."""
 
     rule: ClassVar[RequestRule]
     """The properties of these requests, which a site checks. Only jobs at real sites need a rule."""
@@ -293,7 +293,7 @@ class FitReply(Reply):
 
     @property
     def size(self) -> float:
-        """The client's weight in an average over samples, before it is divided by the sum of all weights."""
+        """The client's averaging weight, before it is divided by the sum of all clients' averaging weights."""
         return self.samples
 
 
@@ -302,7 +302,8 @@ class WeightedFitReply(FitReply):
     """A locally trained model, for tasks whose samples have different weights.
 
     Args:
-        weight: The sum of the weights of the samples that were used, such as their number of tokens.
+        weight: The sum of the weights of the samples that were used. The weight of a sample may be its number of
+            tokens.
     """
 
     weight: float = 0.0

@@ -56,7 +56,9 @@ class LocalOptimizer(Setting):
             if key in accepted:
                 given[key] = value
             elif value:
-                raise SpecError(f"training.{key}", f"is not an argument of {self.label}. Use 0, or 'sgd'.", value)
+                raise SpecError(
+                    f"training.{key}", f"is not an argument of {self.label}. Use 0, or optimizer = 'sgd'.", value
+                )
         try:
             return cls(params, **given, **arguments)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
@@ -115,7 +117,7 @@ class OwnOptimizer(LocalOptimizer):
         return self.path
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table of a spec: the path is the ``name``, its arguments are further keys."""
+        """Return the table for a spec: ``name`` is the path, and the other keys are the arguments."""
         return {"name": self.path, **plain(self.arguments)}
 
     def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:

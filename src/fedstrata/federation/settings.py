@@ -55,7 +55,8 @@ class DPSGD(Setting):
         noise: Standard deviation of the noise that is added to the sum of the gradients, as a multiple of ``clip``.
         delta: Probability δ of (ε, δ)-differential privacy, for which ε is computed. δ should be smaller than one
             divided by the number of samples of a client.
-        budget: Largest ε of a client. The run ends before a round in which a client could exceed it. Default: no limit.
+        budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. Default:
+            no limit.
     """
 
     clip: PositiveFloat
@@ -132,7 +133,7 @@ class Training(Setting):
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch. A
             table may also contain its settings. SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
         optimizer_state: State (such as momentum) with which a client's optimiser starts each round. ``reset``: an empty
-            state. ``keep``: the state after the last round in which the client trained; with ``adamw``, each client
+            state. ``keep``: the state after the latest round in which the client trained; with ``adamw``, each client
             then stores twice the size of the model. Fine-tuning for evaluation always starts with an empty state.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' SGD.
@@ -209,7 +210,7 @@ class Training(Setting):
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples in a step of a client: ``batch_size`` × ``accumulate``, or all samples if it has fewer."""
+        """Number of samples in a client's step: ``batch_size`` × ``accumulate``, or all samples of a smaller client."""
         return self.batch_size * self.accumulate
 
     @property

@@ -79,9 +79,9 @@ def test_labels_get_their_names():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda y: y * 2, "y_train: contains 2. Use 1 for each label that a sample has, and 0 for all others."),
-        (lambda y: y[:, :2], "y_test: has 3 labels per sample, but y_train has 2."),
-        (lambda y: y.astype(str), "y_train: is of type"),
+        (lambda y: y * 2, "y_train contains 2. Use 1 for each label that a sample has, and 0 for all others."),
+        (lambda y: y[:, :2], "y_test has 3 labels per sample, but y_train has 2."),
+        (lambda y: y.astype(str), "y_train is of type"),
         (lambda y: y[:-1], "y_train"),
         (lambda y: np.where(np.arange(3) == 1, np.nan, y), "y_train: 80 values are not finite numbers, the first at "),
     ],
@@ -101,7 +101,7 @@ def test_refuses_an_unknown_stratum():
 
 
 def test_refuses_names_of_other_labels():
-    with pytest.raises(DataError, match="class_names: has 2 names for 3 labels"):
+    with pytest.raises(DataError, match="class_names has 2 names for 3 labels"):
         fs.from_arrays(*generated(), task="multilabel", class_names=["a", "b"])
 
 

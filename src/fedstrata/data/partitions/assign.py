@@ -60,7 +60,7 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
 
 
 def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Generator) -> Ints:
-    """Give each client a fixed number of samples, with classes drawn from class probabilities of its own.
+    """Give each client a fixed number of samples, with classes drawn from the client's own class probabilities.
 
     All clients draw their classes simultaneously. If a class is drawn more often than it has samples, randomly chosen
     draws get its samples. The other draws are repeated in another pass, with class probabilities renormalised over
@@ -185,12 +185,12 @@ def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> I
 
 
 def taken_from_largest(sizes: Ints, amount: int) -> Ints:
-    """Return how many samples each client loses if ``amount`` are taken one by one, always from the largest client.
+    """Return how many samples each client loses if ``amount`` samples are taken in turn from the largest client.
 
     >>> taken_from_largest(np.array([2, 9, 6]), 5).tolist()
     [0, 4, 1]
     """
-    # Find the largest level such that cutting all larger clients down to it takes at least ``amount`` samples.
+    # Find the largest size such that reducing all larger clients to this size takes at least ``amount`` samples.
     levels = range(int(sizes.max()) + 1)
     level = bisect_right(levels, -amount, key=lambda level: -int(np.maximum(sizes - level, 0).sum())) - 1
     taken = np.maximum(sizes - level, 0)

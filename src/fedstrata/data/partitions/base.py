@@ -30,8 +30,8 @@ class Assignment:
     Args:
         indices: The indices of the samples in the training set, client after client, int64.
         offsets: The start of each client in ``indices``, and the end of the last client, (N + 1,) int64.
-        codes: The index of each client in the data set's ``client_names``, (N,); None if the clients are not those of
-            the data set.
+        codes: The index of each client in the data set's ``client_names``, (N,); None if the data set does not define
+            the clients.
 
     >>> two = Assignment.from_owners(np.array([1, 0, UNUSED, 1]), clients=2)
     >>> len(two), two[1].tolist(), two.sizes.tolist()

@@ -63,9 +63,9 @@ class Groups(Partition):
     2, 2, 3, 3 and 5 classes.
 
     Args:
-        groups: The groups, each with its number of clients and of classes per client, such as ``{clients = 4, classes =
-            2}``. The key ``clients`` is the sum over the groups.
-        size: Number of samples of each client, as for ``classes``.
+        groups: The groups, each with a number of clients and a number of classes per client, such as ``{clients = 4,
+            classes = 2}``. The key ``clients`` is the sum over the groups.
+        size: Number of samples of each client, divided equally (±1) among its classes. Default: all samples are used.
     """
 
     by_label = True

@@ -55,7 +55,7 @@ class Natural(Partition):
         if len(kept) < (self.clients or 1):
             key, value = ("clients", self.clients) if self.clients else ("min_size", self.min_size)
             problem = f"only {len(kept)} of {len(every)} clients have at least {max(self.min_size, 1)} training samples"
-            problem += f", and the largest has {int(sizes.max(initial=0))}. Use a smaller value."
+            problem += f", and the largest client has {int(sizes.max(initial=0))}. Use a smaller value."
             raise SpecError(f"partition.{key}", problem, value)
         if small := len(every) - len(kept):
             samples = int(sizes.sum() - sizes[kept].sum())

@@ -129,7 +129,7 @@ class PowerLaw(Partition):
 
 
 class Given(Partition):
-    """Lists of the samples of each client, which another program computed.
+    """Lists of each client's samples, computed by another program.
 
     The lists need not contain all samples.
 
@@ -137,9 +137,9 @@ class Given(Partition):
         indices: One list per client with the indices of its samples in the training set. The number of lists is the
             number of clients.
         file: Path of a ``.npz`` file that contains the lists, relative to the spec or the working directory. Set either
-            ``file`` or ``indices``. The array ``indices`` of the file has the samples of client after client. The array
-            ``offsets``, (N + 1,), has the position in ``indices`` where each client begins, and then the position where
-            the last client ends.
+            ``file`` or ``indices``. In the file, the array ``indices`` lists the samples, client after client. The
+            array ``offsets``, (N + 1,), contains the position in ``indices`` where each client begins, and then the end
+            of the last client.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

@@ -138,7 +138,7 @@ class Task(Setting):
 
     @property
     def stratum_hint(self) -> str:
-        """A sentence for error messages that says how to define strata."""
+        """A sentence that says how to define strata, for error messages."""
         return "Give each sample a domain, which then serves as its class."
 
     def order(self, targets: Tensor) -> Ints:

@@ -39,14 +39,16 @@ class MultiLabel(Task):
         for values, part in zip(both, arrays.SPLITS, strict=True):
             if len(wrong := values[(values != 0) & (values != 1)]):
                 raise DataError(
-                    f"y_{part}: contains {wrong[0]:g}. Use 1 for each label that a sample has, and 0 for all others."
+                    f"y_{part} contains {wrong[0]:g}. Use 1 for each label that a sample has, and 0 for all others."
                 )
         width = both[0].shape[1]
         if both[1].shape[1] != width:
-            raise DataError(f"y_test: has {both[1].shape[1]} labels per sample, but y_train has {width}. Use the same.")
+            raise DataError(
+                f"y_test has {both[1].shape[1]} labels per sample, but y_train has {width}. Use equally many."
+            )
         labels = tuple(map(str, range(width))) if names is None else tuple(names)
         if len(labels) != width:
-            raise DataError(f"class_names: has {len(labels)} names for {width} labels. Give one for each label.")
+            raise DataError(f"class_names has {len(labels)} names for {width} labels. Give one for each label.")
         if self.stratum is not None and self.stratum not in labels:
             raise SpecError("task.stratum", not_among("is not a label", self.stratum, labels), self.stratum)
         y, other = (torch.from_numpy(values).float() for values in both)

@@ -69,10 +69,10 @@ class Regression(Task):
         widths = [values.shape[1] for values in both]
         if widths[0] != widths[1]:
             raise DataError(
-                f"y_test: has {widths[1]} values for each sample, but y_train has {widths[0]}. Give equally many."
+                f"y_test has {widths[1]} values for each sample, but y_train has {widths[0]}. Give equally many."
             )
         if names is not None and len(names) != widths[0]:
-            raise DataError(f"class_names: has {len(names)} names for {widths[0]} targets. Give one for each target.")
+            raise DataError(f"class_names has {len(names)} names for {widths[0]} targets. Give one for each target.")
         train_y, test_y = map(torch.from_numpy, both)
         return Targets(train_y, test_y, tuple(names or ()), widths[0])
 
@@ -186,6 +186,6 @@ def quantile_edges(counts: Floats, bins: int) -> tuple[float, ...]:
     places = np.searchsorted(ends, np.arange(1, bins) / bins * (ends[-1] if len(ends) else 0), side="left") + 1
     edges = np.unique(values[places[places < len(values)]])
     if len(values) < 2:
-        problem = "all targets are equal, or within one task.step, so that they cannot be divided into task.bins. "
+        problem = "all targets are equal, or differ by less than task.step, and cannot be divided into task.bins. "
         raise DataError(f"y_train: {problem}Remove task.bins.")
     return tuple(edges.tolist()) or (float(values[-1]),)

@@ -41,7 +41,7 @@ class PerPlace(Task):
         pairs = zip((train, test), arrays.SPLITS, sizes, strict=True)
         both = [torch.from_numpy(arrays.checked_places(y, f"y_{part}", n)) for y, part, n in pairs]
         if both[0].shape[1:] != both[1].shape[1:]:
-            shapes = f"{tuple(both[1].shape[1:])}, but in y_train {tuple(both[0].shape[1:])}"
+            shapes = f"{tuple(both[1].shape[1:])}, but a sample of y_train has the shape {tuple(both[0].shape[1:])}"
             raise DataError(f"y_test: a sample has the shape {shapes}. Pad both to the same shape.")
         largest = max(int(y[y != self.ignore].max()) if bool((y != self.ignore).any()) else -1 for y in both)
         outputs = self.outputs or (len(names) if names is not None else largest + 1)
@@ -49,12 +49,12 @@ class PerPlace(Task):
             counting = y[y != self.ignore]
             if not len(counting):
                 raise DataError(
-                    f"y_{part}: every target is {self.ignore} (task.ignore). Change targets or task.ignore."
+                    f"y_{part}: every target is {self.ignore} (task.ignore). Change the targets or task.ignore."
                 )
             wrong = counting[(counting < 0) | (counting >= outputs)]
             if len(wrong):
                 accepted = f"Use 0…{outputs - 1}, or task.ignore = {self.ignore} for positions without a target."
-                raise DataError(f"y_{part}: contains {int(wrong[0])}. {accepted}")
+                raise DataError(f"y_{part} contains {int(wrong[0])}. {accepted}")
         return Targets(both[0], both[1], tuple(names or ()), outputs)
 
     @override

@@ -66,7 +66,7 @@ class Codec(Setting):
         """Return the change that a payload encodes, in the shapes and dtypes of ``like``.
 
         Raises:
-            ReplyRefusedError: The payload contains a number that this codec never encodes.
+            ReplyRefusedError: The payload contains a number that ``encode`` never returns.
         """
 
 
@@ -161,7 +161,7 @@ def _bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(piece: Tensor, dtype: torch.dtype) -> Tensor:
-    # A view as another dtype needs an aligned address. The slice may lack one, but a clone has one.
+    # A view as another dtype needs an aligned address, which a clone has, but a slice may not have.
     flat = piece.clone().view(dtype)
     if dtype != torch.int8:
         return flat
@@ -308,7 +308,7 @@ class TopK(WithMemory):
         return {"all": {"places": indices, "values": ((k,), torch.float32)}}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return the indices and values of the largest coordinates; of equal absolute values, the first are taken."""
+        """Return indices and values of the coordinates with the largest absolute values; of equals, the first."""
         flat = _flat(change)
         k = self._sent(len(flat))
         indices = _largest(np.abs(flat), k)
@@ -484,7 +484,7 @@ def _largest(sizes: NDArray[np.float32], k: int) -> NDArray[np.int64]:
     """
     if k == 0:
         return np.zeros(0, dtype=np.int64)
-    least = np.partition(sizes, len(sizes) - k)[-k]  # ten times as fast as sorting all sizes
+    least = np.partition(sizes, len(sizes) - k)[-k]  # ten times as fast as sorting all values
     above, equal = np.flatnonzero(sizes > least), np.flatnonzero(sizes == least)
     return np.sort(np.concatenate([above, equal[: k - len(above)]]))
 
@@ -540,7 +540,7 @@ class Communication(Setting):
     Args:
         up: Codec of the updates that clients send.
         down: Codec of the model that clients receive. ``none``: the whole model. Other codecs: the encoded changes
-            since the version that the client received last, or the whole model if this is smaller.
+            since the client's latest version, or the whole model if it takes fewer bytes.
     """
 
     up: AnyCodec = Uncompressed()

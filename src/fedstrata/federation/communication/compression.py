@@ -41,11 +41,11 @@ class CompressionState:
     """The state of compression on the server, which is part of a checkpoint.
 
     Args:
-        exchange: Id of the last exchange.
-        version: The last version of the model that clients get; −1 before the first version.
-        digest: The digest of the last version.
-        params: The parameters of the last version, which differ from the server's model by the error of the codec.
-        changes: The encoded changes that lead to the last version, one for each of the most recent versions, oldest
+        exchange: Id of the latest exchange.
+        version: The latest version of the model that clients get; −1 before the first version.
+        digest: The digest of the latest version.
+        params: The parameters of the latest version, which differ from the server's model by the error of the codec.
+        changes: The encoded changes that lead to the latest version, one for each of the most recent versions, oldest
             first.
         confirmed: The version that each client has, (N,); −1 if the server does not know the version.
         basis: The matrices Q with which the next exchange begins, for the codec ``PowerSGD``; otherwise empty.
@@ -91,7 +91,9 @@ class Reader:
         if self.first:
             unpack(answer.payload, self.forms)
             if answer.reply is not None:
-                raise ReplyRefusedError("the reply contains the answer, which must come with the second sum")
+                raise ReplyRefusedError(
+                    "the reply for the first sum contains the answer, which must come with the second"
+                )
             return
         if answer.reply is None:
             raise ReplyRefusedError("the reply contains an encoded update, but not the answer to the request")
@@ -115,7 +117,7 @@ class Reader:
         return answer.reply.merge_update(weights, self.like).split_update(weights)[1]
 
     def total(self, answers: Iterable[EncodedReply]) -> Reply:
-        """Return the sum of all replies, with updates that are added up before decoding; for linear codecs."""
+        """Return the sum of all replies. For a linear codec, updates are added up before they are decoded."""
         rest: Reply = reduce(records.add, map(self.without_change, answers))
         return rest.merge_update(self.request.weights, self._decode(self.sum_payloads(answers)))
 
@@ -163,7 +165,7 @@ class Compression:
         unconfirmed = np.full(clients, -1, dtype=np.int64)
         self.state = CompressionState(0, -1, b"", {}, [], unconfirmed, {})
         self._renewed_in, self._renewed_from = 0, Params()
-        """The round, and the server's parameters, from which the last version of the clients' model was made."""
+        """The round and the server's parameters from which the latest version of the clients' model was made."""
 
     def legs(self, federation: Federation, requests: Requests, check: Check | None) -> Generator[Leg, Replies, Replies]:
         """Yield one or two exchanges in which clients answer encoded requests; see ``Legs``.
@@ -210,8 +212,8 @@ class Compression:
     def _basis(self, codec: Codec, like: Params) -> Payload:
         """Return the matrices Q with which ``PowerSGD`` begins an exchange; empty for other codecs.
 
-        The matrices come from the last exchange. In the first exchange, and if shapes have changed since the last
-        exchange, the matrices are random.
+        The matrices come from the previous exchange. In the first exchange, and after a change of shapes, the matrices
+        are random.
         """
         if not isinstance(codec, PowerSGD):
             return {}
