@@ -159,7 +159,7 @@ def test_methods_and_tasks_that_an_attack_does_not_fit_are_refused():
         with pytest.raises(SpecError, match="attack = 'alie': changes updates of local training"):
             prepare(digits("size", "alie", method=method))
         prepare(digits("size", "label-flip", method=method))
-    with pytest.raises(SpecError, match="attack = 'label-flip': needs classes, and the task is 'regression'"):
+    with pytest.raises(SpecError, match="attack = 'label-flip': needs classes, but the task is 'regression'"):
         prepare(digits("size", "label-flip", task="regression"), data=(x := np.eye(20), y := np.arange(20) / 3, x, y))
 
 

@@ -171,7 +171,7 @@ def test_another_base_is_refused_by_name(tmp_path: Path):
     run = tmp_path / "run"
     history = train(spec_of(), model=on(0), out=run)
     named = r"^model: the frozen tensor base_model\.model\.bert\.embeddings\.word_embeddings\.weight is \w{12}… here"
-    with pytest.raises(SpecError, match=rf"{named}, (but|and) \w{{12}}… in the run in .*same weights file or seed"):
+    with pytest.raises(SpecError, match=rf"{named}, (but|and) \w{{12}}… in the run in .*same model weights or seed"):
         fs.load(run, model=on(1))
     with pytest.raises(SpecError, match=named):
         train(spec_of(training={"rounds": 3}), model=on(1), out=run, resume=True)

@@ -253,7 +253,7 @@ def test_damaged_events_are_found_said_and_kept(folder: Path) -> None:
     (folder / "events.jsonl").write_bytes(bytes(len(whole)))
     fs.run(spec(training={"rounds": 4}), out=folder, resume=True)
     assert (folder / "events.jsonl.damaged").read_bytes() == bytes(len(whole))
-    assert "events.jsonl, line 1: is not a JSON object. The damaged file was kept" in " ".join(
+    assert "events.jsonl, line 1 is not a JSON object. The damaged file was kept" in " ".join(
         e["reason"] for e in read_jsonl(folder / "events.jsonl")
     )
 

@@ -266,7 +266,7 @@ def test_samples_that_do_not_fit(trained) -> None:
     predictor = fs.load(trained[0])
     x = IMAGES["x_test"]
     with pytest.raises(
-        DataError, match=r"x: has the shape \(360, 7, 8, 1\), but this model takes samples of shape \(1, 8,"
+        DataError, match=r"x has the shape \(360, 7, 8, 1\), but this model takes samples of shape \(1, 8,"
     ):
         predictor.predict(x[:, 1:])
     with pytest.raises(DataError, match=r"has the shape \(8, 8\), but this model takes samples of shape \(1, 8, 8\)\."):
@@ -328,7 +328,7 @@ def test_no_run_and_damaged_files(trained, tmp_path: Path) -> None:
         fs.load(out)
     (out / "model.json").unlink()
     with pytest.raises(
-        SpecError, match=r"it has no model\.json, which says how to use model\.safetensors\. If the run"
+        SpecError, match=r"the folder has no model\.json, which says how to use model\.safetensors\. If the run"
     ):
         fs.load(out)
     write_json(out / "model.json", whole)

@@ -77,7 +77,8 @@ def test_early_stopping_leaves_the_model_of_the_best_validation_round(tmp_path):
         torch.equal(w, params[name]) for name, w in safetensors.torch.load(model_bytes(tmp_path / "run")).items()
     )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["stopped"] == f"validation accuracy has not improved for 2 evaluations; the best was in round {best}"
+    since = f"2 evaluations; the best evaluation was in round {best}"
+    assert summary["stopped"] == f"validation accuracy has not improved for {since}"
     assert (summary["model_round"], summary["best_on"]) == (best, "validation")
     (event,) = [event for event in read_jsonl(tmp_path / "run" / "events.jsonl") if event["kind"] == "stopped"]
     assert event == {"round": rounds, "kind": "stopped", "reason": summary["stopped"]}

@@ -160,11 +160,11 @@ def plain(value: Any) -> Any:
 
 
 class Registry(Generic[T]):
-    """Classes of one kind by their names; a class is imported when it is first used.
+    """A registry of Python classes by their names; a class is imported when it is first used.
 
     Args:
-        kind: The word for the kind in messages, such as ``"method"``.
-        base: The base class of this kind.
+        kind: The word for these classes in messages, such as ``"method"``.
+        base: The base class of these classes.
         known: A mapping from each name to the path ``"module:Class"`` of its class.
     """
 
@@ -219,7 +219,7 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True)
 class FromRegistry:
-    """An annotation of fields whose values have classes of a registry: ``Annotated[Codec, FromRegistry(CODECS)]``.
+    """An annotation of fields whose values a registry creates: ``Annotated[Codec, FromRegistry(CODECS)]``.
 
     Such a field accepts a name, a table with a name, or an instance. Errors show the field's key.
 

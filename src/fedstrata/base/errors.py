@@ -52,7 +52,7 @@ class DataError(FedstrataError):
 
 
 class WireError(FedstrataError):
-    """Bytes that are not a message of fedstrata: damaged, too large or of an unknown kind."""
+    """Bytes that are not a message of fedstrata: damaged, too large or of an unknown type."""
 
 
 class ReplyRefusedError(FedstrataError):

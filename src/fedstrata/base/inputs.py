@@ -12,7 +12,8 @@ Inputs = Tensor | Mapping[str, Tensor]
 """A batch: one tensor (B, …), or a mapping from the names of the module's arguments to tensors (B, …)."""
 
 Shape = tuple[int, ...] | Mapping[str, tuple[int, ...]]
-"""The shape of one sample, such as (channels, height, width) or (features,); for several inputs, of each input."""
+"""The shape of one sample, such as (channels, height, width) or (features,); for several inputs, the shape of each
+input."""
 
 
 def each(x: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
@@ -34,7 +35,7 @@ def split(x: Inputs, parts: int | list[int]) -> list[Inputs]:
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
-    """Concatenate parts of inputs along the first axis."""
+    """Concatenate inputs of the same form along the first axis."""
     named = [part for part in parts if not isinstance(part, Tensor)]
     if named:
         return {name: torch.cat([part[name] for part in named]) for name in named[0]}
@@ -48,7 +49,7 @@ def single(x: Any) -> Tensor:
         TypeError: The inputs are several tensors.
     """
     if not isinstance(x, Tensor):
-        raise TypeError(f"needs samples of one tensor, not of {len(x)}")
+        raise TypeError(f"needs samples of one tensor, not of {len(x)} tensors")
     return x
 
 

@@ -159,9 +159,9 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
             # the file may contain zero bytes, which are reported as damage.
             if number == len(lines) and b"\0" not in line:
                 return
-            raise DataError(f"{path}, line {number}: is not a JSON object. {REPAIR}") from None
+            raise DataError(f"{path}, line {number} is not a JSON object. {REPAIR}") from None
         if not isinstance(record, dict) or type(record.get("round")) is not int:
-            problem = "is not a record of a round, because it has no whole number 'round'"
+            problem = "the line is not a record of a round, because it has no whole number 'round'"
             raise DataError(f"{path}, line {number}: {problem}. {REPAIR}")
         checksum = record.pop(CHECKSUM, None)
         if checksum is not None:

@@ -33,7 +33,8 @@ DEFAULT_LIMIT = 2 << 30
 """The largest message that ``decode`` accepts by default, in bytes."""
 
 RECORDS: dict[str, type] = {}
-"""A mapping from wire names to the classes of declared records; ``decode`` only creates objects of these classes."""
+"""A mapping from wire names to the Python classes of declared records; ``decode`` only creates objects of these
+classes."""
 _WIRE_NAMES: dict[type, str] = {}
 _FIELDS: dict[type, tuple[str, ...]] = {}
 _CHECKERS: dict[type, TypeAdapter[Any]] = {}

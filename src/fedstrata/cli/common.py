@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 WITH_OUT = "To continue from the last checkpoint, repeat the command with the same --out DIR."
-"""The advice that is printed when a command is interrupted whose results can only be continued with ``--out``."""
+"""The advice after an interrupt of a command that can continue its runs only with ``--out``."""
 
 
 def add_command(

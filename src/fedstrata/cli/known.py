@@ -109,7 +109,7 @@ def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
     """Describe a function by its docstring and by its settings, which are the arguments after the first ``given``."""
     if not callable(function):
         raise SpecError(
-            "name", (f"names an object of type {type(function).__name__}. Give the name of a class or function."), name
+            "name", f"is the name of a {type(function).__name__}. Give the name of a class or function.", name
         )
     try:
         arguments = list(inspect.signature(function).parameters.values())[given:]

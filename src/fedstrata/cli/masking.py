@@ -25,9 +25,7 @@ def _keys(options: argparse.Namespace) -> None:
     from fedstrata.stratify.masking.key_store import VARIABLE, Keys
 
     path = Keys.make().write(options.out)
-    text = (
-        f"{path}: copy this file to every client's site and set {VARIABLE} to its folder; never give it to the server"
-    )
+    text = f"copy {path} to every client's site, and set {VARIABLE} to its folder there; never give it to the server"
     print_result(options, {"file": path, "variable": VARIABLE}, text)
 
 

@@ -27,7 +27,10 @@ def add_predict(commands: Commands) -> None:
     more = "The rows need the columns that the model was trained on. Other columns, such as the label, are ignored."
     parser = add_command(commands, "predict", help, examples, more, work=_predict)
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="folder of a run whose data is a table, or of the result of a job"
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run that was trained on a table, or folder with the result of a job",
     )
     parser.add_argument("rows", type=Path, metavar="ROWS", help="CSV or Parquet file with the rows to predict")
     parser.add_argument(

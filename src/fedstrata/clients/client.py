@@ -54,7 +54,7 @@ class ClientContext:
         privacy: The privacy settings of the spec. The clients' site may raise the smallest number of samples that may
             contribute to an answer.
         prepared: The results of ``cached``: a mapping from each function to its result.
-        keys: Secret keys that all clients share and the server does not have. Only Stratify uses them.
+        keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
     """
 
     config: FederationConfig
@@ -87,8 +87,8 @@ class Client:
         context: The data, the model and the settings that all clients of this process share.
         state: The values that the client stored at earlier requests. A handler may replace entries, but must not change
             a value in place, so that the old state remains valid if the answer is refused.
-        group: The connection to the clients that answer at the same time, with which they can add up tensors
-            (``all_reduce_sum``); None if the client runs alone.
+        group: The connection through which clients that answer at the same time add up tensors (``all_reduce_sum``);
+            None if the client runs alone.
         model: The client's own copy of the model if it runs in a group. Default: the model of the context.
     """
 

@@ -1,8 +1,8 @@
 """Handlers: the functions with which clients answer requests.
 
-A decorator marks a function with the class of requests that it answers. ``Handlers`` is a table of marked functions.
-``fedstrata.runs.simulation.HANDLERS`` lists the handlers of fedstrata, and ``Method.handlers`` the handlers of a user's
-method.
+A decorator marks a function with the Python class of the requests that it answers. ``Handlers`` is a table of marked
+functions. ``fedstrata.runs.simulation.HANDLERS`` lists the handlers of fedstrata, and ``Method.handlers`` the handlers
+of a user's method.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _MARK = "_answers"
 
 
 def handles(kind: type[R]) -> Callable[[Callable[[Client, R], Reply]], Callable[[Client, R], Reply]]:
-    """Mark a function with which a client answers requests of the class ``kind``."""
+    """Mark a function with which a client answers requests of the Python class ``kind``."""
     return _marking(kind, "alone")
 
 
 def handles_sum(kind: type[Request]) -> Callable[[SumHandler], SumHandler]:
-    """Mark a function that computes the sum of several clients' answers to requests of the class ``kind``."""
+    """Mark a function that computes the sum of several clients' answers to requests of the Python class ``kind``."""
     return _marking(kind, "sum")
 
 
 def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
-    """Mark a function as the handler of a relay's tasks of the class ``kind``.
+    """Mark a function as the handler of a relay's tasks of the Python class ``kind``.
 
     The function changes the travelling model at a client.
     """
@@ -65,7 +65,7 @@ def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
 
 
 def handles_relay(kind: type[Request]) -> Callable[[F], F]:
-    """Mark a ``RelayHandlerFactory``, whose handler computes a whole relay with tasks of the class ``kind``."""
+    """Mark a ``RelayHandlerFactory``, whose handler computes a whole relay with tasks of the Python class ``kind``."""
     return _marking(kind, "relay")
 
 
@@ -78,7 +78,7 @@ def _marking(kind: type[Request], way: str) -> Callable[[F], F]:
 
 
 class Handlers:
-    """Tables that map classes of requests to the functions with which clients answer the requests.
+    """Tables that map Python classes of requests to the functions with which clients answer these requests.
 
     Args:
         functions: Functions that are marked with one of the decorators above. If several functions have the same mark,
@@ -96,7 +96,7 @@ class Handlers:
         self.hop: dict[type[Request], HopHandler] = _Required("pass on")
         """Functions with which one client changes the model of a relay."""
         self.sum: dict[type[Request], SumHandler] = {}
-        """Functions that compute the sum of several clients' answers, without each single answer."""
+        """Functions that compute the sum of several clients' answers without computing each answer."""
         self.relay: dict[type[Request], RelayHandlerFactory] = {}
         """Functions that make a ``RelayHandler``, which computes a whole relay."""
         for function in self._functions:
@@ -113,7 +113,7 @@ class Handlers:
 
 
 class _Required(dict[type[Request], Any]):
-    """A table that raises ``FedstrataError`` for a missing class of requests."""
+    """A table that raises ``FedstrataError`` for a Python class that it does not contain."""
 
     def __init__(self, verb: str) -> None:
         super().__init__()

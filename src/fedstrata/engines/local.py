@@ -21,7 +21,7 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""Smallest work in seconds for which worker processes are started, and for which running workers are used.
+"""Smallest work, in seconds, for which worker processes are started, and for which running workers are used.
 
 The decision to start workers also counts the work that this process has already done alone, because later rounds will
 resemble earlier rounds. Two processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to
@@ -47,7 +47,7 @@ class LocalEngine(Engine):
     Args:
         context: Data, assignment, model and settings that all clients share.
         store: The clients' states.
-        workers: Largest number of processes that compute at the same time, this one included.
+        workers: Largest number of processes that compute at the same time, including this process.
 
     Raises:
         SpecError: This machine does not have the device that the settings name.
@@ -118,7 +118,7 @@ class LocalEngine(Engine):
         return {number: outcomes[number] for number in sorted(outcomes)}
 
     def n_contributing(self, number: ClientId) -> int:
-        """Return how many samples contributed to a client's last reply; 0 if it is unknown.
+        """Return how many samples contributed to a client's latest reply; 0 if the number is unknown.
 
         The number is known from the reply until ``commit``, if the handler called ``authorize_release`` in this
         process.
@@ -179,7 +179,7 @@ class LocalEngine(Engine):
         try:
             return handler({number: self._client(number) for number in sorted(requests)}, requests)
         except Exception:
-            return None  # the federation then asks each client alone, which shows which client fails
+            return None  # the federation then asks each client alone, and so finds the client that fails
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
         """Let one client change the model of a relay."""
@@ -310,7 +310,7 @@ def refuse_random(config: FederationConfig) -> None:
         problem = (
             "draws random numbers, which is not reproducible when clients train at the same time. Use a model that "
         )
-        problem += "draws none (nn.Dropout: p = 0), or training.execution = 'fused' with Stratify."
+        problem += "does not (nn.Dropout: p = 0), or training.execution = 'fused' with Stratify."
         raise SpecError("model", problem)
 
 

@@ -48,10 +48,11 @@ A worker gets its second call while it computes the first call, so that it does 
 """
 
 MOST_AT_ONCE = 8
-"""Largest number of clients in a call. Only calls with less work than ``CALL_PAYS`` may have more clients."""
+"""Largest number of clients in a call. Only calls with less work than ``CALL_PAYS`` may exceed this limit."""
 
 DEATHS = 3
-"""If this many workers die during a call, the call's clients are recorded as failed, because one may be the cause."""
+"""If this many workers die during a call, the call's clients are recorded as failed, because one of them may be the
+cause."""
 
 CALL_PAYS = 0.005
 """Seconds of work that a call should contain at least; clients with less work are combined in one call."""
@@ -67,8 +68,8 @@ class RayEngine(Engine):
     Args:
         context: Data, assignment, model and settings that all clients share.
         store: The store of the clients' states.
-        address: The address of the cluster to join. Default: the value of ``RAY_ADDRESS``; without it, a new cluster on
-            this machine.
+        address: The address of the cluster to join. Default: the value of ``RAY_ADDRESS`` or, if it is not set, a new
+            cluster on this machine.
         workers: Number of workers, which is reduced to the number of clients if it is larger. Default:
             ``training.workers``; without it, one per core of the cluster.
         pool: Running workers to use instead of new workers. The engine does not stop these workers when it is closed.

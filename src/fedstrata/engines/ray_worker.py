@@ -47,7 +47,7 @@ class WorkerPayload:
         context: The context, whose data set has empty tensors.
         arrays: The data set's tensors, without the test set's tensors: a mapping from field names, such as ``y_train``
             or ``x_train.ids``, to arrays, or to files that are memory-mapped.
-        declared: The records that other packages or notebooks declare: a mapping from wire names to classes.
+        declared: The records that other packages or notebooks declare: a mapping from wire names to Python classes.
     """
 
     context: ClientContext
@@ -68,7 +68,7 @@ class WorkerPayload:
         }
         empty: dict[str, Any] = {name: each(x, lambda tensor: tensor[:0].clone()) for name, x in tensors.items()}
         shell = dataclasses.replace(data, **empty)
-        # Workers do not run the user's program, so send them the classes of messages that it declares.
+        # Workers do not run the user's program, so send them the Python classes of messages that it declares.
         declared = {name: cls for name, cls in records.RECORDS.items() if not cls.__module__.startswith("fedstrata.")}
         # A worker starts no processes of its own and does not use the GPU.
         training = context.config.training.model_copy(update={"workers": 1, "device": "cpu"})

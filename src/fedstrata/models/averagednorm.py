@@ -29,7 +29,7 @@ def averaged(module: nn.Module, group: ReduceGroup, weight: float) -> Iterator[N
     Args:
         module: This client's module.
         group: This client's connection to the other clients.
-        weight: The weight of this client in the averages; only the ratios of the clients' weights matter.
+        weight: This client's averaging weight; only the ratios of the clients' averaging weights matter.
     """
     layers = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     for layer in layers:

@@ -1,9 +1,9 @@
 """BatchNorm with the statistics of a batch whose samples are at several clients (Stratify, section III-E).
 
-Clients that each have some samples of a batch normalise them exactly as one machine with the whole batch would. In the
-forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂
-and Σ x̂ ∂J/∂x̂, where x̂ is the normalised input and J the loss. The sums are divided by the total count m.
-``torch.nn.SyncBatchNorm`` does the same between processes. The loss must be a *sum* over samples. The clients'
+If several clients each have some samples of a batch, they normalise these samples as one machine with the whole batch
+would. In the forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer
+sums Σ ∂J/∂x̂ and Σ x̂ ∂J/∂x̂, where x̂ is the normalised input and J the loss. The sums are divided by the total count
+m. ``torch.nn.SyncBatchNorm`` does the same between processes. The loss must be a *sum* over samples. The clients'
 gradients, including the gradients of the layer's weight and bias, then add up to the gradient of the whole batch.
 """
 
@@ -24,7 +24,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 
 
 class ReduceGroup:
-    """The connection of one client to its group, which consists of all ``size`` clients with samples of a batch.
+    """The connection of one client to its group: the ``size`` clients that normalise a batch together.
 
     Args:
         group: The group.
@@ -188,7 +188,7 @@ _FEDERATED: dict[type[nn.Module], type[_FederatedBatchNorm]] = {
 
 
 def has_batchnorm(module: nn.Module) -> bool:
-    """Return True if ``module`` has a BatchNorm of any kind."""
+    """Return True if ``module`` has a BatchNorm layer of any type."""
     return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
@@ -202,7 +202,7 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
         ``module`` itself.
 
     Raises:
-        SpecError: A layer is a BatchNorm of another kind (three-dimensional, lazy, or the user's own subclass). No
+        SpecError: A layer is a BatchNorm of another type (three-dimensional, lazy, or the user's own subclass). No
             layer is then converted.
 
     >>> type(federate_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))[0]).__name__
@@ -215,7 +215,7 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
             problem = f"is a {type(layer).__name__}, which cannot be federated. Use nn.BatchNorm1d or nn.BatchNorm2d."
             raise SpecError("model", f"{name or 'the module'} {problem}")
     for layer in layers.values():
-        # Only the class of the object changes, so that references to the layer and its parameters stay valid.
+        # Only the Python class of the object changes, so that references to the layer and its parameters stay valid.
         layer.__class__ = _FEDERATED[type(layer)]
     return module
 

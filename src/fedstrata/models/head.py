@@ -71,7 +71,7 @@ def _is_frozen(module: nn.Module) -> bool:
 
 
 def _in_adapter(module: nn.Module, name: str) -> bool:
-    """Return True if a submodule is part of a LoRA adapter, judged by its name or the name of its class."""
+    """Return True if a submodule is part of a LoRA adapter, judged by its name or the name of its Python class."""
     parts = name.split(".") if name else []
     inside = [module.get_submodule(".".join(parts[: depth + 1])) for depth in range(len(parts))]
     return any(re.match("(?i)(.*_)?lora", part) for part in parts) or any(

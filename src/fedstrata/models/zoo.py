@@ -142,7 +142,7 @@ class Custom(ModelSpec):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table of a spec: the factory is the ``name``, its arguments are further keys."""
+        """Return the table for a spec: ``name`` is the factory, and the other keys are its arguments."""
         return {"name": self.factory, **plain(self.arguments)}
 
     def build(self, shape: Shape, classes: int) -> nn.Module:
@@ -199,8 +199,8 @@ AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 
 Trial = tuple[Inputs, Callable[[torch.Tensor], str]] | None
 """A batch on which a model is tried, and a function that checks the model's outputs. The function returns an empty text
-if the outputs have the right shape, and otherwise the right shape. None means a batch of zeros and logits of
-classes."""
+if the outputs have the right shape, and otherwise the right shape. None means a batch of zeros, for which the model
+must return logits of classes."""
 
 
 def make_model(spec: ModelSpec, shape: Shape, classes: int, seed: int, trial: Trial = None) -> Model:
@@ -239,7 +239,7 @@ def _built(spec: ModelSpec, shape: Shape, classes: int, name: str) -> nn.Module:
 
 
 def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module | Model:
-    """Return a user's module, which is given as an object, as its class, or as a function that returns it.
+    """Return a user's module, which is given as an object, as its Python class, or as a function that returns it.
 
     A class or a function is called as ``model(shape, classes)`` if it accepts these arguments, otherwise as
     ``model()``. The seed decides the module's initial values, as for a class that a spec names.

@@ -119,7 +119,7 @@ def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose
         if before.get(name) != now.get(name):
             was, is_now = (f"{each[name][:12]}…" if name in each else "missing" for each in (before, now))
             problem = f"the frozen tensor {name} is {is_now} here, but {was} in {whose}"
-            raise SpecError("model", f"{problem}. Use the same weights file or seed.")
+            raise SpecError("model", f"{problem}. Use the same model weights or seed.")
 
 
 @cache

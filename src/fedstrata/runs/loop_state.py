@@ -1,4 +1,4 @@
-"""The state of a run's loop over rounds: evaluations, the rounds of last replies, and the memory of callbacks.
+"""The state of a run's loop over rounds: evaluations, rounds of the latest replies, and states of callbacks.
 
 The loop is in ``Simulation``. The method's state is stored separately.
 """
@@ -40,11 +40,11 @@ class SavedLoopState:
     """The fields of ``LoopState`` that checkpoints store, some under other names.
 
     Args:
-        heard: The field ``last_reply`` of ``LoopState``.
-        evaluated: The last evaluated rounds.
-        last: The last evaluation.
+        heard: The round of each client's latest reply that the server used (``last_reply`` of ``LoopState``).
+        evaluated: The most recently evaluated rounds.
+        last: The latest evaluation.
         best: The best evaluation.
-        memory: The memory of callbacks.
+        memory: The state of each callback between rounds.
         stopped: The reason why the run was stopped.
         channel: The server's state of the codecs, which compress messages; None without compression.
     """
@@ -63,15 +63,15 @@ class LoopState:
     """The state of the loop over rounds.
 
     Args:
-        last_reply: For each client, the last round in which the server used its reply, shape (N,); 0 if there is none.
-            Empty if clients have no test samples of their own.
-        evaluated: The last evaluated rounds, at most ``evaluation.unheard`` of them.
-        last: The last evaluation.
+        last_reply: For each client, the latest round in which the server used its reply, shape (N,); 0 if there is
+            none. Empty if clients have no test samples of their own.
+        evaluated: The most recently evaluated rounds, at most ``evaluation.unheard`` of them.
+        last: The latest evaluation.
         best: The evaluation with the best primary metric; if several are equally good, the first of them.
         memory: A mapping from the name of each callback to its state between rounds.
         stopped: The reason why the run was stopped before its last round; empty if it was not stopped.
         final_model: The model to save at the end of the run, and its round; None to save the model of the last round.
-        score: The last evaluation in this process, with all its results.
+        score: The latest evaluation in this process, with all its results.
         late_events: Events that are not in the log yet, because they happened after the events of their round were
             written.
     """
@@ -98,7 +98,7 @@ class LoopState:
         self.memory, self.stopped = dict(saved.memory), saved.stopped
 
     def add_score(self, score: Score, round: int, settings: Evaluation) -> None:
-        """Store an evaluation as the last and, if its primary metric is the best so far, also as the best."""
+        """Store an evaluation as ``last`` and, if its primary metric is the best so far, also as ``best``."""
         self.score = score
         self.evaluated = [*self.evaluated, round][-settings.unheard :]
         values = {"accuracy": score.accuracy, "loss": score.loss, **score.more.get("test", {})}

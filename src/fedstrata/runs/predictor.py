@@ -206,9 +206,9 @@ class Predictor:
         self.classes: tuple[int | str, ...] = _labels(about["class_names"])
         """The labels that ``predict`` may return, in the order of the columns in ``predict_proba``."""
         self.shape: Shape = _shape_of(about)
-        """Shape of one sample for ``module``: (channels, height, width) or (features,); for several inputs, of each."""
+        """Shape of a sample for ``module``: (channels, height, width), (features,) or a mapping for several inputs."""
         self.task: Task = _task_of(about)
-        """The task, which says what ``predict`` returns."""
+        """The task, which decides what ``predict`` returns."""
         self._keep = bool(about.get("keep", False))
         self._features = _features_of(about)
         self.schema: Schema | None = None if self._features is None else self._features.schema
@@ -293,7 +293,7 @@ class Predictor:
         n, device = len(data.y_test), next(self.module.parameters()).device
         if self._batch_statistics and n == 1:
             problem = "has one sample, but this model was trained with batch_norm = 'local' and normalises each batch"
-            raise DataError(f"x: {problem} with its own statistics. Give several samples at once.")
+            raise DataError(f"x {problem} with its own statistics. Give several samples at once.")
         # Make batches of nearly equal size, as evaluation in a run does, so that the last batch is never a single
         # sample.
         bounds = np.linspace(0, n, -(-n // self._batch_size) + 1).astype(int).tolist()
@@ -315,7 +315,7 @@ class Predictor:
             ids = checked_ids(x, "x")
             if ids.shape[1:] != self.shape:
                 problem = f"has the shape {tuple(ids.shape)}, but this model takes {described(self.shape)}"
-                raise DataError(f"x: {problem}. Pad or cut the samples.")
+                raise DataError(f"x {problem}. Pad or cut the samples.")
             nothing = torch.zeros(len(ids), dtype=torch.int64)
             return Dataset("x", ids, nothing, ids, nothing, (), keep=True)
         stored = checked_inputs(x, "x", exact=isinstance(self._shift, Tensor) and self._shift.dtype == torch.float64)
@@ -326,7 +326,7 @@ class Predictor:
                 f"has the shape {tuple(np.shape(x))}, but this model takes samples of shape {self.shape}. Give {sample}"
             )
             rows = "" if self.schema is None else f", or rows of a table with {', '.join(self.schema.inputs)}"
-            raise DataError(f"x: {problem}, with N = 1 for a single sample{rows}.")
+            raise DataError(f"x {problem}, with N = 1 for a single sample{rows}.")
         labels = torch.zeros(len(stored), dtype=torch.int64)
         names = tuple(str(label) for label in self.classes)
         return Dataset("x", stored, labels, stored, labels, names, shift=self._shift, scale=self._scale)
@@ -338,11 +338,11 @@ class Predictor:
             given = (
                 f"has the inputs {', '.join(map(str, x))}" if isinstance(x, Mapping) else "is not a mapping of inputs"
             )
-            raise DataError(f"x: {given}, but {needed}. Give exactly these inputs, by name.")
+            raise DataError(f"x {given}, but {needed}. Give exactly these inputs, by name.")
         stored = checked_named(x, "x")
         for name, tensor in stored.items():
             if tuple(tensor.shape[1:]) != shape[name]:
-                raise DataError(f"x.{name}: has the shape {tuple(tensor.shape)}, but {needed}. Pad or cut the samples.")
+                raise DataError(f"x.{name} has the shape {tuple(tensor.shape)}, but {needed}. Pad or cut the samples.")
         nothing = torch.zeros(len(next(iter(stored.values()))), dtype=torch.int64)
         names = tuple(str(label) for label in self.classes)
         return Dataset("x", stored, nothing, stored, nothing, names, shift=self._shift, scale=self._scale)
@@ -399,7 +399,7 @@ def _require_model(folder: Path) -> None:
         raise SpecError("run_dir", problem, str(folder))
     if not (folder / MODEL).is_file():
         problem = (
-            f"it has no {MODEL}, which says how to use {WEIGHTS}. If the run has a checkpoint, 'fedstrata run "
+            f"the folder has no {MODEL}, which says how to use {WEIGHTS}. If the run has a checkpoint, 'fedstrata run "
             f"--resume {folder}' writes the file."
         )
         raise SpecError("run_dir", problem, str(folder))
@@ -477,7 +477,7 @@ def _features_of(about: Mapping[str, Any]) -> Features | None:
     if schema.names() != table["features"] or about["input_shape"] != [len(table["features"])]:
         raise ValueError("table.features are not the features of table.schema and input_shape")
     if [name for name, column in columns.items() if column.impute is not None] != list(imputed):
-        raise ValueError("table.imputed does not have exactly the columns that set 'impute'")
+        raise ValueError("table.imputed does not have exactly the columns with a value of 'impute'")
     return Features(schema, imputed)
 
 

@@ -245,7 +245,7 @@ def _attacked(attack: Attack, method: Method, dataset: Dataset, assignment: Assi
         return dataset
     if dataset.task.name != "classification":
         problem = (
-            f"needs classes, and the task is {dataset.task.name!r}. Use an attack on updates, such as 'sign-flip'."
+            f"needs classes, but the task is {dataset.task.name!r}. Use an attack on updates, such as 'sign-flip'."
         )
         raise SpecError("attack", problem, attack.name)
     rows = torch.from_numpy(np.concatenate([assignment[client] for client in attackers]))

@@ -50,10 +50,11 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""Why replies were missing: a mapping from the end of a column's name ``clients_…`` to the reason in words."""
+"""Reasons for missing replies: a mapping from the end of a column's name ``clients_…`` to the reason in words."""
 
 LONG = 100
-"""The largest number of sample indices of a ``given`` partition in ``spec.toml``; more are in a separate file."""
+"""The largest number of sample indices of a ``given`` partition in ``spec.toml``; longer lists are stored in a separate
+file."""
 
 
 def rounds_done(folder: Path) -> int:
@@ -103,7 +104,7 @@ class RunFolder:
         spec = prepared.spec
         self.history = History(path=path, **about(spec))
         self._saved: int | None = None
-        """The round of the last checkpoint that this process saved; None if it has not saved any."""
+        """The round of the latest checkpoint that this process saved; None if it has not saved any."""
         # Keep each log open for the whole run, because opening a log reads the whole file to find its last line.
         self._logs = {} if path is None else {name: MetricsLog(path / name) for name in (METRICS, EVENTS)}
 

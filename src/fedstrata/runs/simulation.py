@@ -190,7 +190,7 @@ class Simulation:
                 self.state = method.init(self.federation, Weights(model.params(), model.buffers()))
             self._labels = self._known_labels()
             self.events: list[dict[str, Any]] = []
-            """The events of the last round; before the first round, the events of ``method.init`` (round 0)."""
+            """The events of the latest round; before the first round, the events of ``method.init`` (round 0)."""
             self._collect_events()
             self._closing = closing.pop_all()
 
@@ -211,7 +211,7 @@ class Simulation:
 
     @property
     def score(self) -> Score | None:
-        """The results of the last evaluation in this process; None before the first evaluation."""
+        """The results of the latest evaluation in this process; None before the first evaluation."""
         return self.loop_state.score
 
     @property

@@ -93,7 +93,7 @@ class _Best(Callback):
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric on the validation samples, or on the test set if there are none; None if not measured."""
+        """Return the metric on validation samples or, without these, on the test set; None if it is not measured."""
         metrics: Mapping[str, Any] = record.get("validation") or {}
         if simulation.spec.evaluation.validation is None:
             metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}
@@ -143,7 +143,7 @@ class EarlyStopping(_Best):
         simulation.memory[self.name] = {**best, "since": best["since"] + 1}
         if best["since"] + 1 >= self.patience:
             since = f"{self.patience} evaluation{'' if self.patience == 1 else 's'}"
-            best_round = f"the best was in round {best['round']}"
+            best_round = f"the best evaluation was in round {best['round']}"
             simulation.stop(f"validation {self.compared(simulation)} has not improved for {since}; {best_round}")
 
     def on_end(self, simulation: Simulation, history: History) -> None:
@@ -155,7 +155,7 @@ class EarlyStopping(_Best):
 class KeepBest(_Best):
     """Stores the model with the best evaluation so far as ``best.safetensors`` in the run folder.
 
-    It compares results on the validation samples. If there are none, it uses the test set, which makes test results
+    It compares results on the validation samples. If there are none, it uses the test set, which makes test results too
     optimistic.
     """
 

@@ -62,7 +62,8 @@ class Experiment(Setting):
         training: Settings of rounds, local training and hardware.
         evaluation: Settings of evaluations and checkpoints.
         communication: Compression of models and updates.
-        privacy: Smallest number of samples behind each value that a client sends, and differential privacy of samples.
+        privacy: Smallest number of samples from which a client computes a value that it sends, and differential privacy
+            of samples.
         callbacks: Callbacks that observe the run and may stop it, such as ``["early-stopping"]``.
         tracking: Programs that show the run, such as TensorBoard; they do not change results.
 
@@ -115,7 +116,7 @@ class Experiment(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return nested tables. Sections that early versions do not know are left out if they have no effect."""
+        """Return nested tables, without sections that have no effect and are unknown to early versions."""
         without_effect = {
             "communication": self.communication.plain,
             "privacy": self.privacy == Privacy(),

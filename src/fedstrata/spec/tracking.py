@@ -153,7 +153,7 @@ class MLflow(Tracker):
         uri: Address of the tracking server or store, such as ``http://localhost:5000`` or ``sqlite:///mlflow.db``.
             Default: the address that MLflow uses (``MLFLOW_TRACKING_URI``).
         experiment: Name of the experiment in MLflow, created if it does not exist.
-        run: Name of the run in MLflow. Default: its method, data and seed.
+        run: Name of the run in MLflow. Default: the run's method, data and seed.
         tags: Additional tags of the run: a table from each name to its value.
         artifacts: Whether to upload the files of the run folder, except checkpoints, when the run ends.
     """

@@ -12,7 +12,7 @@ import fedstrata as fs
 
 
 class BySquareRoot(fs.Aggregator):
-    """The weight of a client is a power of its number of samples.
+    """The averaging weight of a client is a power of its number of samples.
 
     Args:
         power: With 1, all samples have equal weights. With 0, all clients have equal weights.
@@ -22,6 +22,6 @@ class BySquareRoot(fs.Aggregator):
     power: float = Field(default=0.5, ge=0, le=1)  # a setting: --set method.aggregator.power=1
 
     def coefficients(self, selection, returned, samples):
-        """Return the weight of each reply; the new model is w + sum of weight × (client's model − w)."""
+        """Return the averaging weight of each reply; the new model is w + sum of weight × (client's model − w)."""
         weights = np.maximum(samples, 0.0) ** self.power * selection.draws[returned]
         return weights / max(weights.sum(), 1e-12)

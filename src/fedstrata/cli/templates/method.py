@@ -18,5 +18,5 @@ class Steady(fs.Recipe):
     mu: float = Field(0.1, ge=0)  # a setting of the method: --set method.mu=0.5
 
     def parts(self):
-        """Return the choices that differ from those of FedAvg."""
+        """Return the choices that differ from FedAvg's choices."""
         return {"client_sampler": fs.Weighted(), "objective": fs.Proximal(mu=self.mu)}

@@ -11,7 +11,8 @@ import fedstrata as fs
 
 
 class Leaning(fs.Partition):
-    """Each client prefers one class. A fraction of each class goes to clients that prefer it, the rest to any client.
+    """Each client prefers one class. A fraction of each class goes to clients that prefer the class, and the other
+    samples go to any client.
 
     Args:
         share: The fraction of a class that goes to the clients that prefer it. With 0, the partition is nearly IID.

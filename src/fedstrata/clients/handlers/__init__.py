@@ -1,1 +1,1 @@
-"""The handlers: the functions with which clients answer each class of requests."""
+"""The handlers: the functions with which clients answer requests."""

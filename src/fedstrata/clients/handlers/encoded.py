@@ -1,6 +1,6 @@
 """Handlers of encoded requests, in which a codec compresses the model and the update.
 
-The client computes the new model from the last model that it received and from the changes since then. The client
+The client computes the new model from the latest model that it received and from the changes since then. The client
 answers the inner request, encodes the change in its reply (such as the model update), and stores the encoding error.
 """
 
@@ -22,7 +22,7 @@ from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import DIVERGED, finite
 
 MODEL, MEMORY, PENDING = "model", "codec", "pending"
-"""Keys in a client's state, for the model that it received last, the encoding error, and an unfinished exchange."""
+"""Keys in a client's state: for the latest received model, for the encoding error, and for an unfinished exchange."""
 
 _MODELS = 8
 """Number of model versions that a process stores. Clients with the same version share its tensors."""
@@ -30,7 +30,7 @@ _MODELS = 8
 
 @record("HeldModel")
 class HeldModel:
-    """The last model that a client received.
+    """The latest model that a client received.
 
     Args:
         version: The version of the model, as in ``ModelDelivery``.
@@ -48,8 +48,8 @@ class Residual:
     """The encoding error, which is added to the client's next change (error feedback).
 
     Args:
-        round: The round of the last change.
-        lost: The last change (plus the error before it) minus what the server decodes, as named tensors.
+        round: The round of the latest change.
+        lost: The latest change, plus the error before it, minus the change that the server decodes, as named tensors.
     """
 
     round: int
@@ -153,7 +153,9 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
         same = held is not None and (held.version, held.digest) == (delivery.version, delivery.digest)
         known = held.params if held is not None and same else shared.get(delivery.digest)
         if known is not None and not _close(params, known):
-            raise FedstrataError(f"version {delivery.version} differs from the earlier model with the same digest")
+            raise FedstrataError(
+                f"version {delivery.version} of the model has the digest of an earlier model, but different parameters"
+            )
     else:
         if held is None or held.version != delivery.base:
             has = "no model" if held is None else f"version {held.version}"

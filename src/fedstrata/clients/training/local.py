@@ -33,9 +33,8 @@ OBJECTIVE = "objective"
 """The key under which a client's state contains the state of the objective."""
 
 GATHER_LIMIT = 128 << 20
-"""The largest size, in bytes as floats, of a client's inputs that are converted to floats once per round.
-
-Larger inputs are converted batch by batch.
+"""Inputs of a client up to this size, in bytes as floats, are converted to floats once per round. Larger inputs are
+converted batch by batch.
 """
 
 
@@ -174,7 +173,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The parts of local training that depend only on the model and the objective, not on the client.
+    """The settings of local training that depend only on the model and the objective, not on the client.
 
     Args:
         chain: The model as a chain of layers with handwritten gradients; None if autograd computes the gradients.
@@ -239,7 +238,7 @@ def train(
         weights: The model to start with.
         data: The samples to train on.
         round: The round, counted from 1.
-        message: The message that the server's part of the objective sent.
+        message: The objective's message from the server.
         objective: An objective without a state. Default: the objective of the context, whose state is read from the
             client's state.
     """

@@ -89,8 +89,8 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
 def train_personal(client: Client, weights: Weights, data: LocalData, round: int) -> int:
     """Train and store the client's personal model, if the objective has a ``personal_stage``.
 
-    The message of the stage contains the parameters of the global model as ``global``. The first personal model starts
-    at the global model.
+    The message of the stage contains the parameters of the global model as ``global``. A client's first personal model
+    is trained from the global model.
 
     Args:
         client: The client.
@@ -122,7 +122,7 @@ def personal_model(client: Client, weights: Weights) -> Weights:
 
 
 def apart(client: Client, purpose: str, epochs: int | None) -> Client:
-    """Return the client for training in addition to the run's objective, with other random numbers.
+    """Return the client with other random numbers, for training in addition to the run's objective.
 
     Args:
         client: The client.

@@ -57,7 +57,7 @@ def steps_of(training: Training, lr: float, params: Tensors, kept: Tree = None) 
         training: The settings.
         lr: The learning rate η of the round.
         params: The parameters that the client trains.
-        kept: The ``state()`` of the client's optimiser after its last round; None to begin without a state.
+        kept: The ``state()`` of the client's optimiser after its previous round; None to begin without a state.
     """
     if not training.optimizer.is_sgd:
         return TorchSteps(training, lr, params, kept)
