@@ -147,7 +147,7 @@ def test_classes_that_cannot_be(labelled):
     dataset = labelled(np.arange(100) % 10)
     with pytest.raises(
         SpecError,
-        match=r"partition\.per_client = 2: all clients together would have 8 class labels, but the data have 10, so",
+        match=r"partition\.per_client = 2: all clients together would have only 8 of the data's 10 class labels",
     ):
         Classes(clients=4, per_client=2).split(dataset, 0)
     with pytest.raises(

@@ -221,7 +221,7 @@ class Registry(Generic[T]):
 class FromRegistry:
     """An annotation of fields whose values a registry creates: ``Annotated[Codec, FromRegistry(CODECS)]``.
 
-    Such a field accepts a name, a table with a name, or an instance. Errors show the field's key.
+    The field accepts a name, a table with a name, or an instance. Errors show the field's key.
 
     Args:
         registry: The registry in which names are looked up.
@@ -249,7 +249,7 @@ class FromRegistry:
 def from_word(cls: type[Setting], key: str = "") -> BeforeValidator:
     """Return an annotation of fields whose values are settings of class ``cls``; errors show the field's key.
 
-    Such a field accepts a table or an instance. If ``key`` is not empty, the field also accepts a text, as the value of
+    The field accepts a table or an instance. If ``key`` is not empty, the field also accepts a text, as the value of
     this key in a table: ``Annotated[Data, from_word(Data, "name")]`` reads ``"adult"`` as ``{"name": "adult"}``.
     """
 

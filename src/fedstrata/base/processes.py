@@ -1,8 +1,8 @@
 """Worker processes of this machine: new processes, or forks of this process.
 
 A new worker process shares nothing with this process: tasks and their errors are pickled. A fork starts with a copy of
-this process's memory. It can use objects that cannot be pickled, such as a class that was typed into a notebook, and
-large arrays, which are not copied.
+this process's memory. A fork can therefore use objects that cannot be pickled, such as a class that was typed into a
+notebook. A fork can also use large arrays without a copy.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ class TaskPool(Generic[K]):
             watch: A function that is called repeatedly while tasks run.
 
         Yields:
-            The key of each task and a text. The text is empty if the task was done. Otherwise, it says how the task's
-            process ended.
+            The key of each task, and a text that says how the task's process ended. The text is empty if the task was
+            done.
 
         Raises:
             Exception: The error that a task raised.

@@ -440,7 +440,7 @@ def add(first: Any, second: Any) -> Any:
         return type(first)(**summed)
     if isinstance(first, Mapping):
         if first.keys() != second.keys():
-            raise TypeError(f"tables with the different keys {sorted(first)} and {sorted(second)} cannot be added")
+            raise TypeError(f"tables with different keys, {sorted(first)} and {sorted(second)}, cannot be added")
         return {key: add(first[key], second[key]) for key in first}
     if isinstance(first, (list, tuple)):
         if type(first) is not type(second) or len(first) != len(second):

@@ -62,8 +62,8 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
     """Draw a uniform number in [0, 1) for each client, which does not depend on the other clients.
 
-    The function is faster than ``rng(…, client).random()`` for each client, and draws different numbers. Its time
-    depends on the number of clients, not on the largest id. Each number is a hash of the key and the client's id,
+    The function is faster than ``rng(…, client).random()`` for each client, and draws different numbers. The function's
+    time depends on the number of clients, not on the largest id. Each number is a hash of the key and the client's id,
     computed by SplitMix64 (Steele et al. 2014).
 
     Args:

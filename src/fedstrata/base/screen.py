@@ -41,7 +41,7 @@ class ScreenTable:
         headings: The headings of the columns.
         rows: The cells of each row. A row with one cell is the title of the rows that follow it, and an empty row is a
             rule. Cells of the type ``Text`` keep their style.
-        left: The number of first columns that contain names, which are aligned to the left.
+        left: The number of columns with names, which are the first columns and are aligned to the left.
         words: The columns that contain words, which wrap.
         order: The columns by importance, without columns that are only shown with ``every``. Default: all columns, from
             left to right. Names are always shown.

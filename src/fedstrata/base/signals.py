@@ -39,8 +39,8 @@ class Terminated(SystemExit):
 def ending_in_order() -> Iterator[None]:
     """Let SIGTERM raise ``Terminated`` while the ``with`` block runs, as Ctrl-C raises ``KeyboardInterrupt``.
 
-    This has an effect only in the main thread, and only if no other code has set a handler for SIGTERM. A second
-    SIGTERM is ignored, so that it does not interrupt the clean-up.
+    The function has an effect only in the main thread, and only if no other code has set a handler for SIGTERM. A
+    second SIGTERM is ignored, so that it does not interrupt the clean-up.
     """
     if not in_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -100,8 +100,8 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
     """Let this process end when its parent process ends, even if the parent is killed.
 
     ``multiprocessing`` must have started this process. A thread waits for a pipe that is closed when the parent ends.
-    It then sends SIGTERM to this process, and kills it after ``GRACE`` seconds. On Linux, the system is asked to send
-    SIGTERM too, because the pipe stays open if other processes hold it.
+    The thread then sends SIGTERM to this process, and kills the process after ``GRACE`` seconds. On Linux, the system
+    is asked to send SIGTERM too, because the pipe stays open if other processes have opened it.
 
     Args:
         asked_by_main_thread: Whether the main thread of the parent started this process. If another thread started it,

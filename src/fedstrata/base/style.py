@@ -39,7 +39,7 @@ SERIES = (
     Stroke("brown", Colour("#6c2e26", "#ea937f"), "-."),
     Stroke("violet", Colour("#492e63", "#dd95ff"), ":"),
 )
-"""The lines that charts choose for labels."""
+"""The lines from which charts choose the line of each label."""
 FIXED = {"fedavg": 0, "stratify": 1, "fedsts": 2, "fedstas": 2, "rebafl": 3, "fedssar": 4, "scaffold": 5}
 """Methods that have the same line in every figure: a mapping to the line's index in ``SERIES``."""
 OTHER = Stroke("other", Colour("#b9c0c8", "#5d6773"), "-")

@@ -98,7 +98,7 @@ def show(*parts: RenderableType) -> None:
 
 
 def show_paragraphs(*paragraphs: Text) -> None:
-    """Print paragraphs that wrap between words. Their second and later lines are indented by two columns."""
+    """Print paragraphs that wrap between words; lines after a paragraph's first line are indented by two columns."""
     from rich.text import Text
 
     console = _console()

@@ -1,4 +1,7 @@
-"""Functions that complete arguments for a shell's Tab key. They are attached to the parser only if a shell asks."""
+"""Functions that complete arguments for a shell's Tab key.
+
+The functions are attached to the parser only if a shell asks for completions.
+"""
 
 from __future__ import annotations
 

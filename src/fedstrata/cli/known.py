@@ -1,8 +1,8 @@
 """A table of all methods and settings, so that commands about them need not import PyTorch.
 
-It is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test compares
-the two. In a section such as ``partition``, a kind is one of the classes to choose from, such as ``dirichlet``. A
-section with only one class has one kind, whose name is empty.
+The table is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test
+compares the file with the code. In a section such as ``partition``, a kind is one of the Python classes to choose from,
+such as ``dirichlet``. A section with only one class has one kind, whose name is empty.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def add_table(commands: Commands) -> None:
     parser = add_command(commands, "table", help, examples, work=_table)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders of comparisons or runs to read")
     parser.add_argument(
-        "--baseline", metavar="LABEL", help="label of the method to compare the others with (default: the first label)"
+        "--baseline",
+        metavar="LABEL",
+        help="label of the method that all other methods are compared with (default: the first label)",
     )
     metrics = "comma-separated results to compare, such as final_accuracy, rounds_to_0.8 or a column of metrics.jsonl"
     parser.add_argument("--metric", help=metrics)
@@ -168,7 +170,7 @@ def add_sweep(commands: Commands) -> None:
     parser.add_argument("--search", action="append", default=[], metavar="SECTION.KEY=RANGE", help=ranges)
     trials = "number of trials of a search, including trials that --out contains (default: 20)"
     parser.add_argument("--trials", type=int, default=20, help=trials)
-    parser.add_argument("--no-pruning", action="store_true", help="run all trials to their end, even poor ones")
+    parser.add_argument("--no-pruning", action="store_true", help="run every trial to its end, even a poor trial")
     parser.add_argument(
         "--seeds", help="comma-separated seeds to run each setting with (default: the seed of the spec)"
     )

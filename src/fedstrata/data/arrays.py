@@ -20,7 +20,7 @@ Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
 CHANNELS = (1, 3, 4)
-"""Lengths by which the channel axis of images is recognised."""
+"""The lengths that mark an axis of images as the channel axis."""
 
 
 def _numpy(values: Array, key: str) -> NDArray[np.generic]:
@@ -396,8 +396,8 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
         normalize: See ``from_arrays``.
 
     Returns:
-        The shift and the scale of each channel or feature. Both are float32, or float64 if samples would become
-        indistinguishable in float32. Both are None if ``normalize`` is ``"none"``.
+        The shift and the scale of each channel or feature. Shift and scale are float32, or float64 if samples would
+        become indistinguishable in float32. Shift and scale are None if ``normalize`` is ``"none"``.
     """
     width = train.shape[-1]
     if normalize == "none":

@@ -362,7 +362,7 @@ def task_of(task: Task | str | None, y_train: Array) -> Task:
     """Return the task with a given name, or the given task itself. If ``task`` is None, choose it by the targets.
 
     Targets with fractions mean regression; all other targets mean classification. Whole numbers with very many distinct
-    values could mean either, and are refused.
+    values could be classes or quantities, and are refused.
 
     Args:
         task: The task, its name, or None.

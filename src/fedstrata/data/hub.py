@@ -59,7 +59,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
 
     Returns:
         The arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test``; ``classes``, if the labels have names; and
-        ``client_train`` and ``client_test``, if ``client`` is set. These arrays have the same meaning as in a ``.npz``
+        ``client_train`` and ``client_test``, if ``client`` is set. The arrays have the same meaning as in a ``.npz``
         file.
 
     Raises:
@@ -100,8 +100,9 @@ def _check_client(client: str, features: Any) -> None:
 def input_columns(features: Any) -> list[str]:
     """Return the names of the columns that contain the inputs.
 
-    If a column contains images, the inputs are this column. Otherwise, the inputs are a single column of arrays, or a
-    single column of lists. Without such a column, all columns of numbers together are the inputs, as a table.
+    If a column contains images, the inputs are this column. Without images, the inputs are a single column of arrays,
+    or a single column of lists. If no single column can be the input, all columns of numbers together are the inputs,
+    as a table.
 
     Args:
         features: The ``datasets.Features`` of a split.

@@ -44,8 +44,8 @@ MOST = 1 << 38
 """The largest size in bytes of the arrays that a ``.npz`` file may declare."""
 
 _reading = threading.Lock()
-"""A lock for reading ``.npz`` files. NumPy parses their headers with ``ast``, which sometimes fails in Python 3.11 and
-3.12 if two threads use it at once (CPython issue 106905). Intact files then seem damaged."""
+"""A lock for reading ``.npz`` files. NumPy parses the headers of these files with ``ast``, which sometimes fails in
+Python 3.11 and 3.12 if two threads use it at once (CPython issue 106905). Intact files then seem damaged."""
 
 
 with warnings.catch_warnings():

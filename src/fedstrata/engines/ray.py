@@ -33,7 +33,8 @@ from fedstrata.federation.messages import ClientId, Reply, Request, Requests, We
 from fedstrata.stratify.masking.key_store import KeyRing, ring_of
 
 ADDRESS = "RAY_ADDRESS"
-"""The environment variable with the address of the cluster to join. Without it, a local cluster is started."""
+"""The environment variable with the address of the cluster to join. If the variable is not set, a local cluster is
+started."""
 
 START_SECONDS = 300.0
 """Seconds to wait for a worker to become ready, while no worker is ready."""

@@ -1,8 +1,8 @@
 """Attacks by clients, for simulations: some clients train on false labels, or send false updates.
 
 An attack on updates is simulated at the server: it changes replies before the method gets them. The attack is therefore
-the same on every engine. It can use the honest updates of the round, because the strongest attackers are assumed to
-know these updates.
+the same on every engine. The attack can use the honest updates of the round, because the strongest attackers are
+assumed to know these updates.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class Persistent(Availability):
     period: PositiveInt = 20
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return the draw of each client for the period to which the round belongs."""
+        """Return for each client whether it is online in the period that contains the round."""
         return uniforms(seed, "online", (round - 1) // self.period, clients) < self.p
 
 

@@ -22,7 +22,7 @@ from fedstrata.models.model import Model
 
 @dataclass(frozen=True)
 class FederationConfig:
-    """The settings that server and clients share before the first round.
+    """The settings that server and clients know before the first round.
 
     Args:
         seed: The experiment's seed.

@@ -78,7 +78,7 @@ class Privacy(Setting):
             has enough samples is refused.
         below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: the client adds
             these samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client
-            does not answer for the rest of the epoch.
+            does not answer until the epoch ends.
         dp: Clipping and noise in local training, for differential privacy of each sample; only in simulations.
             Default: none.
         sums: The server's view of clients' updates. ``plain``: every update. ``secure``: only the sum over the clients
@@ -119,7 +119,7 @@ class Training(Setting):
     """Rounds, local training and hardware.
 
     Args:
-        rounds: Number of rounds. You may raise it when you resume a run.
+        rounds: Number of rounds. You may raise this number when you resume a run.
         clients_per_round: Number of clients that the server invites per round. Default: 10, or all clients if there are
             fewer.
         local_epochs: Number of epochs for which a client trains per round. Default: 5.
@@ -203,7 +203,7 @@ class Training(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table of a spec, without defaults of settings that early versions did not have."""
+        """Return the table for a spec, without settings that have their default and are unknown to early versions."""
         later = ("accumulate", "optimizer", "optimizer_state", "warmup")
         omitted = [key for key in later if getattr(self, key) == type(self).model_fields[key].default]
         return {key: value for key, value in super().to_spec().items() if key not in omitted}

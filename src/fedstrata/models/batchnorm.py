@@ -129,8 +129,8 @@ class SharedNorm(torch.autograd.Function):
 
     ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and ∂J/∂σ² by
     ``share``. The products are summed over the group and divided by ``count``, and each client propagates the results
-    to its inputs. For this, σ² is treated as a mean of squared distances from ``centre``. ``centre`` is μ if the
-    statistics are computed over the whole batch, and the client's own mean if the statistics are averages of the
+    to its inputs. In the backward pass, σ² is treated as a mean of squared distances from ``centre``. ``centre`` is μ
+    if the statistics are computed over the whole batch, and the client's own mean if the statistics are averages of the
     clients' statistics.
     """
 
@@ -225,9 +225,9 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
     """Let every BatchNorm in ``module`` normalise over ``group`` while it trains in the ``with`` block.
 
     All members must run the same module on their own batches, first one forward pass and then one backward pass, so
-    that their sums match. A client without samples in the batch may be in the group, but need not. In the group, such a
-    client passes an empty batch, shape (0, …), which adds zeros, and gets the same running statistics as the other
-    clients. A client that fails must call ``LocalGroup.abort``. Otherwise, the other clients wait until their timeout.
+    that their sums match. A client without samples in the batch may be in the group or not. In the group, such a client
+    passes an empty batch, shape (0, …), which adds zeros, and gets the same running statistics as the other clients. A
+    client that fails must call ``LocalGroup.abort``. Without this call, the other clients wait until their timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.
@@ -235,7 +235,7 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
 
     Raises:
         SpecError: The module has a BatchNorm that is not converted.
-        RuntimeError: The module has a group already.
+        RuntimeError: The module already belongs to a group.
     """
     layers = [part for part in module.modules() if isinstance(part, _FederatedBatchNorm)]
     if len(layers) < sum(isinstance(part, _BatchNorm) for part in module.modules()):
@@ -263,8 +263,8 @@ class LocalGroup:
 
     Args:
         size: The number of members.
-        timeout: Seconds that a member waits for the other members before it breaks the group. None means no limit,
-            which requires that members that fail always call ``abort``.
+        timeout: Seconds that a member waits for the other members before it breaks the group. None means no limit.
+            Members that fail must then always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))

@@ -19,9 +19,9 @@ from fedstrata.models.untrained import twin_of
 def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, ...]]) -> nn.Module:
     """Convert a module with convolutions to channels-last format, in place, if it works in that format.
 
-    Some modules do not work in that format, for example because they call ``x.view(len(x), -1)`` after a convolution.
-    (``x.flatten(1)`` works with both formats.) Such a module keeps the default format, and its inputs are converted to
-    the default format.
+    Some modules do not work in channels-last format, for example because they call ``x.view(len(x), -1)`` after a
+    convolution. (``x.flatten(1)`` works with both formats.) Such a module keeps the default format, and its inputs are
+    converted to the default format.
 
     Args:
         module: The module.

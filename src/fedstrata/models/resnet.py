@@ -106,7 +106,7 @@ class BasicBlock(nn.Module):
         channels: The number of input channels.
         width: The number of output channels.
         stride: The stride of the first convolution. If the shape changes, the shortcut is a 1x1 convolution.
-        norm: The kind of normalisation.
+        norm: The normalisation layers, ``bn`` or ``gn``.
     """
 
     def __init__(self, channels: int, width: int, stride: int, norm: Norm) -> None:

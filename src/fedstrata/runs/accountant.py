@@ -12,7 +12,8 @@ from fedstrata.base.errors import ExtraMissingError
 from fedstrata.federation.settings import DPSGD, Training
 
 ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512]
-"""The orders of the Rényi divergences. They are whole numbers, because the sum for other orders may not converge."""
+"""The orders of the Rényi divergences. The orders are whole numbers, because the sum for other orders may not
+converge."""
 
 
 class Accountant:
@@ -24,7 +25,7 @@ class Accountant:
     Args:
         dp: The settings of differential privacy, which contain the noise and δ.
         training: The settings of local training, which determine the number of steps in a round.
-        sizes: Number of samples of each client, shape (N,). These numbers are assumed to be public.
+        sizes: Number of samples of each client, shape (N,). The numbers of samples are assumed to be public.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.

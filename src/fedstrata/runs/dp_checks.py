@@ -34,7 +34,9 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
     if training.clip is not None:
         refuse("privacy.dp clips the gradient of each sample. Remove training.clip.", "training.clip", training.clip)
     if training.accumulate > 1:
-        problem = "is not needed, because privacy.dp computes gradients in parts. Use a larger batch_size."
+        problem = (
+            "is not needed, because privacy.dp computes gradients of a few samples at a time. Use a larger batch_size."
+        )
         refuse(problem, "training.accumulate", training.accumulate)
     if has_batchnorm(config.model.module):
         refuse("BatchNorm lets a sample affect the gradients of other samples. Use a model without BatchNorm.")

@@ -38,7 +38,8 @@ from fedstrata.runs.identity import fingerprints_of_frozen, require_same_frozen
 from fedstrata.runs.preparation import Prepared
 
 FORMAT = 1
-"""The version of the format of ``model.json``. It increases if older versions of fedstrata cannot read new files."""
+"""The version of the format of ``model.json``. The version increases if older versions of fedstrata cannot read new
+files."""
 
 CUSTOM = "custom"
 """The value of ``model.name`` in a spec if the model is the user's own module."""
@@ -146,10 +147,10 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
 
     Args:
         run_dir: The run folder, or any folder with these two files.
-        model: A module with the same architecture, if the run trained a module of your own; or the module's class, or a
-            function that creates it, as for ``fedstrata.run``. The module is not changed, and its trainable parameters
-            are ignored. Its frozen parameters must be equal to those in the run, because the folder does not contain
-            them.
+        model: A module with the same architecture, if the run trained a module of your own; or the module's Python
+            class, or a function that creates it, as for ``fedstrata.run``. The module is not changed, and its trainable
+            parameters are ignored. The module's frozen parameters must be equal to the run's frozen parameters, because
+            the folder does not contain these.
 
     Raises:
         SpecError: The folder has no finished run, or ``model`` is missing or does not fit the run.
@@ -202,7 +203,7 @@ class Predictor:
 
     def __init__(self, module: nn.Module, about: Mapping[str, Any]) -> None:
         self.module = module
-        """The ``nn.Module``, in evaluation mode. It takes normalised samples, which ``inputs`` returns."""
+        """The ``nn.Module``, in evaluation mode. The module takes normalised samples, which ``inputs`` returns."""
         self.classes: tuple[int | str, ...] = _labels(about["class_names"])
         """The labels that ``predict`` may return, in the order of the columns in ``predict_proba``."""
         self.shape: Shape = _shape_of(about)

@@ -142,7 +142,7 @@ class RunFolder:
     def finished(self) -> History | None:
         """Return the history of the folder's run if the run is over and has no checkpoint; None otherwise.
 
-        Such a run must not be resumed: without a checkpoint it would start again and delete its results.
+        A finished run without a checkpoint must not be resumed: it would start again and delete its results.
         """
         rounds = self.prepared.spec.training.rounds
         if self.path is None or self.checkpoint is not None or not is_over(self.path, rounds):
@@ -340,8 +340,8 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
 def identity_in(path: Path) -> dict[str, Any] | None:
     """Return the identity of the run in a folder, or None if it cannot be read.
 
-    It is read from the newest checkpoint or, if there is none, from ``run.json``. It is not computed from
-    ``spec.toml``, because this file may have been edited since the run began.
+    The identity is read from the newest checkpoint or, if there is none, from ``run.json``. The identity is not
+    computed from ``spec.toml``, because this file may have been edited since the run began.
     """
     with suppress(CheckpointError):
         newest = checkpoint.load(path / CHECKPOINT)

@@ -1,7 +1,7 @@
 """Callbacks, which observe a run and may stop it.
 
-A callback is a ``Setting``, so that a spec can name it. It stores its state in the run's ``memory``, which every
-checkpoint contains. So a run that is killed and resumed continues as if it had not been killed.
+A callback is a ``Setting``, so that a spec can name it. A callback stores its state in the run's ``memory``, which
+every checkpoint contains. A run that is killed and resumed therefore continues as if it had not been killed.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class _Best(Callback):
 class EarlyStopping(_Best):
     """Stops a run that no longer improves, and makes the model of the best round the final model.
 
-    It uses the validation samples (``evaluation.validation``), never the test set. The model of the best round is also
-    the final model of a run that is not stopped.
+    The callback uses the validation samples (``evaluation.validation``), never the test set. The model of the best
+    round is also the final model of a run that is not stopped.
 
     Args:
         patience: Number of evaluations without an improvement after which the run stops.
@@ -155,8 +155,8 @@ class EarlyStopping(_Best):
 class KeepBest(_Best):
     """Stores the model with the best evaluation so far as ``best.safetensors`` in the run folder.
 
-    It compares results on the validation samples. If there are none, it uses the test set, which makes test results too
-    optimistic.
+    The callback compares results on the validation samples. If there are none, the callback uses the test set, which
+    makes test results too optimistic.
     """
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:

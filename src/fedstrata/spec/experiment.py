@@ -373,9 +373,9 @@ def variants(
 ) -> dict[str, Experiment]:
     """Return the experiments of a comparison, as a mapping from each label to its experiment.
 
-    A label is the name of a method, or of a table ``[compare.LABEL]``, whose sections are merged into the spec. Such a
-    table chooses its method by ``method.name``. Without this key, the method with the name of the label is used or, if
-    there is no such method, the spec's method.
+    A label is the name of a method, or of a table ``[compare.LABEL]``, whose sections are merged into the spec. The
+    table of a label chooses its method by ``method.name``. Without this key, the method with the name of the label is
+    used or, if there is no such method, the spec's method.
 
     Args:
         table: The spec as nested tables.
@@ -476,8 +476,8 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
 def deep_merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the nested tables ``base`` in which values of ``overlay`` replace values of ``base``.
 
-    If an inner table has different values of ``name`` in the two, the table of ``overlay`` replaces the whole table of
-    ``base``.
+    If an inner table has different values of ``name`` in ``base`` and ``overlay``, the table of ``overlay`` replaces
+    the whole table of ``base``.
     """
     result = {key: value for key, value in base.items() if EXCLUSIVE.get(key) not in overlay}
     for key, value in overlay.items():

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fedstrata.runs.simulation import Simulation
 
 TOKEN = "tracking.json"
-"""A file in a run folder. It contains the names under which trackers show the run, which a resumed run uses again."""
+"""A file in a run folder with the names under which trackers show the run. A resumed run uses the same names."""
 
 LONGEST = 500
 """The largest number of characters of a setting's text; longer texts are cut, so that every tracker accepts them."""
@@ -241,7 +241,7 @@ class MLflow(Tracker):
 
 
 def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
-    """Return the name under which a tracker shows a run. It is stored in the run folder when it is first used.
+    """Return the name under which a tracker shows a run. The name is stored in the run folder at its first use.
 
     Args:
         folder: The run folder; None if the run does not have one, so that the name is not stored.

@@ -10,12 +10,12 @@ import fedstrata as fs
 
 
 class Nights(fs.Availability):
-    """Clients are online during the night of their time zone, and with a small probability by day.
+    """Clients are online during the night of their time zone, and with a small probability during the day.
 
     Args:
         day: The number of rounds in a day.
         night: The fraction of a day that is night.
-        by_day: The probability that a client is online in a round by day.
+        by_day: The probability that a client is online in a round during the day.
     """
 
     day: PositiveInt = 12  # a setting: --set availability.day=24

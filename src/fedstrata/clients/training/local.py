@@ -369,13 +369,13 @@ def _descend(
 def accumulated(
     loss_and_gradient: Callable[[Batch], tuple[Tensor, Tensors]], batch: Batch, size: int, pairs: bool, task: Task
 ) -> tuple[Tensor, Tensors]:
-    """Return the loss of a batch and its gradient, which are computed part by part.
+    """Return the loss of a batch and its gradient, which are computed for one mini-batch after another.
 
     Args:
-        loss_and_gradient: A function that returns the mean loss of a part, and its gradient.
+        loss_and_gradient: A function that returns the mean loss of a mini-batch, and its gradient.
         batch: The batch.
-        size: The largest number of samples in a part.
-        pairs: Whether a part needs at least two samples. Parts are then larger than ``size`` if necessary.
+        size: The largest number of samples in a mini-batch.
+        pairs: Whether a mini-batch needs at least two samples. Mini-batches are then larger than ``size`` if necessary.
         task: The task, which gives the weights of the samples.
     """
     n = batch.y.shape[0]

@@ -7,8 +7,8 @@ made once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` ad
 Tracing takes a tenth of a second and needs no compiler.
 
 A model cannot be traced if the operations of its forward pass depend on the values of tensors, or if it uses tensors
-other than its parameters. Such a model is trained with autograd instead. Tracing and autograd give the same results,
-except that sums may be added in another order.
+other than its parameters. A model that cannot be traced is trained with autograd instead. Tracing and autograd give the
+same results, except that sums may be added in another order.
 
 On an MLP, Stratify with single samples is 2.4 times as fast as with autograd; on a convolutional network, 1.9 times
 (``benchmarks/fast_paths.py``).

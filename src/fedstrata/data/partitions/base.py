@@ -82,8 +82,8 @@ class Assignment:
     def names(self, dataset: Dataset) -> list[str]:
         """Return the name of each client.
 
-        If the data set defines the clients, it also defines their names. Otherwise, the names are the clients' ids, 0 …
-        N − 1, as text.
+        If the data set defines the clients, it also defines their names. If the data set does not define the clients,
+        the names are the clients' ids, 0 … N − 1, as text.
 
         Args:
             dataset: The data set that was divided.

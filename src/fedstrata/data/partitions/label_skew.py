@@ -176,8 +176,8 @@ def _held(
         )
     if holdings < len(values):
         problem = (
-            f"all clients together would have {holdings} {kind} labels, but the data have {len(values)}, so that some "
-            "would have no client. Use more clients, or more labels per client."
+            f"all clients together would have only {holdings} of the data's {len(values)} {kind} labels. "
+            "Use more clients, or more labels per client."
         )
         raise SpecError(f"partition.{key}", problem, most)
     owner, held = hold_classes(each, len(values), rng)
