@@ -45,7 +45,7 @@ BAD = {
     "unknown objective": ('[method]\nobjective = "fedproxx"', "method.objective.name = 'fedproxx': is not a known objective; did you mean 'fedprox'? (s.toml, line 2) Use one of: cross-entropy, fedprox, "),
     "a setting of an objective": ('[method]\nobjective = { name = "fedprox", muu = 1 }', "method.objective.muu = 1: is not a known key; did you mean 'mu'? (s.toml, line 2) Use one of: mu."),
     "momentum with SCAFFOLD": ('method = "scaffold"\n[training]\nmomentum = 0.9', "training.momentum = 0.9: SCAFFOLD's control variates require plain SGD. Use 0. (s.toml, line 3)"),
-    "clipping with SCAFFOLD": ('method = "scaffold"\n[training]\nclip = 1.0', "training.clip = 1.0: SCAFFOLD's control variates require unclipped gradients. Remove it. (s.toml, line 3)"),
+    "clipping with SCAFFOLD": ('method = "scaffold"\n[training]\nclip = 1.0', "training.clip = 1.0: SCAFFOLD's control variates require unclipped gradients. Remove the key. (s.toml, line 3)"),
     "more strata than clients": ('[method]\nname = "fedsts"\nstrata = 200', "method.strata = 200: the partition has 100 clients. Use at most 100. (s.toml, line 3)"),
     "a missing trace": ('[availability]\nname = "trace"\nfile = "no.csv"', "availability.file = 'no.csv': the file does not exist. Give a CSV file with the columns client,first,last. (s.toml, line 3)"),
     "a wrong trace": ('[availability]\nname = "trace"\nfile = "wrong.csv"', "availability.file = 'wrong.csv': is not a valid trace of availability: line 2 must have three whole numbers. Correct the file. (s.toml,"),
@@ -198,10 +198,10 @@ def test_without_a_command_the_help_shows_each_command_in_one_group(capsys):
 
 def test_usage_errors_have_code_2(capsys):
     for arguments, message in {
-        ("compar",): "COMMAND = 'compar': is not a command; did you mean 'compare'? List all with 'fedstrata --help'.",
-        ("walk",): "COMMAND = 'walk': is not a command. List all with 'fedstrata --help'.",
+        ("compar",): "COMMAND = 'compar': is not a command; did you mean 'compare'? List all commands with",
+        ("walk",): "COMMAND = 'walk': is not a command. List all commands with 'fedstrata --help'.",
         ("run", "--sett", "a=1"): "--sett: is not an argument of 'fedstrata run'; did you mean '--set'? ",
-        ("run", "--nonsense"): "--nonsense: is not an argument of 'fedstrata run'. List all with 'fedstrata run ",
+        ("run", "--nonsense"): "--nonsense: is not an argument of 'fedstrata run'. List all arguments with ",
     }.items():
         with pytest.raises(SystemExit) as caught:
             main(arguments)

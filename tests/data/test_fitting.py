@@ -121,7 +121,7 @@ def test_statistics_travel():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"mean": torch.zeros(3, dtype=torch.float64)}, "shape .3., expected .4."),
+        ({"mean": torch.zeros(3, dtype=torch.float64)}, "shape .3., but must have shape .4."),
         ({"count": torch.zeros(4, dtype=torch.int64)}, "statistics have shape"),
         ({"mean": torch.full((4,), math.nan, dtype=torch.float64)}, "contain NaN or infinity"),
         ({"count": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),

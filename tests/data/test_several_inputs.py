@@ -136,7 +136,7 @@ def test_a_file_of_several_inputs_gives_the_same_run_and_predictor(tmp_path: Pat
     )
     with pytest.raises(DataError, match=r"x has the inputs ids, but this model takes the inputs ids \(B, 5\), mask"):
         predictor.predict({"ids": numbers["test"]["ids"]})
-    with pytest.raises(DataError, match=r"x\.ids: has the shape \(12, 4\)"):
+    with pytest.raises(DataError, match=r"x\.ids has the shape \(12, 4\)"):
         predictor.predict(numbers["test"] | {"ids": numbers["test"]["ids"][:, :4]})
 
 

@@ -176,18 +176,18 @@ def claims(shape, descr="<f8"):
         ("x_train", claims((1, 1), "|V2000000000"), "is damaged: EOF: reading array data, expected 2000000000 bytes"),
         ("x_train", claims((-4, -2)) + bytes(64), "is damaged: "),
         ("y_train", npy(np.arange(20) % 4)[:-1], "is damaged: EOF: reading array data, expected 160 bytes"),
-        ("classes", npy(np.array("abcd")), r"classes: is of type <U4 and shape \(\)\. Give a list of names\."),
+        ("classes", npy(np.array("abcd")), r"classes is of type <U4 and shape \(\)\. Give a list of names\."),
         (
             "classes",
             npy(np.array([["a"], ["b"]])),
-            r"classes: is of type <U1 and shape \(2, 1\)\. Give a list of names\.",
+            r"classes is of type <U1 and shape \(2, 1\)\. Give a list of names\.",
         ),
         (
             "classes",
             npy(np.array([b"\xff"])),
             r"classes contains the bytes b'\\xff', which are not UTF-8\. Store text as strings\.",
         ),
-        ("domains", npy(np.array(0)), r"domains: is of type int64 and shape \(\)\. Give a list of names\."),
+        ("domains", npy(np.array(0)), r"domains is of type int64 and shape \(\)\. Give a list of names\."),
     ],
     ids=lambda value: repr(value)[:40],
 )

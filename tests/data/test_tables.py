@@ -123,7 +123,7 @@ def test_a_mapping_is_read_as_a_frame_is():
 @pytest.mark.parametrize("frame", [[1, 2], np.zeros((3, 2)), {"a": 1}, {"a": np.float64(1)}])
 def test_what_is_no_data_frame(frame):
     with pytest.raises(
-        DataError, match=r"table: cannot be read as a table: .* Give a data frame, or a mapping from names to"
+        DataError, match=r"table cannot be read as a table: .* Give a data frame, or a mapping from names to"
     ):
         fs.from_dataframe(frame, label="y")
 

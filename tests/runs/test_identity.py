@@ -206,7 +206,7 @@ def test_code_of_a_model_in_a_list_is_part_of_the_identity(tmp_path: Path, monke
 def test_another_results_version_is_another_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "RESULTS", identity.RESULTS + 1)
     with pytest.raises(
-        SpecError, match=("the run in this folder was made by a version of fedstrata that computes other")
+        SpecError, match=("the run in this folder was made by a version of fedstrata that computes different")
     ):
         fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
 
@@ -274,7 +274,7 @@ def test_damaged_records_are_found_and_a_run_does_not_go_on_over_them(folder: Pa
     path.write_bytes(b"".join(changed))
     with pytest.raises(
         DataError,
-        match=r"metrics\.jsonl, line \d: .*remove this line and the lines after it",
+        match=r"metrics\.jsonl, line \d.*remove this line and the lines after it",
     ):
         fs.History.load(folder)
     with pytest.raises(FedstrataError, match="ends before round 4"):

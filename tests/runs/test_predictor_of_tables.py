@@ -253,7 +253,7 @@ def test_what_is_no_table(trained: Path) -> None:
     ):
         predictor.predict({"dose": [1], "kind": ["x", "y"]})
     with pytest.raises(
-        DataError, match=r"x: cannot be read as a table: .* Give a data frame, or a mapping from names to"
+        DataError, match=r"x cannot be read as a table: .* Give a data frame, or a mapping from names to"
     ):
         predictor.predict({"dose": 1})
     with pytest.raises(DataError, match="Give a data frame, or a mapping from names to"):

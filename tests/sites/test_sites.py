@@ -699,12 +699,12 @@ X, Y = np.zeros((4, 8, 8)), np.zeros(4, int)
 @pytest.mark.parametrize(
     ("arrays", "private", "told"),
     [
-        ({"x_train": X}, "b.npz lacks the arrays y_train, and has only x_train", "there is no y_train"),
-        ({"x_train": np.zeros((4, 8, 9)), "y_train": Y}, "has the shape [1, 8, 9], ", "but data.shape is [1, 8, 8]"),
+        ({"x_train": X}, "b.npz lacks the arrays y_train, and has only x_train", "these arrays are missing: y_train"),
+        ({"x_train": np.zeros((4, 8, 9)), "y_train": Y}, "has the shape [1, 8, 9], ", "shape: data.shape is [1, 8"),
         ({"x_train": X, "y_train": np.full(4, 10)}, "y_train: 10 is not a class. ", "y_train: some labels are not"),
         ({"x_train": X, "y_train": np.full(4, -1)}, "y_train: -1 is not a class. ", "Use 0…9 (data.classes)"),
         ({"x_train": X, "y_train": Y[:3]}, "one whole number for each of 4", "one whole number for each sample"),
-        ({"x_train": X, "y_train": np.full(4, "a")}, "y_train is of type <U1", "y_train: must have one whole number"),
+        ({"x_train": X, "y_train": np.full(4, "a")}, "y_train: is of type <U1", "y_train: must have one whole number"),
         ({"x_train": np.full((4, 8, 8), np.nan), "y_train": Y}, "256 values are", "some values are NaN or infinite"),
         ({"x_train": np.array([{}], dtype=object), "y_train": Y}, "Object arrays cannot be", "they cannot be used"),
         ({"x_train": X + 16e3, "y_train": Y}, "x_train: 16000 is out of", "Use 0 to 255 (data.range). Run 'fedst"),

@@ -114,13 +114,13 @@ def _parse(whole: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
     commands = next(action.choices for action in whole._actions if isinstance(action, argparse._SubParsersAction))
     name, *_ = arguments
     if name not in commands and not name.startswith("-"):
-        problem = f"is not a command{nearest(name, commands)} List all with 'fedstrata --help'."
+        problem = f"is not a command{nearest(name, commands)} List all commands with 'fedstrata --help'."
         say(f"fedstrata: error: {SpecError('COMMAND', problem, name)}")
         whole.exit(BAD_INPUT)
     options, unknown = whole.parse_known_args(arguments)
     if unknown:
         hint = nearest(unknown[0].partition("=")[0], commands[name]._option_string_actions)
-        problem = f"is not an argument of 'fedstrata {name}'{hint} List all with 'fedstrata {name} --help'."
+        problem = f"is not an argument of 'fedstrata {name}'{hint} List all arguments with 'fedstrata {name} --help'."
         say(f"fedstrata: error: {SpecError(unknown[0], problem)}")
         whole.exit(BAD_INPUT)
     return options

@@ -168,7 +168,7 @@ def explanations(word: str) -> list[dict[str, Any]]:
     if not (entries := entries or as_value):
         hint = nearest(word, words(table))
         raise SpecError(
-            "KEY", f"is not a key, section or name of a spec{hint} List all with 'fedstrata settings'.", word
+            "KEY", f"is not a key, section or name of a spec{hint} List all of these with 'fedstrata settings'.", word
         )
     return entries
 

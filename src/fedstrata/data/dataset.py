@@ -391,7 +391,7 @@ def _take(tensor: Tensor, indices: Indices) -> Tensor:
         indices = indices.copy()  # PyTorch warns about read-only memory
     index = torch.as_tensor(indices, device=tensor.device)
     if index.numel() and (index.dtype == torch.bool or index.is_floating_point()):
-        raise IndexError(f"indices are whole numbers, not {index.dtype}")
+        raise IndexError(f"indices must be whole numbers, not {index.dtype}")
     return tensor.index_select(0, index.long())
 
 

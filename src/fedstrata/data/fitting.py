@@ -122,11 +122,13 @@ class Statistics(Message):
         for name in ("count", "mean", "squares", "low", "high"):
             expected, given = getattr(self, name), getattr(other, name)
             if given.shape != expected.shape or given.dtype != expected.dtype:
-                raise DataError(f"the statistics have shape {list(given.shape)}, expected {list(expected.shape)}")
+                raise DataError(
+                    f"the statistics have shape {list(given.shape)}, but must have shape {list(expected.shape)}"
+                )
         tables = list(other.counts.values())
         pairs = all(each.dim() == 2 and each.shape[1] == 2 and each.dtype == torch.float64 for each in tables)
         if other.counts.keys() != self.counts.keys() or not pairs:
-            raise DataError(f"there are counts for the columns {sorted(other.counts)}, expected {sorted(self.counts)}")
+            raise DataError(f"there are counts for the columns {sorted(other.counts)} instead of {sorted(self.counts)}")
         if not all(each.isfinite().all() for each in (other.count, other.mean, other.squares, *tables)):
             raise DataError("the statistics contain NaN or infinity")
         sums = [other.squares, other.count, *(table[:, 1] for table in tables)]

@@ -202,9 +202,9 @@ with warnings.catch_warnings():
                 if not len(y):
                     continue
                 if data.shape != self.shape:
-                    accepted = f"but data.shape is {list(self.shape)}. Correct one of them."
-                    error = DataError(f"a sample has the shape {list(data.shape)}, {accepted}")
-                    raise error.publicly(f"samples have another shape, {accepted}")
+                    accepted = f"data.shape is {list(self.shape)}. Correct one of them."
+                    error = DataError(f"a sample has the shape {list(data.shape)}, but {accepted}")
+                    raise error.publicly(f"samples have the wrong shape: {accepted}")
                 if not 0 <= int(y.min()) <= int(y.max()) < self.classes:
                     wrong = int(y.max()) if int(y.min()) >= 0 else int(y.min())
                     accepted = f"Use 0…{self.classes - 1} (data.classes)."
@@ -400,7 +400,7 @@ def _names(arrays: Arrays, key: str) -> list[str] | None:
         return None
     names = decoded(np.asarray(arrays[key]), key)
     if names.ndim != 1 or names.dtype.kind not in "Uiub":
-        raise DataError(f"{key}: is of type {names.dtype} and shape {names.shape}. Give a list of names.")
+        raise DataError(f"{key} is of type {names.dtype} and shape {names.shape}. Give a list of names.")
     return [str(name) for name in names]
 
 

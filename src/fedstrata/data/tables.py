@@ -240,7 +240,7 @@ def table_of(rows: Any, name: str) -> Table:
         columns = {str(column): _cells(rows[column]) for column in names}
     except (AttributeError, TypeError, KeyError) as error:
         raise DataError(
-            f"{name}: cannot be read as a table: {error}. Give a data frame, or a mapping from names to lists."
+            f"{name} cannot be read as a table: {error}. Give a data frame, or a mapping from names to lists."
         ) from None
     if not any(columns.values()):
         raise DataError(f"{name} has no rows. Add rows.")

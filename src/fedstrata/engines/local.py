@@ -342,7 +342,7 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
                 waiting = group.progress[1]
                 stuck = [client for member, client in enumerate(threads) if client in alive and member not in waiting]
                 problem = "neither finished nor reached their next exchange. Look for an endless loop in your code."
-                raise FedstrataError(f"for {patience:g} s clients {', '.join(map(str, stuck))} {problem}")
+                raise FedstrataError(f"in the last {patience:g} s, clients {', '.join(map(str, stuck))} {problem}")
     except BaseException:
         group.abort("it was interrupted")
         deadline = time.monotonic() + GRACE

@@ -21,8 +21,8 @@ class Trace(Availability):
             (counted from 1) to round ``last``. A client may have several lines. A client without a line is never
             online.
         round_seconds: Seconds from the start of a round to the start of the next round. If set, ``first`` and ``last``
-            are seconds since the start of round 1, and a client that is online when a round starts is online in the
-            round. Default: ``first`` and ``last`` are rounds.
+            are seconds since the start of round 1. A client is then online in a round if it is online when the round
+            starts. Default: ``first`` and ``last`` are rounds.
     """
 
     file: str

@@ -372,6 +372,6 @@ def check_message(reply: FitReply, expected: Extra) -> None:
         ReplyRefusedError: The message differs.
     """
     if reply.message.keys() != expected.keys():
-        raise ReplyRefusedError(f"the message has {sorted(reply.message)}, expected {sorted(expected)}")
+        raise ReplyRefusedError(f"the message has {sorted(reply.message)}, but must have {sorted(expected)}")
     for name, tensors in expected.items():
         require_like(reply.message[name], tensors, name)

@@ -131,7 +131,7 @@ class Training(Setting):
             ``accumulate`` samples, but needs only the memory for ``batch_size`` samples. BatchNorm uses the statistics
             of each mini-batch.
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch. A
-            table may also contain its settings. SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
+            table may also contain the optimiser's settings. SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
         optimizer_state: State (such as momentum) with which a client's optimiser starts each round. ``reset``: an empty
             state. ``keep``: the state after the latest round in which the client trained; with ``adamw``, each client
             then stores twice the size of the model. Fine-tuning for evaluation always starts with an empty state.

@@ -256,7 +256,7 @@ def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module |
             model = model(*arguments)
     if not isinstance(model, (nn.Module, Model)):
         problem = "must be an nn.Module, a fedstrata Model, or a class or function that creates one"
-        raise SpecError("model", f"{problem}. Set names of models in the spec.", model)
+        raise SpecError("model", f"{problem}. To use a built-in model, set its name in the spec.", model)
     return model
 
 

@@ -162,12 +162,12 @@ def _read(path: Path) -> Checkpoint:
         raise ValueError(f"it is the checkpoint of round {manifest['round']}")
     data = (path / STATE).read_bytes()
     if _digest(data) != manifest["state"]:
-        raise ValueError(f"{STATE} is damaged (its checksum differs)")
+        raise ValueError(f"{STATE} is damaged (its checksum is wrong)")
     files: dict[int, Path] = {}
     for client, (name, digest) in manifest["clients"].items():
         files[int(client)] = path.parent / CLIENTS / name
         if _digest(files[int(client)].read_bytes()) != digest:
-            raise ValueError(f"the state of client {client} is damaged (its checksum differs)")
+            raise ValueError(f"the state of client {client} is damaged (its checksum is wrong)")
     state, remote = records.decode(data, limit=None), bool(manifest.get("remote", False))
     stored = state if isinstance(state, Stored) else Stored(state, None)
     identity, logs = manifest.get("identity"), manifest.get("logs", {})
@@ -177,7 +177,7 @@ def _read(path: Path) -> Checkpoint:
 def _manifest(path: Path) -> dict[str, Any]:
     outer = json.loads((path / MANIFEST).read_bytes())
     if _digest(outer["manifest"].encode()) != outer["sha256"]:
-        raise ValueError(f"{MANIFEST} is damaged (its checksum differs)")
+        raise ValueError(f"{MANIFEST} is damaged (its checksum is wrong)")
     manifest: dict[str, Any] = json.loads(outer["manifest"])
     return manifest
 

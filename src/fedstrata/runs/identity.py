@@ -196,7 +196,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
     if before["results_version"] != now["results_version"]:
         raise SpecError(
             "out",
-            "the run in this folder was made by a version of fedstrata that computes other results. Use that "
+            "the run in this folder was made by a version of fedstrata that computes different results. Use that "
             f"version, {elsewhere}",
             where,
         )

@@ -73,8 +73,8 @@ class _Best(Callback):
     Args:
         metric: Metric to compare: ``accuracy``, ``loss`` or another metric in ``evaluation.metrics``. Default:
             ``evaluation.primary``.
-        mode: Which value of the metric is best: the largest (``max``) or the smallest (``min``). Default: the direction
-            that the metric defines.
+        mode: Best value of the metric: the largest (``max``) or the smallest (``min``). Default: the direction that the
+            metric defines.
     """
 
     metric: str | None = None

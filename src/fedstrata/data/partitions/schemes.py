@@ -38,7 +38,8 @@ class Dirichlet(Partition):
     """Label skew by Dirichlet draws: with a smaller α, fewer classes dominate a client.
 
     Args:
-        alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; 1e6 is nearly IID.
+        alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; with 1e6, the partition is
+            nearly IID.
         balance: Use of the Dirichlet draws. ``class``: one draw per class divides the samples of this class among the
             clients, so clients also differ in size (Yurochkin et al. 2019; Li et al. 2022). Clients below ``min_size``
             then get samples from the largest client. ``client``: one draw per client gives its class probabilities, and

@@ -180,7 +180,7 @@ class Compression:
             return (yield from one_leg(federation, requests, check))
         if len(requests) > 1 and len(requests.distinct) > 1:
             raise FedstrataError(
-                "communication: requires one request for all clients, but each client gets its own "
+                "the codecs in [communication] require one request for all clients, but each client gets its own "
                 f"{type(request).__name__}. Use ask(clients, request)."
             )
         round, exchange = federation.round, self.state.exchange + 1
