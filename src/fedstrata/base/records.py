@@ -342,7 +342,7 @@ def _make(name: str, fields: dict[str, Any]) -> Any:
 
 
 def require_types(message: Message) -> None:
-    """Check the types of a message's fields like ``decode``, but in a message that was not encoded.
+    """Check the types of a message's fields as ``decode`` does, but in a message that was not encoded.
 
     Raises:
         WireError: A field of the message, or of a message inside it, has another type than declared.

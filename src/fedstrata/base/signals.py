@@ -104,8 +104,8 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
     is asked to send SIGTERM too, because the pipe stays open if other processes have opened it.
 
     Args:
-        asked_by_main_thread: Whether the main thread of the parent started this process. If another thread started it,
-            Linux is not asked, because it would send SIGTERM when this thread ends.
+        asked_by_main_thread: Whether the main thread of the parent started this process. If another thread started this
+            process, Linux is not asked, because Linux would send SIGTERM when that thread ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.

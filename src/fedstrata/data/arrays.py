@@ -101,8 +101,8 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     Args:
         values: See ``from_arrays``.
         key: The name of the inputs in messages.
-        exact: Whether to keep float64 in any case. By default, float64 is kept only if samples would become
-            indistinguishable in float32. Set ``exact`` for test inputs if the training inputs are float64.
+        exact: Whether to keep float64 even if float32 suffices. By default, float64 is kept only if samples would
+            become indistinguishable in float32. Set ``exact`` for test inputs if the training inputs are float64.
 
     Returns:
         The inputs, (N, H, W, C) or (N, F), contiguous.

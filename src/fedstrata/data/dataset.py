@@ -47,8 +47,8 @@ class Dataset:
         x_train: Training inputs, (N, H, W, C) or (N, F), contiguous; or a mapping from the name of each of several
             inputs to a tensor (N, …).
         y_train: Training targets; for classification, labels (N,) int64 in 0…C−1.
-        x_test: Test inputs, of the same form.
-        y_test: Test targets, of the same form.
+        x_test: Test inputs, in the form of ``x_train``.
+        y_test: Test targets, in the form of ``y_train``.
         class_names: The name of each output of a model, such as the name of a class; empty if outputs have no names.
         domain_train: The domain of each training sample, (N,) int64; None if there are no domains.
         domain_test: The domain of each test sample.
@@ -242,7 +242,9 @@ def from_arrays(
     normalize: Normalize = "standard",
     task: Task | str | None = None,
 ) -> Dataset:
-    """Build a data set from arrays or tensors. Do not change them afterwards: the data set may share their memory.
+    """Build a data set from arrays or tensors.
+
+    Do not change the arrays afterwards: the data set may share their memory.
 
     Inputs that were opened with ``numpy.load(…, mmap_mode="r")`` stay in their files and may be larger than the memory.
 

@@ -153,7 +153,7 @@ class Features:
     Args:
         schema: The completed schema of the table.
         imputed: A mapping from column name to the number that replaces missing values of the column. For a category
-            column, this is the index of a category, or −1 if missing values are a category of their own.
+            column, the number is the index of a category, or −1 if missing values are a category of their own.
     """
 
     schema: Schema
@@ -216,7 +216,7 @@ class Unfitted:
         normalize: See ``from_arrays``.
         train: Training samples: the cells of a table as numbers, (N, K) float64, with NaN for missing values; or arrays
             in the form in which a ``Dataset`` stores them.
-        test: Test samples, of the same form.
+        test: Test samples, in the form of ``train``.
         schema: The completed schema of a table; None for arrays.
         given: The shift and scale that the spec sets; None if they are computed.
         targets: The training targets, if sites also send statistics of the targets. The targets are then the last

@@ -209,8 +209,8 @@ class Schema(Setting):
         client: Column with the client of each row, for the partition ``natural``.
         features: Feature columns. Default: all columns without another role; at real sites, the keys of ``columns``.
         columns: TOML table with the type, or the settings, of each feature column. The table may also describe a label
-            that is a number. If a feature is not in the table, fedstrata guesses its type from the cells. At real
-            sites, the table must contain every feature.
+            that is a number. If ``columns`` does not contain a feature, fedstrata guesses its type from the cells. At
+            real sites, the table must contain every feature.
         classes: All possible labels, in the order of the model's outputs. Default: the sorted labels of the table.
         missing: Cell texts that mean a missing value, in addition to empty cells.
         ignore: Columns that the model does not use. Set either ``ignore`` or ``features``.

@@ -129,7 +129,7 @@ with warnings.catch_warnings():
                 task: The task. If None, the task follows from the targets.
 
             Raises:
-                SpecError: No data set has that name.
+                SpecError: There is no data set with the given name.
                 DataError: The data set is missing or cannot be used.
                 ExtraMissingError: The data set needs an extra that is not installed.
             """

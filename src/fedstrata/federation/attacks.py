@@ -73,7 +73,7 @@ class Attack(Setting):
         return tuple(sorted(drawn.tolist()))
 
     def false_labels(self, labels: Tensor, classes: int) -> Tensor:
-        """Return the labels on which an attacker trains. Default: its true labels.
+        """Return the labels on which an attacker trains. Default: the true labels.
 
         Args:
             labels: The labels of the attacker's samples, int64, shape (n,).

@@ -123,7 +123,7 @@ class Exchanges:
         self.answered: set[type[Request]] = set()
         """The Python classes of requests that at least one client has answered."""
         self.resumed = False
-        """Whether the run was resumed. In that case, ``answered`` lacks the requests of earlier rounds."""
+        """Whether the run was resumed. In a resumed run, ``answered`` lacks the requests of earlier rounds."""
         self.clock: Clock | None = None
         """The clock of simulated time; None if the settings do not need it or the clients' sizes are unknown."""
         if config.sizes is not None and availability.simulates_time:
@@ -266,8 +266,8 @@ class Exchanges:
         """Raise ``ClientsFailedError`` if the failures are probably caused by a fault in the program.
 
         A fault in the program is assumed if all clients with a request raised an exception, and no client has ever
-        answered a request of these Python classes. If the federation has at least two clients, at least two must have
-        got a request.
+        answered a request of these Python classes. If the federation has at least two clients, at least two clients
+        must have got a request.
 
         Args:
             asked: The clients that got a request.

@@ -1,9 +1,9 @@
 """The interface through which a method on the server communicates with clients, wherever the clients run.
 
-A method uses a ``Federation``: ``ask`` sends requests and collects the replies, ``relay`` sends the model from client
-to client. The federation decides which clients can be reached, counts bytes, refuses unusable replies, and records why
-a client is absent. An ``Engine`` runs the clients. While several clients answer a request, they can add up tensors with
-each other (``all_reduce_sum``).
+A method uses a ``Federation``: ``ask`` sends requests and collects the replies, and ``relay`` sends the model from
+client to client. The federation decides which clients can be reached, counts bytes, refuses unusable replies, and
+records why a client is absent. An ``Engine`` runs the clients. While several clients answer a request, they can add up
+tensors with each other (``all_reduce_sum``).
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ class Request(Message):
     """The Python class of the reply to this request."""
 
     rule: ClassVar[RequestRule]
-    """The properties of these requests, which a site checks. Only jobs at real sites need a rule."""
+    """The properties that all requests of this Python class have; a site checks these properties. Only jobs at real
+    sites need a rule."""
 
     def check(self, reply: Any) -> None:
         """Refuse a reply of the right type whose values are wrong.

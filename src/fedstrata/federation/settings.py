@@ -147,7 +147,7 @@ class Training(Setting):
         batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages the clients' statistics.
             ``local``: each client keeps its own statistics, and evaluations of the global model use the statistics of
             the test batches. Stratify, SFL and FedTAN require ``average``.
-        execution: Computation of sums over clients by engines. ``fused``: an engine may compute the sum over several
+        execution: Way in which engines compute sums over clients. ``fused``: an engine may compute the sum over several
             clients in one pass, which is faster. ``per-client``: engines compute each client's term separately. All
             engines then give exactly equal results, but Stratify is several times slower.
         threads: Number of threads per operation of PyTorch. A change of this number may change the last bits of

@@ -3,8 +3,9 @@
 If several clients each have some samples of a batch, they normalise these samples as one machine with the whole batch
 would. In the forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer
 sums Σ ∂J/∂x̂ and Σ x̂ ∂J/∂x̂, where x̂ is the normalised input and J the loss. The sums are divided by the total count
-m. ``torch.nn.SyncBatchNorm`` does the same between processes. The loss must be a *sum* over samples. The clients'
-gradients, including the gradients of the layer's weight and bias, then add up to the gradient of the whole batch.
+m. ``torch.nn.SyncBatchNorm`` normalises in the same way between processes. The loss must be a *sum* over samples. The
+clients' gradients, including the gradients of the layer's weight and bias, then add up to the gradient of the whole
+batch.
 """
 
 from __future__ import annotations
@@ -225,16 +226,17 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
     """Let every BatchNorm in ``module`` normalise over ``group`` while it trains in the ``with`` block.
 
     All members must run the same module on their own batches, first one forward pass and then one backward pass, so
-    that their sums match. A client without samples in the batch may be in the group or not. In the group, such a client
-    passes an empty batch, shape (0, …), which adds zeros, and gets the same running statistics as the other clients. A
-    client that fails must call ``LocalGroup.abort``. Without this call, the other clients wait until their timeout.
+    that their sums match. A client without samples in the batch may be in the group or not. In the group, a client
+    without samples passes an empty batch, shape (0, …), which adds zeros. The client gets the same running statistics
+    as the other clients. A client that fails must call ``LocalGroup.abort``. Without this call, the other clients wait
+    until their timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.
         group: This client's connection to the other clients.
 
     Raises:
-        SpecError: The module has a BatchNorm that is not converted.
+        SpecError: The module has a BatchNorm layer that was not converted.
         RuntimeError: The module already belongs to a group.
     """
     layers = [part for part in module.modules() if isinstance(part, _FederatedBatchNorm)]

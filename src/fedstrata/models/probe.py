@@ -23,7 +23,7 @@ def draws_random_numbers(model: Model, x: Inputs) -> bool:
         x: Some samples. A single sample is used twice. If there are no samples, two samples of zeros are used.
 
     Raises:
-        SpecError: The pass fails, or changes a frozen parameter.
+        SpecError: The forward pass fails, or changes a frozen parameter.
     """
     x = each(x, _two)
     before, draws = torch.get_rng_state(), _Draws()  # type: ignore[no-untyped-call]

@@ -80,7 +80,7 @@ def about_data(data: Dataset) -> str:
 
 
 def about_model(model: Model) -> str:
-    """Return the text that replaces the user's module in a spec: its checksum, class and number of parameters."""
+    """Return the text that replaces the user's module in a spec: checksum, Python class and number of parameters."""
     cls, count = type(model.module), sum(w.numel() for w in model.params().values())
     return f"sha256 {fingerprint_of_model(model)}: {cls.__module__}.{cls.__qualname__}, {count} parameters"
 

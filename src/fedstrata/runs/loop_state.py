@@ -27,7 +27,8 @@ class Measured:
     Args:
         round: The round after which the model was evaluated.
         value: The primary metric on the validation samples or, if there are none, on the test set.
-        confusion: The confusion matrix of the test set, (C, C): true classes are rows, predicted classes columns.
+        confusion: The confusion matrix of the test set, (C, C): rows are true classes, and columns are predicted
+            classes.
     """
 
     round: int

@@ -186,8 +186,8 @@ class Predictor:
     """A trained model for inference, which prepares new samples in the same way as the training samples.
 
     A model that was trained on a table takes rows with the columns of ``schema``, as in a file or data frame. The
-    predictor imputes missing values and encodes categories as the run did. The error about an invalid cell names its
-    row and column.
+    predictor imputes missing values and encodes categories as the run did. The error about an invalid cell contains the
+    cell's row and column.
 
     On the run's test set, the accuracy is exactly ``final_accuracy``, because predictions are computed in the same
     batches. To compute on a GPU, move ``module`` there.
@@ -240,7 +240,8 @@ class Predictor:
 
         Raises:
             DataError: A cell does not match the schema, or a value is missing in a column that has no rule for missing
-                values. Or the samples are not finite numbers, or have another shape than the training samples.
+                values. The error is also raised if samples are not finite numbers, or differ in shape from the training
+                samples.
             SpecError: The rows lack a column.
         """
         if not self.task.has_classes:

@@ -15,7 +15,7 @@ class BySquareRoot(fs.Aggregator):
     """The averaging weight of a client is a power of its number of samples.
 
     Args:
-        power: With 1, all samples have equal weights. With 0, all clients have equal weights.
+        power: With 1, all samples have equal averaging weights. With 0, all clients have equal averaging weights.
     """
 
     needs_counts: ClassVar[bool] = True  # raises an error if the server does not know the clients' numbers of samples

@@ -223,7 +223,7 @@ def train(
     Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. Here w are the parameters, v is the
     velocity, g the gradient of the objective's loss, r the objective's correction, η the learning rate, μ the momentum,
     and λ the weight decay. Another optimiser (``training.optimizer``) takes its own step with the gradient clip(g + r).
-    With ``optimizer_state = "keep"``, its state is stored in the client's state.
+    With ``optimizer_state = "keep"``, the optimiser's state is stored in the client's state.
 
     If the objective has a ``displacement`` δ, the gradient is taken at w + δ. All other terms are computed at w.
 

@@ -102,8 +102,8 @@ def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[In
     """Choose at random the classes of which each client has samples.
 
     A client's classes are all different, and each class has equally many clients (±1). Dealing the classes to the
-    clients in turn ensures both properties. Then, random pairs of clients swap random classes wherever both properties
-    stay true. Any two classes may therefore occur together at a client.
+    clients in turn ensures both properties. After that, random pairs of clients swap random classes if both properties
+    remain true. Any two classes may therefore occur together at a client.
 
     Args:
         each: The number of classes of each client, at most ``classes``, (N,).

@@ -30,7 +30,7 @@ class Targets:
 
     Args:
         train: The targets of the training samples, (N, …).
-        test: The targets of the test samples, of the same form.
+        test: The targets of the test samples, in the form of ``train``.
         names: The name of each output of the model, such as the classes; empty if outputs have no names.
         outputs: The number of outputs of the model for a sample, a token or a pixel.
     """
