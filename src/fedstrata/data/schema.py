@@ -47,14 +47,15 @@ class Column(Setting):
         type: ``number``, ``boolean`` or ``category``. Each value of a category becomes a feature that is 0 or 1.
             Default: the type that other keys of this column imply, such as ``categories``. If no key implies a type,
             simulations guess the type from the cells, and real sites use ``number``.
-        unit: Unit of the numbers, such as ``mm``, which is shown in messages and has no other effect.
+        unit: Unit of the numbers, such as ``mm``, for messages only.
         range: Smallest and largest allowed number.
         categories: Allowed categories. Default: all categories in the table.
         missing: Cell texts that mean a missing value in this column, in addition to the schema's key ``missing``.
-        impute: Replacement of missing values. ``mean``, ``median`` or ``most-frequent``: this statistic of the training
-            rows. If two values are in the middle, the median is the lower value. If several values are most frequent,
-            the smallest number or the first category is used. ``constant``: the ``value`` of this column.
-            ``separate-category``: missing values become a category of their own. Default: a missing value is an error.
+        impute: Replacement of missing values. ``mean``, ``median`` or ``most-frequent``: the replacement is this
+            statistic of the training rows. If two values are in the middle, the median is the lower value. If several
+            values are most frequent, the smallest number or the first category is used. ``constant``: the replacement
+            is ``value``. ``separate-category``: missing values become a category of their own. Default: a missing value
+            is an error.
         step: Rounding unit. Each number is rounded to a multiple of ``step`` before ``median`` or ``most-frequent`` is
             computed. Real sites need ``step`` for these two rules, because sites send how often each rounded number
             occurs.

@@ -69,7 +69,7 @@ with warnings.catch_warnings():
                 its size. Default: all samples.
             client: Column of a Hugging Face data set that contains the client of each sample, for the partition
                 ``natural``.
-            schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file; or the name of the label column.
+            schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file, or the name of the label column.
             shape: Shape of one sample in an array file: (channels, height, width) or (features,). If ``shape`` is set,
                 normalisation uses only the samples that clients train on. Real sites with arrays need ``shape`` and
                 ``classes``.

@@ -182,8 +182,8 @@ class LittleIsEnough(Attack):
     updates.
 
     Args:
-        deviations: Number z of standard deviations that are added to the mean. The paper derives a largest z from the
-            number of clients.
+        deviations: Number z of standard deviations that are added to the mean. The paper derives a maximum of z from
+            the number of clients.
     """
 
     deviations: PositiveFloat = 1.5
@@ -199,8 +199,8 @@ class InnerProduct(Attack):
     """Attackers send the opposite of the mean honest update: inner-product manipulation, IPM (Xie et al. 2019).
 
     Args:
-        scale: Factor ε of the mean. A small factor is harder to detect; a large factor can reverse the sign of an
-            averaged update.
+        scale: Factor ε by which the mean honest update is multiplied. A small factor is harder to detect; a large
+            factor can reverse the sign of an averaged update.
     """
 
     scale: PositiveFloat = 2.0

@@ -23,8 +23,8 @@ class Correlated(Availability):
             limited to the range from ``least`` to 1.
         least: Lower limit of each client's probability of being online in a round.
         pattern: Change of a client's availability over the rounds. ``independent``: a new draw in each round.
-            ``markov``: spells online and offline of random lengths. ``cyclic``: online for a fixed fraction of each
-            period.
+            ``markov``: clients alternate between spells online and offline of random lengths. ``cyclic``: clients are
+            online for a fixed fraction of each period.
         offline_rounds: Mean length of a spell offline, in rounds; only for ``markov``.
         period: Length of a period, in rounds; only for ``cyclic``.
     """

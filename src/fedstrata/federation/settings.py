@@ -154,9 +154,9 @@ class Training(Setting):
             results.
         workers: Number of processes that train clients on this machine. The number does not change results. Default:
             one per core if this is faster, otherwise one.
-        precision: Number format of local training. ``float32``: all operations. ``bf16``: bfloat16 for the operations
-            that PyTorch's autocast considers safe; parameters and updates, and all training of Stratify and FedTAN,
-            stay float32.
+        precision: Number format of local training. ``float32``: all operations use float32. ``bf16``: the operations
+            that PyTorch's autocast considers safe use bfloat16. Parameters and updates, and all training of Stratify
+            and FedTAN, stay float32.
         device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if there is one).
             The last bits of results depend on the device.
     """

@@ -285,8 +285,8 @@ class Tracking(Setting):
     """Trackers (programs that show a run), which may change when a run is resumed.
 
     Args:
-        tensorboard: Settings of TensorBoard, or ``true`` for the defaults.
-        mlflow: Settings of MLflow, or ``true`` for the defaults.
+        tensorboard: Settings of TensorBoard, or ``true`` for the default settings.
+        mlflow: Settings of MLflow, or ``true`` for the default settings.
     """
 
     tensorboard: Annotated[
