@@ -15,7 +15,7 @@ from typing import Any
 from fedstrata.base.errors import DataError
 
 CHECKSUM = "checksum"
-"""The last key in each line; its value is a hash of the line's other text and of the previous line's checksum."""
+"""The last key in each line. The key's value is a hash of the line's other text and of the previous line's checksum."""
 
 REPAIR = "Restore the file, or remove this line and the lines after it."
 """The advice about a damaged line; all lines before it are intact."""

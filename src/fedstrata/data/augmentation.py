@@ -100,7 +100,8 @@ class OwnAugmentation(Augmentation):
 
     Args:
         path: The function, as ``"module:function"``.
-        arguments: Further arguments of the function. In a spec, these are all keys of the table except ``name``.
+        arguments: Further arguments of the function. In a spec, the arguments are all keys of the table except
+            ``name``.
     """
 
     path: str

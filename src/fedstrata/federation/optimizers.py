@@ -105,7 +105,7 @@ class OwnOptimizer(LocalOptimizer):
 
     Args:
         path: The path ``"module:Class"`` of a subclass of ``torch.optim.Optimizer``, such as ``"torch.optim:RMSprop"``.
-        arguments: Further arguments of the class. In a spec, these are all keys of the table except ``name``.
+        arguments: Further arguments of the class. In a spec, the arguments are all keys of the table except ``name``.
     """
 
     path: str

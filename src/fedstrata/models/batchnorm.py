@@ -261,7 +261,7 @@ class LocalGroup:
     """A group whose members are threads of this process.
 
     Tensors are added in the order of the members, not in the order in which the tensors arrive. Repeated runs therefore
-    have the same bits.
+    give bitwise equal results.
 
     Args:
         size: The number of members.

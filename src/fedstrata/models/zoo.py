@@ -135,7 +135,8 @@ class Custom(ModelSpec):
             fedstrata calls ``make(shape, classes, **arguments)`` with the shape of one sample and the number of
             classes. If samples have several inputs, ``shape`` is a mapping from the names of the inputs to their
             shapes. See ``Model`` about features and head.
-        arguments: Further arguments of the factory. In a spec, these are all keys of ``[model]`` except ``name``.
+        arguments: Further arguments of the factory. In a spec, the arguments are all keys of ``[model]`` except
+            ``name``.
     """
 
     factory: str

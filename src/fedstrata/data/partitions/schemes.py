@@ -44,8 +44,10 @@ class Dirichlet(Partition):
             clients, so clients also differ in size (Yurochkin et al. 2019; Li et al. 2022). Clients below ``min_size``
             then get samples from the largest client. ``client``: one draw per client gives its class probabilities, and
             all clients have the same size (±1). When a class has no samples left, clients draw from the other classes.
-        prior: Parameters of the Dirichlet draws with ``balance = "client"``. ``shares``: the parameter of a class is α times the class's fraction of all samples (Hsu et al. 2019). ``flat``: the parameter of every class is α, as in the published code of FedSTaS.
-            With ten equally frequent classes, ``flat`` with α = 0.001 equals ``shares`` with α = 0.01.
+        prior: Parameters of the Dirichlet draws with ``balance = "client"``. ``shares``: the parameter of a class is α
+            times the class's fraction of all samples (Hsu et al. 2019). ``flat``: the parameter of every class is α, as
+            in the published code of FedSTaS. With ten equally frequent classes, ``flat`` with α = 0.001 equals
+            ``shares`` with α = 0.01.
     """
 
     by_label = True
