@@ -216,7 +216,7 @@ WAYS = {
     "missing": "params lacks '0.weight'",
     "unknown": "params has an unknown tensor 'another'",
     "list": "Weights.params.0.weight: input should be an instance of tensor",
-    "message": r"the message has \['extra'\], expected \[\]",
+    "message": r"the message has \['extra'\], but must have \[\]",
     "none": "FitReply.message: input should be a valid dictionary",
 }
 

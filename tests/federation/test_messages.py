@@ -42,12 +42,12 @@ def test_an_objectives_message_is_like_what_the_server_expects():
     expected = {"c": {"w": torch.zeros(2)}}
     check_message(FitReply(**{**GOOD, "message": {"c": {"w": torch.ones(2)}}}), expected)
     for message, problem in (
-        ({}, r"message has \[\], expected \['c'\]"),
+        ({}, r"message has \[\], but must have \['c'\]"),
         ({"c": {"w": torch.ones(1)}}, r"c\['w'\] is"),
     ):
         with pytest.raises(ReplyRefusedError, match=problem):
             check_message(FitReply(**{**GOOD, "message": message}), expected)
-    with pytest.raises(ReplyRefusedError, match=r"message has \['c'\], expected \[\]"):
+    with pytest.raises(ReplyRefusedError, match=r"message has \['c'\], but must have \[\]"):
         check_message(FitReply(**{**GOOD, "message": {"c": {}}}), {})
 
 
