@@ -245,7 +245,7 @@ def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]
         samples: N, the number of samples.
 
     Raises:
-        DataError: The targets are not finite numbers, or have another shape.
+        DataError: The targets are not finite numbers, or have the wrong shape.
     """
     array = _numpy(values, key)
     if array.dtype.kind not in "fiub":
@@ -271,7 +271,7 @@ def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
         samples: N, the number of samples.
 
     Raises:
-        DataError: The targets are not whole numbers, or have another shape.
+        DataError: The targets are not whole numbers, or have the wrong shape.
     """
     array = _numpy(values, key)
     if array.dtype.kind not in "iub":

@@ -72,7 +72,7 @@ class RayEngine(Engine):
         address: The address of the cluster to join. Default: the value of ``RAY_ADDRESS`` or, if it is not set, a new
             cluster on this machine.
         workers: Number of workers, which is reduced to the number of clients if it is larger. Default:
-            ``training.workers``; without it, one per core of the cluster.
+            ``training.workers`` or, if it is not set, one worker per core of the cluster.
         pool: Running workers to use instead of new workers. The engine does not stop these workers when it is closed.
 
     Raises:

@@ -101,7 +101,7 @@ class SharedMemory:
 
         Args:
             data: The result of ``write``.
-            copy: Whether to copy the tensors. By default they lie in the shared memory.
+            copy: Whether to copy the tensors. By default, the tensors lie in the shared memory.
         """
         stream = io.BytesIO(data)
         offset, size = pickle.load(stream)

@@ -22,8 +22,8 @@ class ResNet9(ModelSpec):
     The layers are: convolutions with 64 and 128 channels; a residual connection around two convolutions with 128
     channels; convolutions with 256 and 512 channels; a residual connection around two convolutions with 512 channels;
     global max-pooling; and a linear layer. Max-pooling follows the three convolutions that double the number of
-    channels. Unlike in DAWNBench, the logits are not scaled. With 3 input channels and 10 classes, it has 6,573,130
-    parameters.
+    channels. Unlike in DAWNBench, the logits are not scaled. With 3 input channels and 10 classes, the network has
+    6,573,130 parameters.
 
     Args:
         norm: Normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm, which uses no statistics over samples.
@@ -51,7 +51,7 @@ class ResNet9(ModelSpec):
 class ResNet18(ModelSpec):
     """ResNet-18 (He et al. 2016) with first layers for small images: one 3x3 convolution and no pooling.
 
-    With 3 input channels and 10 classes, it has 11,173,962 parameters.
+    With 3 input channels and 10 classes, the network has 11,173,962 parameters.
 
     Args:
         norm: Normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm.
@@ -68,7 +68,7 @@ class ResNet18(ModelSpec):
 class ResNet20(ModelSpec):
     """ResNet-20 for CIFAR (He et al. 2016, section 4.2), with projection shortcuts ("option B").
 
-    With 3 input channels and 10 classes, it has 272,474 parameters.
+    With 3 input channels and 10 classes, the network has 272,474 parameters.
 
     Args:
         norm: Normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm.
