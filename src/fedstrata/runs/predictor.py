@@ -192,8 +192,10 @@ class Predictor:
     On the run's test set, the accuracy is exactly ``final_accuracy``, because predictions are computed in the same
     batches. To compute on a GPU, move ``module`` there.
 
-    With ``training.batch_norm = "local"``, clients do not share BatchNorm's running statistics, so ``module`` has the initial values of these statistics. A run then evaluates the model with the statistics of each test batch, and ``predict`` does the
-    same. A prediction then depends on the other samples in the batch, so pass many samples of all classes at once.
+    With ``training.batch_norm = "local"``, clients do not share BatchNorm's running statistics, so ``module`` has the
+    initial values of these statistics. A run then evaluates the model with the statistics of each test batch, and
+    ``predict`` does the same. A prediction then depends on the other samples in the batch, so pass many samples of all
+    classes at once.
 
     Args:
         module: The module with its final parameters.
