@@ -54,7 +54,7 @@ BAD = {
     "a target over 1": ("[evaluation]\ntargets = [2]", "evaluation.targets = [2]: 2.0 is not an accuracy in (0, 1]. Use fractions, such as [0.02]. (s.toml, line 2)"),
     "a target in percent": ("[evaluation]\ntargets = [90]", "Use fractions, such as [0.9]. (s.toml, line 2)"),
     "somebody else's key": ('[partition]\nname = "iid"\nalpha = 0.1', "partition.alpha = 0.1: is not a known key. alpha belongs to dirichlet, domain, but this partition"),
-    "another section's key": ("[training]\nalpha = 0.1", "alpha belongs to partition (dirichlet, domain) and method (fedssar, feddyn, fedrs) and method.objective (feddyn, fedrs). (s.toml, line 2) Use one of: "),
+    "another section's key": ("[training]\nalpha = 0.1", "alpha belongs to partition (dirichlet, domain) and method (fedssar, feddyn, fedrs, fedgs) and "),
     "a module that is not there": ('[method]\nname = "nowhere_at_all:Thing"', "the module 'nowhere_at_all' was not found"),
     "a thing that is no method": ('[method]\nname = "os:path"', "is not a subclass of Method. Derive the class from Method. (s.toml,"),
     "more threads than a machine has": ("[training]\nthreads = 100000", "training.threads = 100000: must be less than or equal to 1024. (s.toml, line 2)"),

@@ -42,9 +42,15 @@ REFUSED: dict[tuple[str, str], tuple[str, str]] = {
         for method in ("fedavg-ft", "ccvr")
         for case in NOT_CLASSES
     },
-    ("stratify", "regression"): ("needs classes, and the task 'regression' has none", "Set task.bins"),
-    ("stratify", "multilabel"): ("needs classes, and the task 'multilabel' has none", "Set task.stratum"),
-    ("stratify", "segmentation"): ("needs classes, and the task 'segmentation' has none", "Give each sample a domain"),
+    **{
+        (method, task): (f"needs classes, and the task {task!r} has none", remedy)
+        for method in ("stratify", "fedentopt", "fedgs")
+        for task, remedy in (
+            ("regression", "Set task.bins"),
+            ("multilabel", "Set task.stratum"),
+            ("segmentation", "Give each sample a domain"),
+        )
+    },
 }
 """Methods and tasks that do not fit; for each, the reason in the error, and what the error proposes."""
 
