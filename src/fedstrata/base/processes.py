@@ -206,7 +206,7 @@ class TaskPool(Generic[K]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Terminate tasks that still run, because they could take hours. Their runs can be resumed later.
+        # Terminate tasks that are still running, because they could take hours. Their runs can be resumed later.
         workers = [*self._idle, *(worker for worker, _ in self._busy.values())]
         for worker in workers:
             worker.process.terminate()

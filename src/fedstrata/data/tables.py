@@ -254,7 +254,9 @@ def _cells(column: Any) -> list[Any]:
     if isinstance(column, (list, tuple)):
         return list(column)
     if isinstance(column, np.ndarray) and column.dtype.kind in "mM":
-        column = column.astype(f"{column.dtype.kind}8[us]")  # NumPy converts nanoseconds to integers and not to dates
+        column = column.astype(
+            f"{column.dtype.kind}8[us]"
+        )  # with nanosecond precision, NumPy returns integers instead of dates
     cells = column.to_list() if hasattr(column, "to_list") else column.tolist()
     if not isinstance(cells, list):
         raise TypeError(f"{cells!r} is a single cell, but a column must be a list of cells")

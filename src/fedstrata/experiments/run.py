@@ -79,7 +79,7 @@ def carry_out(
     """Run an experiment like ``run``, but do not show the progress, and do not warn at the end."""
     folder = None if out is None else Path(out)
     if engine == "nvflare":
-        # NVFlare runs the rounds in another process, which cannot get data, models or callbacks of this process.
+        # NVFlare runs the rounds in another process, which cannot access data, models or callbacks of this process.
         if data is not None or model is not None:
             problem = (
                 "loads data and model at each site, so it cannot use objects of this process. Set data and model in "

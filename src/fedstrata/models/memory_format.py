@@ -56,7 +56,8 @@ def _runs(module: nn.Module, shape: tuple[int, ...]) -> bool:
             logits = forward(module, images)
             torch.autograd.backward(logits.sum())
     except Exception:
-        # A user's own module may raise anything. If it cannot be used at all, preparation reports this.
+        # A user's own module may raise any exception. If the module cannot be used at all, an error is raised later,
+        # when the experiment is prepared.
         return False
     return torch.allclose(logits, expected, rtol=1e-3, atol=1e-4)
 

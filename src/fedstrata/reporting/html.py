@@ -116,7 +116,7 @@ def assets(names: Sequence[str]) -> dict[str, Any]:
     scripts = [_asset(name) for name in names]
     scripts[0] = Markup(f"/*\n{_asset('uPlot.LICENSE')}*/\n{scripts[0]}")
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    # With these hashes, a browser runs only these scripts, and no script that a name in a spec contains.
+    # These hashes make the browser run only these scripts, so a script in the name of a method does not run.
     trusted = " ".join(f"'sha256-{each}'" for each in hashes)
     return {"styles": [Markup(style.style_sheet()), *map(_asset, STYLES)], "scripts": scripts, "trusted": trusted}
 

@@ -160,8 +160,8 @@ class RunFolder:
         if self.path is None:
             return
         done, notes = simulation.round, self._notes + self._other_environment()
-        # Write the identity before the spec. So a folder with a spec has an identity, even if the process is killed
-        # here.
+        # Write the identity before the spec, so that a folder with a spec always has an identity, even if the process
+        # is killed here.
         write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment()})
         self._write_spec(self.path)
         for log in self._logs.values():

@@ -218,7 +218,7 @@ def _optics(points: Floats32, min_samples: int, xi: float) -> Ints:
         return np.full(len(points), -1, dtype=np.int64)
     ordering, reachability, predecessor = optics_ordering(distances, min_samples)
     with warnings.catch_warnings():
-        # Ignore scikit-learn's warning: it divides by the reachability, which is 0 for clients with equal parameters.
+        # Ignore the warning about a division by the reachability, which is 0 for clients with equal parameters.
         warnings.simplefilter("ignore", RuntimeWarning)
         labels, _ = cluster_optics_xi(
             reachability=reachability, predecessor=predecessor, ordering=ordering, min_samples=min_samples, xi=xi

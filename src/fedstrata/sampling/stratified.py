@@ -221,8 +221,8 @@ class Stratified(ClientSampler):
         clients = np.concatenate([known, unseen])
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
-        # Clients without a gradient form one stratum. The number of all other strata is in proportion to the share of
-        # clients that have a gradient.
+        # Clients without a gradient form one stratum. The number of other strata is proportional to the share of
+        # clients with a gradient.
         count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
         available = np.searchsorted(state.known, known)
         norms = state.rows.norms[available]

@@ -201,7 +201,8 @@ class _Administrator:
     def table(self) -> dict[str, Any] | None:
         """Return the progress; see ``Source``."""
         table = self._watch.progress()
-        # The request is repeated, because a second request opens a new session if the server was restarted.
+        # If the server was restarted, the first request fails because its session is gone. The second request opens a
+        # new session.
         if table is None and self._watch.away:
             table = self._watch.progress()
         if table is not None:

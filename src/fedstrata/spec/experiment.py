@@ -242,7 +242,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         raise
-    except ValueError:  # Python limits the digits of a whole number, but its message does not say what to do
+    except ValueError:  # Python limits the number of digits of an integer, and its own message does not help the user
         raise ValueError("a whole number has too many digits") from None
     except RecursionError:
         raise ValueError("tables or lists are nested too deeply") from None

@@ -118,12 +118,13 @@ class TensorBoard(Tracker):
             problem = "is required, because this run has no run folder. Set tracking.tensorboard.dir."
             raise SpecError("tracking.tensorboard.dir", problem)
         is_new = simulation.round == 0
-        # Steps are rounds. In earlier event files, TensorBoard ignores the step ``purge`` and all later steps.
+        # TensorBoard's steps are our rounds. It ignores everything in earlier event files from the step ``purge``
+        # onwards.
         purge = 0 if is_new else simulation.round + 1
         self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=purge if folder.exists() else None)
         if is_new:
             self.writer.add_text("spec", f"```toml\n{simulation.spec.to_toml()}```", 0)
-            # The page HPARAMS of TensorBoard shows the settings next to these metrics.
+            # TensorBoard's tab HPARAMS shows the settings next to these metrics.
             writer = self.writer._get_file_writer()  # type: ignore[no-untyped-call]
             metrics = {"accuracy": None, "validation/accuracy": None}
             for summary in hparams(settings_of(simulation.spec), metrics):  # type: ignore[no-untyped-call]

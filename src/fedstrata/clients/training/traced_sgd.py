@@ -88,7 +88,7 @@ class TracedSGD:
             The loss of each sample before its step, (n,).
         """
         step, bound = self._step, self._bound
-        # With a single sample, preparing an operation of oneDNN takes longer than oneDNN saves.
+        # For a single sample, setting up an operation of oneDNN takes longer than the time that it saves.
         with torch.inference_mode(), _without_onednn():
             samples = zip(torch.split(_plain_strides(x), 1), torch.split(y, 1), strict=True)
             losses = [step(*bound, sample, label, -lr) for sample, label in samples]

@@ -84,7 +84,7 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
         clients, row = np.unique(pending, return_inverse=True)
         mix = log_mix[np.ix_(clients, in_stock)]
         bounds = np.cumsum(np.exp(mix - mix.max(axis=1, keepdims=True)), axis=1)
-        # Row r of the bounds is shifted to (r, r + 1], so that one search over all rows finds every draw.
+        # Shift row r of the bounds to (r, r + 1], so that a single search over all rows can look up every draw.
         bounds = bounds / bounds[:, -1:] + np.arange(len(clients))[:, None]
         draws = np.searchsorted(bounds.ravel(), row + rng.random(len(row)), side="right") - row * len(in_stock)
         drawn = in_stock[np.clip(draws, 0, len(in_stock) - 1)]

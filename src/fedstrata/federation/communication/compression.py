@@ -287,5 +287,5 @@ class Compression:
 
 
 def _double(payload: Payload) -> Payload:
-    # A sum of float32 values cannot overflow in float64, so that no client can make the sum infinite.
+    # In float64, a sum of float32 values cannot overflow, so no client can make the sum infinite.
     return {name: {part: tensor.double() for part, tensor in parts.items()} for name, parts in payload.items()}
