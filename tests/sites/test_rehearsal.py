@@ -77,7 +77,7 @@ def test_a_rehearsal_finds_the_file_that_is_not_what_the_spec_says(
     sites = place / "examples/hospitals/sites.toml"
     sites.write_text(sites.read_text().replace("least = 1 ", "least = 2 ").replace('"wait"', '"abort"'))
     rehearse(place, "again", code=1)
-    assert "only 1 sites answer, but least = 2: site switzerland takes no part" in capsys.readouterr().err
+    assert "the setting 'least' requires 2: site switzerland takes no part" in capsys.readouterr().err
 
 
 def test_every_thread_that_answers_computes_with_the_specs_number(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

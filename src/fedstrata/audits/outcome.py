@@ -36,8 +36,8 @@ class Row:
         feature: The kind of the targets, such as prototypes or single images.
         attack: The name of the attack.
         targets: The number of targets.
-        psnr: A mapping from each of ``AGAINST`` to the mean PSNR over the targets, in dB.
-        ssim: A mapping from each of ``AGAINST`` to the mean SSIM over the targets.
+        psnr: The mean PSNR over the targets, in dB, for each comparison image in ``AGAINST``.
+        ssim: The mean SSIM over the targets, for each comparison image in ``AGAINST``.
         feature_error: The mean of the relative errors of the features; None if all features are 0.
     """
 

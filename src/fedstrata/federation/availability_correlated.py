@@ -25,7 +25,7 @@ class Correlated(Availability):
         pattern: Change of a client's availability over the rounds. ``independent``: a new draw in each round.
             ``markov``: clients alternate between spells online and offline of random lengths. ``cyclic``: clients are
             online for a fixed fraction of each period.
-        offline_rounds: Mean length of a spell offline, in rounds; only for ``markov``.
+        offline_rounds: Mean number of rounds that a client stays offline; only for ``markov``.
         period: Length of a period, in rounds; only for ``cyclic``.
     """
 
@@ -95,8 +95,8 @@ class SizeCorrelated(Correlated):
     A client with n samples is online with a probability proportional to n to the power of ``exponent``.
 
     Args:
-        exponent: Exponent of a client's number of samples in its probability of being online. With a negative exponent,
-            clients with many samples are online less often.
+        exponent: Exponent e. The probability that a client is online is proportional to n^e, where n is its number of
+            samples. With a negative exponent, clients with many samples are online less often.
     """
 
     exponent: float = Field(default=1.0, ge=-10, le=10)

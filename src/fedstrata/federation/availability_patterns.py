@@ -22,8 +22,8 @@ class Markov(Availability):
     offline_rounds)``.
 
     Args:
-        online_rounds: Mean length of a spell online, in rounds.
-        offline_rounds: Mean length of a spell offline, in rounds.
+        online_rounds: Mean number of rounds that a client stays online.
+        offline_rounds: Mean number of rounds that a client stays offline.
     """
 
     online_rounds: float = Field(default=10.0, ge=1)
@@ -96,7 +96,7 @@ def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, se
 
     Args:
         p: The probability that each client is online in a round, (n,).
-        offline_rounds: Mean length of a spell offline, in rounds.
+        offline_rounds: Mean number of rounds that a client stays offline.
         clients: The clients, (n,).
         round: The round, counted from 1.
         seed: The experiment's seed.

@@ -101,7 +101,7 @@ class CCVR(Recipe, HeadTuning):
         return Weights({**weights.params, **state.calibrated}, weights.buffers)
 
     def calibrated_head(self, federation: Federation, weights: Weights) -> tuple[Params, float | None]:
-        """Return the parameters of the calibrated head and the last loss; empty and None if no client replied."""
+        """Return the parameters of the calibrated head, and the last loss; without replies, ``{}`` and None."""
         config = federation.config
         classes, size = config.outputs, feature_size(config.model)
         replies = federation.ask(

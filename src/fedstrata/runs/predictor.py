@@ -296,7 +296,7 @@ class Predictor:
         n, device = len(data.y_test), next(self.module.parameters()).device
         if self._batch_statistics and n == 1:
             problem = "has one sample, but this model was trained with batch_norm = 'local' and normalises each batch"
-            raise DataError(f"x {problem} with its own statistics. Give several samples at once.")
+            raise DataError(f"x {problem} with the statistics of this batch. Give several samples at once.")
         # Make batches of nearly equal size, as evaluation in a run does, so that the last batch is never a single
         # sample.
         bounds = np.linspace(0, n, -(-n // self._batch_size) + 1).astype(int).tolist()

@@ -157,14 +157,18 @@ class SiteDirectory:
         willing = len(self.sites) - len(self._refusing.keys() | set(excluded))
         if self._refusing and willing < self.least and self.fewer != "go-on":
             reasons = _listed(self._refusing.values())
-            raise FedstrataError(f"only {willing} sites answer, but least = {self.least}: {reasons}")
+            raise FedstrataError(
+                f"only {willing} sites can take part, but the setting 'least' requires {self.least}: {reasons}"
+            )
 
     def _refuse_fewer(self, count: int) -> None:
         if self.fewer == "abort" and count < self.least:
             present = self.present()
             away = [site for site in self.sites if site not in present]
             reasons = _listed(self.excluded.get(site, f"site {site} cannot be reached") for site in away)
-            raise FedstrataError(f"only {count} sites answer, but least = {self.least}: {reasons}")
+            raise FedstrataError(
+                f"only {count} sites answered, but the setting 'least' requires {self.least}: {reasons}"
+            )
 
     def wait_for_any(self, sites: Sequence[str]) -> None:
         """Wait until at least one of these sites can be reached."""

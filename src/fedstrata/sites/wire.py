@@ -111,7 +111,7 @@ class Begun(Message):
 
 @record("Commit")
 class Commit(Message):
-    """An acknowledgement that says which answers of an exchange count. Other clients' new states are discarded.
+    """An acknowledgement that says which answers of an exchange are accepted. Other clients' new states are discarded.
 
     Args:
         exchange: The number of the exchange.

@@ -171,7 +171,7 @@ class MLflow(Tracker):
             raise ExtraMissingError("MLflow", "tracking")
 
     def begin(self, simulation: Simulation) -> None:
-        """Create a run in MLflow, or find the run that was created before this run was resumed."""
+        """Create a run in MLflow, or find the MLflow run that was created before this experiment was resumed."""
         from mlflow import MlflowClient, get_tracking_uri
         from mlflow.entities import Param
 

@@ -78,8 +78,8 @@ class Stratify(Method):
         chunk_size: Number of consecutive labels in a *chunk* of the schedule; only in single-sample mode. In each
             chunk, the server chooses clients that can train as many consecutive labels as possible. A larger value
             means fewer transfers of the model.
-        retain: Fraction of the clients with samples of a label that may train this label in a chunk; only in
-            single-sample mode. The server draws these clients at random for each chunk. A larger value means fewer
+        retain: Of the clients that have samples of a label, the fraction that may train on this label in a chunk; only
+            in single-sample mode. The server draws these clients at random for each chunk. A larger value means fewer
             transfers, but favours clients with many labels.
         pretraining: Number of rounds in batch mode, which come first; only in hybrid mode. Default: half of all rounds.
         stream: Fraction of each client's samples that arrive during the rounds in single-sample mode; only in hybrid

@@ -78,7 +78,7 @@ class SingleClient(Partition):
         clients: Number of clients, which is always 1.
         of: Another partition, which first divides the samples among its own clients.
         only: Index (from 0) of the client of the partition ``of`` whose samples are used. Default: the samples of all
-            clients of ``of`` are used.
+            clients of this partition.
     """
 
     clients: Literal[1] = 1

@@ -27,7 +27,9 @@ def split(
         draw: A function that returns a random number below its argument. Default: from the operating system.
     """
     if not (0 <= secret < prime and 1 <= threshold <= holders < prime):
-        raise ValueError(f"a secret cannot be split for {threshold} of {holders} holders modulo {prime}")
+        raise ValueError(
+            f"a secret cannot be divided among {holders} holders with the threshold {threshold} modulo {prime}"
+        )
     polynomial = [secret, *(draw(prime) for _ in range(threshold - 1))]
     shares = []
     for holder in range(1, holders + 1):

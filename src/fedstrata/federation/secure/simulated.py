@@ -48,7 +48,7 @@ def job_of(seed: int) -> bytes:
 
 
 class KeyIsCertificate:
-    """Trust in certificates that are nothing but a public key, which is enough in a simulation."""
+    """Accepts certificates that consist only of a public key, which is enough in a simulation."""
 
     def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
         """Return the reason why a signature is not accepted; an empty text if it is."""

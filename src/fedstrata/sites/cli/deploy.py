@@ -213,7 +213,7 @@ def add_verify(commands: common.Commands) -> None:
     """Add the command ``fedstrata verify``."""
     help = "check the signature of a result, and show its spec and its data"
     parser = common.add_command(commands, "verify", help, "fedstrata verify result --kit kits/hospital-a", work=_verify)
-    parser.add_argument("run", type=Path, metavar="RESULT", help="folder of the result, from 'fedstrata submit'")
+    parser.add_argument("run", type=Path, metavar="RESULT", help="folder in which 'fedstrata submit' stored the result")
     help = "folder of any party, which contains the root certificate of the federation"
     parser.add_argument("--kit", type=Path, required=True, metavar="DIR", help=help)
     common.add_output(parser, progress=False)

@@ -284,7 +284,7 @@ class Totals(Reply):
         totals = self.totals.numpy()
         if (totals < holders).any() or (totals[holders == 0] != 0).any():
             raise ReplyRefusedError(
-                "a total is smaller than the number of clients with the label, or no client has the label"
+                "a label's total number of samples is smaller than its number of clients, or no client has it"
             )
 
 
@@ -344,4 +344,4 @@ class ShareReport(Request):
         """Refuse fractions that mean less than one sample or more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
-            raise ReplyRefusedError("a fraction of samples is not in (0, 1], or stands for less than one sample")
+            raise ReplyRefusedError("a fraction of samples is not in (0, 1], or is less than one sample")
