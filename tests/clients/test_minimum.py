@@ -162,7 +162,7 @@ def test_what_a_spec_may_say(table):
 def test_a_spec_without_a_minimum_says_nothing_of_it():
     assert "privacy" not in fs.Experiment().to_spec()
     spec = fs.Experiment(privacy={"min_samples": 4})
-    assert spec.to_spec()["privacy"] == {"min_samples": 4, "below": "hold-back"}
+    assert spec.to_spec()["privacy"].items() >= {"min_samples": 4, "below": "hold-back"}.items()
     assert fs.Experiment.from_table(spec.to_spec()) == spec
 
 

@@ -158,7 +158,7 @@ def test_a_client_is_asked_once_in_a_message(site: Make) -> None:
     made = site()
     (outcome,) = made.ask(fit(made), clients=[0, 0])
     assert isinstance(outcome, Refused)
-    assert "do not match" in outcome.reason
+    assert "exactly one request" in outcome.reason
 
 
 def test_enrolment_is_over_when_the_rounds_begin(site: Make) -> None:

@@ -388,7 +388,7 @@ def test_targets_are_labels_that_a_job_tells(place: Path) -> None:
     [
         ({"count": [40.0, 39.0]}, "exactly one target for each of the 40 samples"),
         ({"counts": {"y": [[1.0, 39.0]]}}, "exactly one target for each of the 40 samples"),
-        ({"counts": {}}, r"there are counts for the columns \[\], expected \['y'\]"),
+        ({"counts": {}}, r"there are counts for the columns \[\] instead of \['y'\]"),
         ({"mean": [0.0]}, "the statistics have shape"),
     ],
     ids=str,

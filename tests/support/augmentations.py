@@ -60,7 +60,7 @@ def unseeded(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 def unseeded_numpy(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Draw from a NumPy generator without a seed."""
-    return x * np.random.default_rng().choice([-1.0, 1.0])
+    return x * np.random.default_rng().normal()
 
 
 @dataclass

@@ -47,8 +47,8 @@ DOWNLOADS = (
 )
 ABOUT_TABLES = f"""\
 Each table shows the paper's figure, our figure with its 95 % interval over seeds, and our paired difference from a
-baseline. These intervals are not corrected, and have no verdict. The claims above can have wider intervals, which are
-corrected for several comparisons: they can contain 0 where the interval in a table does not. Rows with fewer than
+baseline. These intervals are not corrected, and have no verdict. Claims can have wider intervals, which are
+corrected for several comparisons. They can contain 0 where the interval in a table does not. Rows with fewer than
 {MIN_SEEDS} seeds are not shown.
 """
 
