@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import floyd_warshall
 
 from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import SpecError
@@ -21,8 +23,7 @@ from fedstrata.sampling.base import ClientSampler, Selection
 from fedstrata.sampling.label_counts import LabelCounts, allowed_label_counts
 
 MOST_CLIENTS = 2000
-"""The largest number of clients. On one core, their shortest paths take 4 s for 1,000 clients, and 26 s for 2,000
-clients."""
+"""The largest number of clients. On one core, their shortest paths take 1 s for 1,000 clients, and 12 s for 2,000."""
 
 
 @record("GraphState")
@@ -144,15 +145,15 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
     if n > 1:
         least, most = similarity[pairs].min(), similarity[pairs].max()
         similarity = (similarity - least) / (most - least) if most - least > 1e-12 else np.ones((n, n))
-    edges = np.where(similarity > epsilon, np.exp(-(similarity**2) / sigma), np.inf)
-    np.fill_diagonal(edges, 0.0)
-    for k in range(n):  # This is the algorithm of Floyd and Warshall.
-        np.minimum(edges, edges[:, k, None] + edges[None, k, :], out=edges)
-    reached = np.isfinite(edges)
-    limit = edges[reached].max(initial=0.0)
+    # In a dense matrix, SciPy would take very short edges for missing ones.
+    ends = np.nonzero((similarity > epsilon) & pairs)
+    edges = csr_array((np.exp(-(similarity[ends] ** 2) / sigma), ends), shape=(n, n))
+    paths = floyd_warshall(edges, directed=False)
+    reached = np.isfinite(paths)
+    limit = paths[reached].max(initial=0.0)
     if not reached.all():
         limit = max(limit, np.exp(-(epsilon**2) / sigma))
-    result: Floats = np.where(reached, edges, limit) / (limit or 1.0)
+    result: Floats = np.where(reached, paths, limit) / (limit or 1.0)
     return result
 
 
