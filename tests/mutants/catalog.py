@@ -1090,11 +1090,15 @@ MUTANTS = [
     graph("nobody is exchanged", "if gains.max() < 1e-9:", "if True:"),
     graph(
         "similar clients are far apart",
-        "np.exp(-(similarity**2) / sigma), np.inf)",
-        "np.exp(similarity**2 / sigma), np.inf)",
+        "np.exp(-(similarity[ends] ** 2) / sigma)",
+        "np.exp(similarity[ends] ** 2 / sigma)",
     ),
-    graph("edges instead of paths", "edges[:, k, None] + edges[None, k, :], out", "edges, out"),
-    graph("clients without a path are near", "np.where(reached, edges, limit)", "np.where(reached, edges, 0.0)"),
+    graph(
+        "edges instead of paths",
+        "floyd_warshall(edges, directed=False)",
+        "np.where((similarity > epsilon) | ~pairs, edges.toarray(), np.inf)",
+    ),
+    graph("clients without a path are near", "np.where(reached, paths, limit)", "np.where(reached, paths, 0.0)"),
     graph(
         "the mean counts neither way",
         "(2 * (times[order] - times.mean()) + 1)",
