@@ -35,14 +35,14 @@ class FedSTaSData(DataSampler):
     number of samples.
 
     Args:
-        fraction: Fraction of the participants' samples that is used per round. The number of samples to use, n*, is
-            this fraction of the mean of ñ over all rounds so far.
+        fraction: Fraction of the participants' samples that is used per round: n* is this fraction of the mean of ñ
+            over all rounds so far.
         samples: Total number n* of samples that the participants of a round use. Default: determined by ``fraction``.
         epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
             smaller value means more noise. A client spends ε in each round in which it takes part. Default: clients
             report exact numbers.
         bound: Public upper bound M for reported numbers of samples if ``epsilon`` is set. Larger numbers are reported
-            as M − 1. The estimated total is then too low, and clients use more samples than requested.
+            as M − 1, so that clients use more samples than requested.
     """
 
     fraction: float = Field(default=0.1, gt=0, le=1)

@@ -204,15 +204,16 @@ def _links(cls: type[Setting]) -> str:
     for choice in choices:
         part = getattr(recipe, choice).name
         settings = [
-            f"`{key}`" if key == name else f"`{key}` (there `{name}`)"
+            f"`{key}`" if key == name else f"`{key}`, there `{name}`"
             for key, (of, name) in belongs.items()
             if name and of == choice
         ]
         texts.append(
             f"{choice.replace('_', ' ')} [`{part}`]({choice.replace('_', '-')}.md#{part})"
-            + (f" with its {', '.join(settings)}" if settings else "")
+            + (f" ({', '.join(settings)})" if settings else "")
         )
-    return f"Choices: {'; '.join(texts)}."
+    parts = [text for text in (", the ".join(texts[:-1]), texts[-1]) if text]
+    return f"Uses the {' and the '.join(parts)}."
 
 
 def _items(rows: Iterable[Row]) -> str:
