@@ -29,7 +29,7 @@ class FedSTaSDataState:
 
 
 class FedSTaSData(DataSampler):
-    """Each participant uses each sample with the same probability, so that they use about a requested number of samples.
+    """Each participant uses each sample with equal probability, so that they use about a requested number of samples.
 
     The probability is n*/ñ, where n* is the requested number and ñ is the server's estimate of the participants' total
     number of samples.
