@@ -212,9 +212,9 @@ class Schema(Setting):
         classes: All possible labels, in the order of the model's outputs. Default: the sorted labels of the table.
         missing: Cell texts that mean a missing value, in addition to empty cells.
         ignore: Columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Test rows: the fraction of each client's rows (at least one of two or more rows), stratified by label if
-            labels are classes. Or the name of a column that marks each row as ``test`` or ``train``, or as ``true``
-            (test) or ``false`` (train).
+        test: Fraction of each client's rows that is held out for testing (at least one of two or more rows), stratified
+            by label if labels are classes. Alternatively, the name of a column that marks each row as ``test`` or
+            ``train``, or as ``true`` (test) or ``false`` (train).
         delimiter: Character between the cells of a CSV file.
     """
 

@@ -67,8 +67,9 @@ with warnings.catch_warnings():
             client: Column of a Hugging Face data set that contains the client of each sample, for the partition
                 ``natural``.
             schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file, or the name of the label column.
-            shape: Shape of one sample in an array file: (channels, height, width) or (features,). Normalisation then
-                uses only the samples that clients train on. Real sites with arrays need ``shape`` and ``classes``.
+            shape: Shape of one sample in an array file: (channels, height, width) or (features,). If ``shape`` is set,
+                normalisation uses only the samples that clients train on. Real sites with arrays need ``shape`` and
+                ``classes``.
             classes: Number C of classes in an array file. The labels in the file must be 0 … C−1.
             range: Smallest and largest value that an array file may contain.
             shift: Number that is subtracted from each channel or feature. Default: computed according to ``normalize``.

@@ -31,14 +31,14 @@ class Evaluation(Setting):
             ``accuracy``, ``loss`` or a metric in ``metrics``.
         targets: Accuracies in (0, 1]. For each target, the summary gives the first round that reached it. For other
             metrics, set a table from each metric to a list of values, such as ``{ macro-f1 = [0.5] }``.
-        validation: Fraction of the training samples that is held out to choose the best round and to stop early: of
-            each class, before samples are divided among clients, or of each natural client.
+        validation: Fraction of the training samples that is held out to choose the best round and to stop early. The
+            samples are drawn from each class before the partition, or from each natural client.
         client_test: Fraction of each client's samples (at least one sample) that is held out as the client's own test
             samples, stratified by label. Real sites with separate test samples ignore this setting.
         test_clients: Fraction of the clients that never train. The model is also evaluated on the samples of these
             clients.
-        fine_tune: Number of epochs for which each client fine-tunes the global model, to evaluate the resulting
-            personal model on the client's own test samples. With 0, only the client's own state, such as its BatchNorm
+        fine_tune: Number of epochs for which each client fine-tunes the global model. The resulting personal model is
+            evaluated on the client's own test samples. With 0, only the client's own state, such as its BatchNorm
             statistics, is added to the global model.
         unheard: Number of successive evaluations without a used reply after which a client counts as *unheard*. Results
             of unheard clients are also reported separately.

@@ -20,7 +20,7 @@ class Trace(Availability):
         file: Path of a CSV file with the columns ``client,first,last``: the client is online from round ``first``
             (counted from 1) to round ``last``. A client may have several lines, and is never online without a line.
         round_seconds: Seconds between the starts of two rounds. If set, ``first`` and ``last`` are seconds since the
-            start of round 1, and a client is online in a round if it is online when the round starts.
+            start of round 1, and a client's state at the start of a round counts.
     """
 
     file: str

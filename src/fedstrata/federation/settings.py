@@ -140,8 +140,8 @@ class Training(Setting):
             is not.
         schedule: Learning rate in round t = 0, 1, …. ``constant``: η. ``inverse``: η / (1 + t). ``cosine``: from η to
             zero along half a cosine wave.
-        warmup: Number W of first rounds in which the learning rate rises: in round t ≤ W, the rate of ``schedule`` is
-            multiplied by t / (W + 1).
+        warmup: Number W of rounds at the beginning in which the learning rate rises. In round t ≤ W, the rate of
+            ``schedule`` is multiplied by t / (W + 1).
         clip: Largest norm of a gradient. A longer gradient is scaled down to this norm. Default: no limit.
         batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages them. ``local``: each
             client keeps its own, and evaluations of the global model use the statistics of the test batches. Stratify,
