@@ -40,3 +40,13 @@ def test_a_resumed_run_and_a_run_with_workers_have_the_same_bytes(
         assert matrix.final_bytes(other) == matrix.final_bytes(whole)
         assert matrix.figures(other) == matrix.figures(whole)
     assert {record["clients_failed"] for record in whole} == {0}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", matrix.EVERY_METHOD)
+def test_every_method_learns_digits(name: str) -> None:
+    """The clients' own models, which are the global model except with personal methods; chance is right in 10 %."""
+    table = matrix.EVERY_METHOD[name].to_spec()
+    table["training"] |= {"rounds": 30, "batch_norm": "average"}
+    table["evaluation"] = {"every": 30, "client_test": 0.2, "fine_tune": 0}
+    assert fs.run(table)[-1]["personal"]["accuracy"]["mean"] > 0.5
