@@ -349,33 +349,3 @@ def test_fedawe_learns_digits_with_dropouts():
         "training": {"rounds": 40, "clients_per_round": 10, "local_steps": 10, "schedule": "cosine", "workers": 1},
     }
     assert fs.run(table).final_accuracy > 0.6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [*ALIKE, "fedawe"])
-def test_a_resumed_run_has_the_same_bytes(method, tmp_path):
-    """With dropouts, BatchNorm, a server optimiser and a codec with a memory; the run is killed in round 3."""
-    table = {
-        "data": {"name": "digits", "limit": 200},
-        "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 6},
-        "model": "combinations:tiny_norm",
-        "method": {"name": method, "aggregator": {"name": method, "server": {"optimizer": "adam", "lr": 0.01}}},
-        "availability": {"name": "bernoulli", "p": 0.5},
-        **({} if method == "fedawe" else {"communication": {"up": {"name": "top-k", "fraction": 0.2}}}),
-        "training": {"rounds": 5, "clients_per_round": 4, "workers": 1},
-        "evaluation": {"every": 0, "checkpoint_every": 1},
-    }
-
-    class KilledError(Exception):
-        pass
-
-    def kill(record):
-        if record["round"] == 3:
-            raise KilledError
-
-    with pytest.raises(KilledError):
-        fs.run(table, out=tmp_path / "killed", callbacks=[kill])
-    resumed, whole = fs.run(table, out=tmp_path / "killed", resume=True), fs.run(table)
-    parallel = fs.run({**table, "training": {**table["training"], "workers": 2}})
-    for other in (resumed, parallel):
-        assert all(torch.equal(whole.params[name], other.params[name]) for name in whole.params)

@@ -188,34 +188,3 @@ DIGITS = {
 @pytest.mark.parametrize("method", ["fednova", "fedexp"])
 def test_it_learns_digits(method):
     assert fs.run({**DIGITS, "method": method}).final_accuracy > 0.6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fednova", "fedexp"])
-def test_a_resumed_run_has_the_same_bytes_also_with_worker_processes(method, tmp_path):
-    """With dropouts, BatchNorm, momentum and a server optimiser; the run is killed in round 3."""
-    table = {
-        "data": {"name": "digits", "limit": 200},
-        "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 6},
-        "model": "combinations:tiny_norm",
-        "method": {"name": method, "aggregator": {"name": method, "server": {"lr": 0.5, "momentum": 0.5}}},
-        "availability": {"name": "bernoulli", "p": 0.5},
-        "training": {"rounds": 5, "clients_per_round": 4, "momentum": 0.5, "workers": 1},
-        "evaluation": {"every": 1, "checkpoint_every": 1},
-    }
-
-    class KilledError(Exception):
-        pass
-
-    def kill(record):
-        if record["round"] == 3:
-            raise KilledError
-
-    with pytest.raises(KilledError):
-        fs.run(table, out=tmp_path / "killed", callbacks=[kill])
-    whole = fs.run(table)
-    resumed = fs.run(table, out=tmp_path / "killed", resume=True)
-    parallel = fs.run({**table, "training": {**table["training"], "workers": 2}})
-    for other in (resumed, parallel):
-        assert all(torch.equal(whole.params[name], other.params[name]) for name in whole.params)
-        assert [r["accuracy"] for r in whole] == [r["accuracy"] for r in other]

@@ -205,30 +205,3 @@ def test_it_raises_the_accuracy_on_digits_with_few_classes_per_client():
     }
     ccvr, fedavg = (fs.run({**table, "method": method}).final_accuracy for method in ("ccvr", "fedavg"))
     assert ccvr > fedavg + 0.03
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_same_bytes_also_with_worker_processes(tmp_path):
-    """With dropouts, BatchNorm and a server optimiser; the run is killed in round 2, after a calibration."""
-    table = spec(
-        {"name": "ccvr", "every": 2, "aggregator": {"name": "size", "server": {"optimizer": "adam", "lr": 0.01}}},
-        model="combinations:tiny_norm",
-        availability={"name": "bernoulli", "p": 0.6},
-        evaluation={"every": 1, "checkpoint_every": 1},
-    )
-
-    class KilledError(Exception):
-        pass
-
-    def kill(record):
-        if record["round"] == 2:
-            raise KilledError
-
-    with pytest.raises(KilledError):
-        fs.run(table, out=tmp_path / "killed", callbacks=[kill])
-    whole = fs.run(table)
-    resumed = fs.run(table, out=tmp_path / "killed", resume=True)
-    parallel = fs.run({**table, "training": {**table["training"], "workers": 2}})
-    for other in (resumed, parallel):
-        assert all(torch.equal(whole.params[name], other.params[name]) for name in whole.params)
-        assert [r["accuracy"] for r in whole] == [r["accuracy"] for r in other]

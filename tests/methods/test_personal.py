@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import filecmp
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,32 +237,3 @@ def test_personal_models_beat_fedavg_if_each_client_has_two_classes(method):
     own, usual = (fs.run({**TWO_CLASSES, "method": each})[-1]["personal"]["accuracy"] for each in (method, "fedavg"))
     assert own["mean"] > usual["mean"] + 0.2
     assert own["worst"] > usual["worst"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", PERSONAL)
-def test_a_run_that_is_killed_and_resumed_ends_in_the_same_bytes(method, tmp_path: Path):
-    """Convolutions round by the memory format of their weights, which no file keeps."""
-    table = {
-        **TWO_CLASSES,
-        "data": {"name": "digits", "limit": 400},
-        "model": {"name": "cnn", "channels": [4, 8], "hidden": 16},
-        "availability": {"name": "bernoulli", "p": 0.7},
-        "method": method,
-        "evaluation": {**TWO_CLASSES["evaluation"], "checkpoint_every": 2},
-    }
-
-    class KilledError(Exception):
-        pass
-
-    def kill(record: dict[str, Any]) -> None:
-        if record["round"] == 3:
-            raise KilledError
-
-    whole = fs.run(table, out=tmp_path / "whole")
-    with pytest.raises(KilledError):
-        fs.run(table, out=tmp_path / "killed", callbacks=[kill])
-    resumed = fs.run(table, out=tmp_path / "killed", resume=True)
-    assert whole[-1]["personal"] == resumed[-1]["personal"]
-    files = ["model.safetensors", "clients.csv"]
-    assert filecmp.cmpfiles(tmp_path / "whole", tmp_path / "killed", files, shallow=False)[0] == files

@@ -122,25 +122,6 @@ def test_the_same_spec_gives_the_same_bytes_twice(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["rebafl", "feddyn", "moon", "fedavg-ft"])
-def test_a_run_that_broke_off_goes_on_to_the_same_bytes(method, tmp_path):
-    table = {
-        **SKEWED,
-        "partition": {**SKEWED["partition"], "size": 15},
-        "evaluation": {"checkpoint_every": 1},
-        "method": {"name": "fedavg-ft", "per_class": 3} if method == "fedavg-ft" else method,
-    }
-
-    def breaks_off(record) -> None:
-        if record["round"] == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fs.run(table, out=tmp_path / "run", callbacks=[breaks_off])
-    assert same(fs.run(table, out=tmp_path / "run", resume=True), fs.run(table))
-
-
-@pytest.mark.slow
 def test_what_an_audit_reads_is_in_the_checkpoint(tmp_path):
     fs.run({**SKEWED, "method": "rebafl"}, out=tmp_path / "kept")
     found = checkpoint.load(tmp_path / "kept" / "checkpoint")

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.engines import local
 from fedstrata.federation.messages import Weights
 from fedstrata.objectives.fedbabu import BodyOnly
 from fedstrata.objectives.fedprox import Proximal
@@ -278,38 +277,6 @@ def test_differential_privacy_of_samples_is_refused(objective):
 def test_a_negative_distance_is_refused(method):
     with pytest.raises(fs.SpecError, match=r"^method\.rho = -1.*greater than or equal to 0"):
         fs.Experiment.from_table({"method": {"name": method, "rho": -1}})
-
-
-class KilledError(Exception):
-    pass
-
-
-def kill(record: dict[str, Any]) -> None:
-    if record["round"] == 3:
-        raise KilledError
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [DIGITS["model"], "combinations:tiny_norm"], ids=["convolutions", "batchnorm"])
-@pytest.mark.parametrize("method", OBJECTIVES)
-def test_a_resumed_run_and_a_run_with_workers_have_the_same_bytes(method, model, tmp_path, monkeypatch):
-    """With dropouts and momentum; the run is killed in round 3."""
-    table = {
-        **DIGITS,
-        "method": {"name": method, "rho": 0.2},
-        "model": model,
-        "availability": {"name": "bernoulli", "p": 0.6},
-        "training": {"rounds": 5, "clients_per_round": 4, "momentum": 0.5, "workers": 1},
-        "evaluation": {"every": 0, "checkpoint_every": 1},
-    }
-    monkeypatch.setattr(local, "STARTING_PAYS", -1.0)
-    monkeypatch.setattr(local, "ASKING_PAYS", -1.0)
-    with pytest.raises(KilledError):
-        fs.run(table, out=tmp_path / "killed", callbacks=[kill])
-    resumed, whole = fs.run(table, out=tmp_path / "killed", resume=True), fs.run(table)
-    shared = fs.run({**table, "training": {**table["training"], "workers": 2}})
-    for other in (resumed, shared):
-        assert all(torch.equal(whole.params[name], w) for name, w in other.params.items())
 
 
 @pytest.mark.slow

@@ -190,32 +190,6 @@ def test_a_buffer_of_all_clients_is_refused(buffer):
         fs.Experiment.from_table({"method": {"name": "fedentopt", "buffer": buffer}})
 
 
-class KilledError(Exception):
-    pass
-
-
-def kill(record: dict[str, Any]) -> None:
-    if record["round"] == 3:
-        raise KilledError
-
-
-@pytest.mark.slow
-def test_a_resumed_run_invites_the_same_clients(tmp_path):
-    table = {
-        "method": "fedentopt",
-        "data": {"name": "digits", "limit": 300},
-        "partition": {"name": "dirichlet", "alpha": 0.1, "clients": 12},
-        "availability": {"name": "bernoulli", "p": 0.6, "announced": True},
-        "training": {"rounds": 6, "clients_per_round": 3, "workers": 1},
-        "evaluation": {"every": 0, "checkpoint_every": 1},
-    }
-    with pytest.raises(KilledError):
-        fs.run(table, out=tmp_path / "killed", callbacks=[kill])
-    resumed, whole = fs.run(table, out=tmp_path / "killed", resume=True), fs.run(table)
-    assert [record["label_entropy"] for record in resumed] == [record["label_entropy"] for record in whole]
-    assert all(torch.equal(whole.params[name], resumed.params[name]) for name in whole.params)
-
-
 @pytest.mark.slow
 def test_digits_are_learned():
     table = {

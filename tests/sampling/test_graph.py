@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -182,33 +181,6 @@ def test_tasks_without_classes_and_too_many_clients_are_refused(monkeypatch):
     monkeypatch.setattr(graph, "MOST_CLIENTS", 9)
     with pytest.raises(SpecError, match=r"paths between 10 clients, which takes too long\. Use at most 9 clients"):
         fs.prepare(fs.Experiment(method="fedgs", partition={"name": "iid", "clients": 10}))
-
-
-class KilledError(Exception):
-    pass
-
-
-def kill(record: dict[str, Any]) -> None:
-    if record["round"] == 3:
-        raise KilledError
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("counted", ["invited", "returned"])
-def test_a_resumed_run_invites_the_same_clients(counted, tmp_path):
-    table = {
-        "method": {"name": "fedavg", "client_sampler": {"name": "fedgs", "counted": counted}},
-        "data": {"name": "digits", "limit": 300},
-        "partition": {"name": "dirichlet", "alpha": 0.1, "clients": 12},
-        "availability": {"name": "bernoulli", "p": 0.6},
-        "training": {"rounds": 6, "clients_per_round": 3, "workers": 1},
-        "evaluation": {"every": 0, "checkpoint_every": 1},
-    }
-    with pytest.raises(KilledError):
-        fs.run(table, out=tmp_path / "killed", callbacks=[kill])
-    resumed, whole = fs.run(table, out=tmp_path / "killed", resume=True), fs.run(table)
-    assert [record["client_distance"] for record in resumed] == [record["client_distance"] for record in whole]
-    assert all(torch.equal(whole.params[name], resumed.params[name]) for name in whole.params)
 
 
 @pytest.mark.slow

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import safetensors.torch
+from torch import nn
 
 import fedstrata as fs
-from fedstrata.methods.base import METHODS
+from fedstrata.aggregation.optimizers import ServerOptimizer
+from fedstrata.methods.base import METHODS, Recipe
 
 CLIENTS = 3
 
@@ -104,13 +107,41 @@ _METHODS: dict[str, dict[str, Any]] = {
         "method": {"per_class": 5},
         "partition": {"name": "classes", "per_client": 4, "size": 100, "clients": CLIENTS},
     },
+    "ccvr": {"method": {"every": 2}},
     "fedtan": {**_NORMALISED, "training": {"local_steps": 2, "batch_size": 8}},
 }
-EVERY_METHOD = {
-    name: _spec({**_METHODS.get(name, {}), "method": {"name": name, **_METHODS.get(name, {}).get("method", {})}})
-    for name in METHODS
-}
+
+
+def _spec_of_method(name: str, table: dict[str, Any]) -> fs.Experiment:
+    """Return an experiment with a method in which clients drop out and return."""
+    method = {"name": name, **table.get("method", {})}
+    training = {"rounds": 3, **table.get("training", {})}
+    availability = {"name": "bernoulli", "p": 0.7}
+    return _spec({**table, "method": method, "training": training, "availability": availability})
+
+
+EVERY_METHOD = {name: _spec_of_method(name, _METHODS.get(name, {})) for name in METHODS}
 """A mapping from each registered method to an experiment with it, for tests that may take minutes."""
+
+
+def with_states(name: str) -> fs.Experiment:
+    """Return an experiment with a method in which clients drop out, and which writes all states into checkpoints.
+
+    Convolutions round by the memory format of their weights, which no file keeps. BatchNorm has statistics, and the
+    server an optimiser. If the method keeps personal models, they are evaluated.
+    """
+    method, table = EVERY_METHOD[name].method, EVERY_METHOD[name].to_spec()
+    table["partition"] |= {"clients": 5} | ({"size": 20} if "size" in table["partition"] else {})
+    if isinstance(method, Recipe) and method.aggregator.server == ServerOptimizer():
+        table["method"] |= {"aggregator": {"name": method.aggregator.name, "server": "adam"}}
+    training = {"rounds": 3, "clients_per_round": 4, "local_steps": 3, "batch_size": 16, "lr": 0.1, "workers": 1}
+    changes = {
+        "data": {"name": "digits", "limit": 240},
+        "model": "matrix:convolutions",
+        "training": training | {"execution": "per-client"},
+        "evaluation": {"every": 1, "checkpoint_every": 1, "client_test": 0.2, "fine_tune": 0},
+    }
+    return fs.Experiment.from_table(table | changes)
 
 
 def figures(history: fs.History) -> list[dict[str, Any]]:
@@ -121,3 +152,12 @@ def figures(history: fs.History) -> list[dict[str, Any]]:
 def final_bytes(history: fs.History) -> bytes:
     """Return the final model as bytes, as in ``model.safetensors``."""
     return safetensors.torch.save(history.params)
+
+
+def convolutions(shape: Sequence[int], classes: int) -> nn.Module:
+    """Return a model of images with convolutions and BatchNorm, which trains quickly."""
+    channels, rows, columns = shape
+    module = nn.Sequential(nn.Conv2d(channels, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+    module.append(nn.Flatten())
+    module.add_module("head", nn.Linear(rows * columns, classes))
+    return module

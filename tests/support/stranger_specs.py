@@ -12,6 +12,7 @@ from strangers import DRAWS, ZOO
 import fedstrata as fs
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
+from fedstrata.methods import base as registry
 from fedstrata.runs.simulation import make_context, run_prepared
 
 FOLDER = str(Path(__file__).parent)
@@ -38,24 +39,13 @@ METHODS: dict[str, dict[str, Any]] = {
 TOGETHER = ("stratify, together", "fedtan")
 """The methods in which a model with BatchNorm needs sums over all clients within a forward pass."""
 
-MORE: dict[str, dict[str, Any]] = {
-    "fedprox": {},
+SETTINGS: dict[str, dict[str, Any]] = {
     "fedsts": {"strata": 2},
     "fedsampling": {"samples": 60},
-    "clustered": {},
-    "power-of-choice": {},
-    "fedrs": {},
-    "fedlc": {},
-    "bsm-fedavg": {},
     "fedavg-ft": {"per_class": 2},
-    "fedntd": {},
-    "feddecorr": {},
-    "fedvls": {},
-    "fedsam": {},
-    "fedlesam": {},
-    "fedentopt": {},
-    "fedgs": {},
 }
+"""The settings of other methods, if they cannot run with the default values."""
+MORE = {name: SETTINGS.get(name, {}) for name in registry.METHODS if name not in METHODS}
 """The other methods, which share their code with those above."""
 
 PARTITION = {"name": "dirichlet", "alpha": 0.5, "clients": 4, "min_size": 4}

@@ -44,7 +44,7 @@ class Intervals(Remembering):
 
     Args:
         cutoff: Longest interval between two replies, in rounds (K). A smaller value limits the weight of clients that
-            reply rarely.
+            reply rarely, but makes ω_k underestimate 1 / p_k. The default is a value of the authors' examples.
     """
 
     cutoff: PositiveInt = 50

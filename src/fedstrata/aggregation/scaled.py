@@ -22,8 +22,8 @@ class Normalised(MeanBySize):
 
     The p_k are the weights of the aggregator ``size``. With the momentum ρ of the clients' SGD, τ_k is replaced by the
     sum of the weights that the gradients of all steps have in the update: (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ)) / (1 − ρ).
-    Weight decay and terms that an objective adds to the loss count as parts of the gradient. BatchNorm's buffers are
-    averaged with p_k.
+    Weight decay and terms that an objective adds to the loss count as parts of the gradient. In the authors' program,
+    FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged with p_k.
     """
 
     @override
@@ -77,7 +77,9 @@ class Extrapolated(Mean):
 
     If the updates Δ_k differ more in direction, their mean is shorter, and η is larger. For m orthogonal
     updates of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms are over all
-    parameters, without BatchNorm's buffers. The average of the last two models is evaluated and saved.
+    parameters, without BatchNorm's buffers. The average of the last two models is evaluated and saved. The authors'
+    program multiplies ε by m and lets ε fall with the squared learning rate of the clients. The program also weights
+    updates by numbers of samples.
 
     Args:
         eps: Constant ε that limits η if Δ̄ is short. The authors' program uses 0.001 or 0.1.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 from pydantic import Field, PositiveFloat
 from typing_extensions import override
 
@@ -54,49 +56,44 @@ class FedAdagrad(Recipe):
         return {"aggregator": MeanBySize(server=ServerOptimizer(optimizer="adagrad", lr=self.server_lr, eps=self.tau))}
 
 
-class FedAdam(Recipe):
+class AdaptiveMoments(Recipe):
+    """Base class of FedAdam and FedYogi, which differ in how v follows from Δ².
+
+    Args:
+        server_lr: Learning rate η of the server.
+        betas: Coefficients β₁ and β₂.
+        tau: Constant τ. With a larger value, the steps are less adaptive.
+    """
+
+    paper = ADAPTIVE
+
+    optimizer: ClassVar[Literal["adam", "yogi"]]
+
+    server_lr: PositiveFloat = 0.01
+    betas: tuple[Beta, Beta] = BETAS
+    tau: PositiveFloat = 1e-3
+
+    @override
+    def parts(self) -> Parts:
+        server = ServerOptimizer(optimizer=self.optimizer, lr=self.server_lr, betas=self.betas, eps=self.tau)
+        return {"aggregator": MeanBySize(server=server)}
+
+
+class FedAdam(AdaptiveMoments):
     """FedAvg with Adam on the server, without bias correction.
 
     With the mean update Δ of the round, the server computes m ← β₁ m + (1 − β₁) Δ, v ← β₂ v + (1 − β₂) Δ², and
     w ← w + η m / (√v + τ). v starts at τ².
-
-    Args:
-        server_lr: Learning rate η of the server.
-        betas: Coefficients β₁ and β₂.
-        tau: Constant τ. With a larger value, the steps are less adaptive.
     """
 
-    paper = ADAPTIVE
-
-    server_lr: PositiveFloat = 0.01
-    betas: tuple[Beta, Beta] = BETAS
-    tau: PositiveFloat = 1e-3
-
-    @override
-    def parts(self) -> Parts:
-        server = ServerOptimizer(optimizer="adam", lr=self.server_lr, betas=self.betas, eps=self.tau)
-        return {"aggregator": MeanBySize(server=server)}
+    optimizer = "adam"
 
 
-class FedYogi(Recipe):
+class FedYogi(AdaptiveMoments):
     """FedAvg with Yogi on the server: like FedAdam, but v grows or shrinks by at most (1 − β₂) Δ².
 
     With the mean update Δ of the round, the server computes m ← β₁ m + (1 − β₁) Δ, v ← v − (1 − β₂) Δ² sign(v − Δ²),
     and w ← w + η m / (√v + τ). v starts at τ².
-
-    Args:
-        server_lr: Learning rate η of the server.
-        betas: Coefficients β₁ and β₂.
-        tau: Constant τ. With a larger value, the steps are less adaptive.
     """
 
-    paper = ADAPTIVE
-
-    server_lr: PositiveFloat = 0.01
-    betas: tuple[Beta, Beta] = BETAS
-    tau: PositiveFloat = 1e-3
-
-    @override
-    def parts(self) -> Parts:
-        server = ServerOptimizer(optimizer="yogi", lr=self.server_lr, betas=self.betas, eps=self.tau)
-        return {"aggregator": MeanBySize(server=server)}
+    optimizer = "yogi"

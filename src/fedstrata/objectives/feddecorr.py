@@ -43,7 +43,7 @@ class Decorrelated(Objective):
     The features are the head's input. ‖K‖²_F / d² lies between 1/d for uncorrelated features and 1 for perfectly
     correlated features. The term keeps features from collapsing to a few dimensions. For a batch of one sample, the
     term is left out. The authors' code multiplies the term by the batch size and leaves out the diagonal of K; the
-    paper's formula does neither.
+    paper's formula does neither. The code divides variances by B − 1, and this implementation by the batch size B.
 
     Args:
         beta: Weight β of the decorrelation term. With 0, training equals FedAvg.

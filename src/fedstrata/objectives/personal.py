@@ -87,7 +87,8 @@ class PersonalModel(CrossEntropy):
 
     The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖², where F_k is the client's loss and w_t the global model.
     The personal model is trained in the same round, for as many epochs or steps as the global model. The global model
-    does not depend on personal models.
+    does not depend on personal models. The authors' program alternates steps of the two models on the same batches. In
+    this implementation, a client first trains the global model, and then the personal model.
 
     Args:
         strength: Strength λ with which personal models are pulled towards the global model.

@@ -60,6 +60,9 @@ class GloballySharpnessAware(Objective):
     client computes one gradient per step, stores w_old, and in its first round trains as in FedAvg. The norm is over
     all parameters that the client trains.
 
+    In the authors' program, the server sends the movement of the last round to all clients instead. There, a single
+    number of this movement shifts all entries of a tensor. This implementation follows the paper.
+
     Args:
         rho: The distance ρ at which gradients are taken. 0 equals FedAvg.
     """

@@ -130,6 +130,7 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
     distance is the length of the shortest path, divided by the length of the longest shortest path. Clients without a
     path between them are as far apart as the longest path, or as an edge of similarity ε, whichever is longer. In the
     authors' code, their distance is the longest path, so that all distances are 1 if each client has a single class.
+    The authors' code scales similarities only by the largest of them.
 
     Args:
         counts: The label counts of each client, shape (N, C).
