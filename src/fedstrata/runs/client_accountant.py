@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -10,11 +11,16 @@ import numpy as np
 
 from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import ExtraMissingError
+from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.messages import ClientId
 from fedstrata.federation.settings import ClientDP
 from fedstrata.runs.accountant import ORDERS
 from fedstrata.sampling.poisson import Poisson
 from fedstrata.spec.experiment import Experiment
+
+MEMORY = "privacy.clients"
+"""The key in ``Simulation.memory`` under which each client's number of rounds is stored."""
 
 
 def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
@@ -40,19 +46,20 @@ class ClientAccountant:
 
     Args:
         dp: The settings of differential privacy.
+        clients: Number of clients, N.
         rate: The probability that a client is in a round; None if the choice of clients does not lower ε.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.
     """
 
-    def __init__(self, dp: ClientDP, rate: float | None) -> None:
+    def __init__(self, dp: ClientDP, clients: int, rate: float | None) -> None:
         try:
             import dp_accounting
         except ImportError:
             raise ExtraMissingError("privacy.clients", "dp") from None
         self._library: Any = dp_accounting
-        self.dp, self.rate = dp, rate
+        self.dp, self.rate, self._clients = dp, rate, clients
 
     def epsilon(self, rounds: int) -> float:
         """Return the ε of a client that could take part in a number of rounds."""
@@ -71,57 +78,55 @@ class ClientAccountant:
         accountant.compose(self._library.PoissonSampledDpEvent(self.rate, gaussian))
         return np.array(accountant.rdp)
 
-    def count(self, rounds: Ints, invited: set[int]) -> Ints:
-        """Return each client's number of rounds after another round.
+    def spend(self, memory: dict[str, Tree], invited: set[ClientId]) -> dict[str, Any]:
+        """Count a round; return the largest ε of all clients, and the statement to which this ε belongs.
 
         An invited client counts even if it did not answer. Otherwise, its answers would decide which other clients are
         invited later. With Poisson sampling, every client counts, because every client could be drawn.
 
         Args:
-            rounds: Each client's number of rounds so far, shape (N,).
+            memory: ``Simulation.memory``, in which each client's number of rounds is stored.
             invited: The invited clients of the round.
         """
-        counted = rounds.copy()
-        counted[slice(None) if self.rate is not None else sorted(invited)] += 1
-        return counted
+        rounds = self._rounds(memory).copy()
+        rounds[slice(None) if self.rate is not None else sorted(invited)] += 1
+        memory[MEMORY] = rounds
+        sampled = self.rate is not None
+        statement = {
+            "unit": "client",
+            "neighbours": "one client never answers",
+            "delta": self.dp.delta,
+            "sampling": f"Poisson with rate {self.rate:g}" if sampled else "not counted",
+            "accountant": "Rényi" if sampled else "Gaussian",
+            "against": "parties that see the models, but not the server",
+            "noise": "seeded: no privacy",
+        }
+        return {"epsilon": self.epsilon(int(rounds.max())), "privacy": statement}
 
-    def excluded(self, rounds: Ints) -> Ints:
+    def excluded(self, memory: Mapping[str, Tree]) -> Ints:
         """Return the clients that took part in the largest allowed number of rounds."""
         most = self.dp.participations
-        return np.flatnonzero(rounds >= most) if most is not None else np.empty(0, dtype=np.int64)
+        return np.empty(0, dtype=np.int64) if most is None else np.flatnonzero(self._rounds(memory) >= most)
 
-    def ending(self, rounds: Ints) -> str:
-        """Return the reason why the run must end before its next round; empty if it can continue.
-
-        Args:
-            rounds: Each client's number of rounds so far, shape (N,).
-        """
-        remaining = np.delete(rounds, self.excluded(rounds))
+    def ending(self, memory: Mapping[str, Tree]) -> str:
+        """Return the reason why the run must end before its next round; empty if it can continue."""
+        rounds, budget = self._rounds(memory), self.dp.budget
+        remaining = np.delete(rounds, self.excluded(memory))
         if not len(remaining):
             return (
                 f"privacy: every client took part in privacy.clients.participations = {self.dp.participations} rounds"
             )
-        budget = self.dp.budget
-        if budget is not None and self.epsilon(max(rounds.max(), remaining.max() + 1)) > budget:
+        if budget is not None and self.epsilon(int(max(rounds.max(), remaining.max() + 1))) > budget:
             return f"privacy budget: in another round, a client could spend more than ε = {budget:g}"
         return ""
 
-    def record(self, rounds: Ints) -> dict[str, Any]:
-        """Return the largest ε of all clients, and the statement to which this ε belongs.
+    def _rounds(self, memory: Mapping[str, Tree]) -> Ints:
+        """Return each client's number of rounds so far, shape (N,)."""
+        rounds: Ints | None = memory.get(MEMORY)
+        return np.zeros(self._clients, dtype=np.int64) if rounds is None else rounds
 
-        Args:
-            rounds: Each client's number of rounds so far, shape (N,).
-        """
-        sampled = self.rate is not None
-        return {
-            "epsilon": self.epsilon(int(rounds.max(initial=0))),
-            "privacy": {
-                "unit": "client",
-                "neighbours": "one client never answers",
-                "delta": self.dp.delta,
-                "sampling": f"Poisson with rate {self.rate:g}" if sampled else "not counted",
-                "accountant": "Rényi" if sampled else "Gaussian",
-                "against": "parties that see the models, but not the server",
-                "noise": "seeded: no privacy",
-            },
-        }
+
+def client_accountant(spec: Experiment, config: FederationConfig) -> ClientAccountant | None:
+    """Return the accountant of a run; None without ``privacy.clients``."""
+    dp = spec.privacy.clients
+    return None if dp is None else ClientAccountant(dp, config.clients, sampling_rate(spec, config))

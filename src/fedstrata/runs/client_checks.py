@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import numpy as np
-
 from fedstrata.aggregation.base import Mean
 from fedstrata.base.errors import SpecError
 from fedstrata.federation.communication.codecs import PowerSGD
@@ -69,7 +67,10 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
         if refused:
             raise SpecError(key, problem, value)
     _check_method(spec.method, config)
-    _check_budget(ClientAccountant(dp, sampling_rate(spec, config)), config.clients)
+    accountant = ClientAccountant(dp, config.clients, sampling_rate(spec, config))
+    if accountant.ending({}):
+        problem = f"one round spends ε = {accountant.epsilon(1):.3g}. Use a larger budget, or more noise."
+        raise SpecError("privacy.clients.budget", problem, dp.budget)
     if config.clients < FEW:
         warnings.warn(
             f"privacy.clients: the run has {config.clients} clients. With fewer than {FEW} clients, the noise is "
@@ -101,10 +102,3 @@ def _check_method(method: Method, config: FederationConfig) -> None:
     if type(aggregator) is not Mean:
         problem = "does not give all clients the same weight. Use 'mean', with any server optimiser."
         raise SpecError("method.aggregator", problem, aggregator.name)
-
-
-def _check_budget(accountant: ClientAccountant, clients: int) -> None:
-    """Refuse a budget that does not suffice for one round."""
-    if accountant.ending(np.zeros(clients, dtype=np.int64)):
-        spent, budget = accountant.epsilon(1), accountant.dp.budget
-        raise SpecError("privacy.clients.budget", f"one round spends ε = {spent:.3g}. Raise it, or the noise.", budget)

@@ -31,7 +31,7 @@ from fedstrata.federation.federation import Federation, Legs, Listener, one_leg
 from fedstrata.federation.messages import ClientId, Weights
 from fedstrata.runs.accountant import Accountant
 from fedstrata.runs.checkpoint import Checkpoint
-from fedstrata.runs.client_accountant import ClientAccountant, sampling_rate
+from fedstrata.runs.client_accountant import client_accountant
 from fedstrata.runs.loop_state import LoopState, SavedLoopState
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.run_folder import RunFolder
@@ -45,9 +45,6 @@ Watcher = Callable[[Mapping[str, Any]], None]
 
 PRIVACY = "privacy.dp"
 """The key in ``Simulation.memory`` under which each client's number of rounds with noise is stored."""
-
-CLIENT_PRIVACY = "privacy.clients"
-"""The key in ``Simulation.memory`` under which the numbers of rounds of ``ClientAccountant`` are stored."""
 
 HANDLERS = Handlers(
     [
@@ -173,13 +170,9 @@ class Simulation:
             self.folder: Path | None = None
             """The run folder; None if nothing is written."""
             dp, sizes = self.spec.privacy.dp, prepared.config.sizes
-            self._accountant: Accountant | None = None
-            if dp is not None and sizes is not None:
-                self._accountant = Accountant(dp, self.spec.training, sizes)
-            of_clients = self.spec.privacy.clients
-            self._client_accountant: ClientAccountant | None = None
-            if of_clients is not None:
-                self._client_accountant = ClientAccountant(of_clients, sampling_rate(self.spec, prepared.config))
+            training = self.spec.training
+            self._accountant = Accountant(dp, training, sizes) if dp is not None and sizes is not None else None
+            self._client_accountant = client_accountant(self.spec, prepared.config)
             watched = prepared.held.own_test is not None
             self.loop_state = LoopState(np.zeros(prepared.config.clients if watched else 0, dtype=np.int64))
             if checkpoint is not None:
@@ -234,7 +227,7 @@ class Simulation:
         self.events = []
         federation.begin(self.round + 1)
         if self._client_accountant is not None:
-            federation.excluded = self._client_accountant.excluded(self._rounds_of(CLIENT_PRIVACY))
+            federation.excluded = self._client_accountant.excluded(self.memory)
         try:
             self.state, metrics = spec.method.run_round(federation, self.state)
             self.round += 1
@@ -255,7 +248,9 @@ class Simulation:
         if self._accountant is not None:
             record["epsilon"] = self._spend(self._accountant)
         if self._client_accountant is not None:
-            record |= self._spend_of_clients(self._client_accountant)
+            record |= self._client_accountant.spend(self.memory, federation.log.invited)
+            if reason := self._client_accountant.ending(self.memory):
+                self.stop(reason)
         # The method's metrics follow these columns. A metric with the name of a column is left out.
         record = {**record, **metrics, **record}
         record["seconds"] = time.perf_counter() - began
@@ -272,25 +267,13 @@ class Simulation:
         Clients that were late or failed are counted too. The run is stopped if another round could exceed the budget.
         """
         dp, log = self.spec.privacy.dp, self.federation.log
-        rounds = self._rounds_of(PRIVACY).copy()
+        rounds = self.memory.get(PRIVACY)
+        rounds = np.zeros(self.prepared.config.clients, dtype=np.int64) if rounds is None else rounds.copy()
         rounds[list(log.invited - log.dropped)] += 1
         self.memory[PRIVACY] = rounds
         if dp is not None and dp.budget is not None and accountant.largest(rounds + 1) > dp.budget:
             self.stop(f"privacy budget: in another round, a client could spend more than ε = {dp.budget:g}")
         return accountant.largest(rounds)
-
-    def _spend_of_clients(self, accountant: ClientAccountant) -> dict[str, Any]:
-        """Count the round, and return the columns about the privacy of clients. The run may be stopped."""
-        rounds = accountant.count(self._rounds_of(CLIENT_PRIVACY), self.federation.log.invited)
-        self.memory[CLIENT_PRIVACY] = rounds
-        if self.round < self.spec.training.rounds and (reason := accountant.ending(rounds)):
-            self.stop(reason)
-        return accountant.record(rounds)
-
-    def _rounds_of(self, key: str) -> NDArray[np.int64]:
-        """Return each client's number of rounds that count for its privacy, shape (N,)."""
-        rounds: NDArray[np.int64] | None = self.memory.get(key)
-        return np.zeros(self.prepared.config.clients, dtype=np.int64) if rounds is None else rounds
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Run the remaining rounds, and yield the record of each round."""
