@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,16 @@ from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import ClientId
 from fedstrata.federation.settings import ClientDP
-from fedstrata.runs.accountant import ORDERS
 from fedstrata.sampling.poisson import Poisson
 from fedstrata.spec.experiment import Experiment
 
 MEMORY = "privacy.clients"
 """The key in ``Simulation.memory`` under which each client's number of rounds is stored."""
+INTERVAL = 1e-3
+"""The distance between two values of the privacy loss, for a noise of at least 1. With a smaller value, ε is slightly
+lower and takes longer."""
+LEAST_NOISE = 0.05
+"""With less noise, sampling hardly lowers ε, and ``dp-accounting`` cannot compute by how much."""
 
 
 def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
@@ -29,10 +33,10 @@ def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
     The choice lowers ε only if each client is drawn independently in every round, and others do not see which clients
     take part. A limit of participations makes draws depend on earlier draws.
     """
-    privacy, method = spec.privacy, spec.method
-    sampler = getattr(method, "client_sampler", None)
-    limited = privacy.clients is not None and privacy.clients.participations is not None
-    if type(sampler) is not Poisson or limited or privacy.sums != "plain" or not spec.availability.always_online:
+    privacy, sampler, dp = spec.privacy, getattr(spec.method, "client_sampler", None), spec.privacy.clients
+    if dp is None or dp.participations is not None or dp.noise < LEAST_NOISE:
+        return None
+    if type(sampler) is not Poisson or privacy.sums != "plain" or not spec.availability.always_online:
         return None
     return sampler.cohort(config) / config.clients
 
@@ -41,7 +45,8 @@ class ClientAccountant:
     """Computes the ε of a client from the number of rounds in which it could take part.
 
     Without sampling, k rounds with the noise z are one Gaussian mechanism with the noise z / √k, whose ε is exact
-    (Balle and Wang 2018, Theorem 8). With Poisson sampling, the accountant adds up Rényi divergences of whole orders.
+    (Balle and Wang 2018, Theorem 8). With Poisson sampling, the accountant computes distributions of the privacy loss
+    (Koskela et al. 2020). It rounds losses up, so that ε is never too small.
     ``dp-accounting`` computes both.
 
     Args:
@@ -60,23 +65,21 @@ class ClientAccountant:
             raise ExtraMissingError("privacy.clients", "dp") from None
         self._library: Any = dp_accounting
         self.dp, self.rate, self._clients = dp, rate, clients
+        self.epsilon = cache(self._epsilon)
+        """The function ``_epsilon``, which computes each value once."""
 
-    def epsilon(self, rounds: int) -> float:
+    def _epsilon(self, rounds: int) -> float:
         """Return the ε of a client that could take part in a number of rounds."""
         if not rounds:
             return 0.0
+        noise, delta, library = self.dp.noise, self.dp.delta, self._library
         if self.rate is None:
-            return float(self._library.get_epsilon_gaussian(self.dp.noise / math.sqrt(rounds), self.dp.delta))
-        epsilon, _ = self._library.rdp.compute_epsilon(ORDERS, rounds * self._divergences, self.dp.delta)
-        return float(epsilon)
-
-    @cached_property
-    def _divergences(self) -> Any:
-        """The Rényi divergences of one round, for each of ``ORDERS``."""
-        accountant = self._library.rdp.RdpAccountant(ORDERS)
-        gaussian = self._library.GaussianDpEvent(self.dp.noise)
-        accountant.compose(self._library.PoissonSampledDpEvent(self.rate, gaussian))
-        return np.array(accountant.rdp)
+            with np.errstate(divide="ignore"):  # with little noise, the search for ε takes the logarithm of zero
+                return float(library.get_epsilon_gaussian(noise / math.sqrt(rounds), delta))
+        interval = INTERVAL * max(1.0, noise**-2)
+        accountant = library.pld.PLDAccountant(value_discretization_interval=interval)
+        accountant.compose(library.PoissonSampledDpEvent(self.rate, library.GaussianDpEvent(noise)), rounds)
+        return float(accountant.get_epsilon(delta))
 
     def spend(self, memory: dict[str, Tree], invited: set[ClientId]) -> dict[str, Any]:
         """Count a round; return the largest ε of all clients, and the statement to which this ε belongs.
@@ -97,7 +100,7 @@ class ClientAccountant:
             "neighbours": "one client never answers",
             "delta": self.dp.delta,
             "sampling": f"Poisson with rate {self.rate:g}" if sampled else "not counted",
-            "accountant": "Rényi" if sampled else "Gaussian",
+            "accountant": "privacy loss distributions" if sampled else "Gaussian",
             "against": "parties that see the models, but not the server",
             "noise": "seeded: no privacy",
         }
