@@ -82,7 +82,7 @@ def test_real_sites_refuse_noise_from_the_seed():
 
 def test_a_run_with_few_clients_warns():
     few = {**TABLE, "partition": {"name": "iid", "clients": 99}}
-    with pytest.warns(UserWarning, match=r"has 99 clients.*Use privacy\.dp"):
+    with pytest.warns(UserWarning, match=r"has 99 clients.*use privacy\.dp"):
         fs.prepare(fs.Experiment.from_table(few))
 
 

@@ -20,11 +20,8 @@ from fedstrata.spec.experiment import Experiment
 
 MEMORY = "privacy.clients"
 """The key in ``Simulation.memory`` under which each client's number of rounds is stored."""
-INTERVAL = 1e-3
-"""The distance between two values of the privacy loss, for a noise of at least 1. With a smaller value, ε is slightly
-lower and takes longer."""
-LEAST_NOISE = 0.05
-"""With less noise, sampling hardly lowers ε, and ``dp-accounting`` cannot compute by how much."""
+LEAST_NOISE = 0.1
+"""With less noise, sampling hardly lowers ε, and ``dp-accounting`` cannot always compute by how much."""
 
 
 def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
@@ -76,7 +73,8 @@ class ClientAccountant:
         if self.rate is None:
             with np.errstate(divide="ignore"):  # with little noise, the search for ε takes the logarithm of zero
                 return float(library.get_epsilon_gaussian(noise / math.sqrt(rounds), delta))
-        interval = INTERVAL * max(1.0, noise**-2)
+        # The loss of a round is about rate / noise. A much smaller interval takes longer and hardly lowers ε.
+        interval = max(1e-4, 0.1 * self.rate / noise)
         accountant = library.pld.PLDAccountant(value_discretization_interval=interval)
         accountant.compose(library.PoissonSampledDpEvent(self.rate, library.GaussianDpEvent(noise)), rounds)
         return float(accountant.get_epsilon(delta))

@@ -19,7 +19,7 @@ from fedstrata.sampling.poisson import Poisson
 from fedstrata.spec.experiment import Experiment
 
 FEW = 100
-"""With fewer clients, the noise is usually too large for a model to learn."""
+"""With fewer clients, the noise for a small ε is usually too large for a model to learn."""
 
 USE = "Use a method such as fedavg, fedprox or moon."
 
@@ -73,8 +73,8 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
         raise SpecError("privacy.clients.budget", problem, dp.budget)
     if config.clients < FEW:
         warnings.warn(
-            f"privacy.clients: the run has {config.clients} clients. With fewer than {FEW} clients, the noise is "
-            "usually so large that the model does not learn. Use privacy.dp to protect single samples instead.",
+            f"privacy.clients: the run has {config.clients} clients. With fewer than {FEW} clients and a small ε, the "
+            "model will probably not learn. To protect single samples instead of clients, use privacy.dp.",
             stacklevel=2,
         )
 
