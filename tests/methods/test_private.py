@@ -241,7 +241,7 @@ def test_digits_are_learned_by_many_clients_with_a_moderate_epsilon():
     history = fs.run(
         spec(
             data={"name": "digits", "limit": 1797},
-            partition={"name": "iid", "clients": 150, "alpha": None, "min_size": None},
+            partition={"clients": 150, "alpha": 100.0},
             method={"client_sampler": "poisson"},
             training={"rounds": 40, "clients_per_round": 75, "lr": 0.5, "local_epochs": 3},
             privacy=dp(clip=1.0, noise=1.0, delta=1e-3),
