@@ -47,6 +47,10 @@ secure_fit = _of("federation/secure/fit.py", "integration/test_secure_sums.py")
 simulated = _of("federation/secure/simulated.py", "integration/test_secure_sums.py")
 masked = _of("clients/handlers/masked.py", "integration/test_secure_sums.py")
 secure_checks = _of("runs/secure_checks.py", "integration/test_secure_sums.py")
+client_sum = _of("aggregation/private.py", "aggregation/test_private.py")
+client_round = _of("methods/private.py", "methods/test_private.py")
+client_accountant = _of("runs/client_accountant.py", "runs/test_client_accountant.py", "methods/test_private.py")
+client_checks = _of("runs/client_checks.py", "runs/test_client_checks.py")
 opening = _of("federation/secure/server.py", "federation/secure/test_protocol.py", "hostile/test_secure_sums.py")
 scaffold = _of("objectives/scaffold.py", "methods/test_scaffold.py")
 feddyn = _of("objectives/feddyn.py", "methods/test_feddyn.py")
@@ -1132,4 +1136,32 @@ MUTANTS = [
     fedssar(
         "the chance of a cluster that is certain", "available_sizes > 0).sum() > m", "available_sizes > 0).sum() > 0"
     ),
+    client_sum("updates are not clipped", "min(1.0, clip / norm) if norm", "1.0 if norm"),
+    client_sum("every update gets the largest norm", "min(1.0, clip / norm)", "clip / norm"),
+    client_sum("the noise is divided twice", "total + deviation *", "total + deviation / cohort *"),
+    client_round(
+        "the noise of the first round in every round",
+        'federation.rng("client-noise")',
+        '__import__("numpy").random.default_rng(0)',
+    ),
+    client_round("the number of answers as divisor", "recipe.client_sampler.cohort(config)", "max(len(answers), 1)"),
+    client_round(
+        "personal and frozen parameters are in the sum",
+        "recipe.updated(weights.params, config.model)",
+        "weights.params",
+    ),
+    client_accountant(
+        "a limit with amplification", "if dp is None or dp.participations is not None or", "if dp is None or"
+    ),
+    client_accountant("availability with amplification", " or not spec.availability.always_online", ""),
+    client_accountant("only drawn clients count for sampling", "slice(None) if self.rate is not None else ", ""),
+    client_accountant("a round more than the budget", "remaining.max() + 1", "remaining.max()"),
+    client_accountant(
+        "one invitation more than the limit", "self._rounds(memory) >= most", "self._rounds(memory) > most"
+    ),
+    client_accountant("rounds add up linearly", "noise / math.sqrt(rounds)", "noise / rounds"),
+    client_checks("online clients decide about others", "(spec.availability.announced,", "(False,"),
+    client_checks("colluding attackers", "spec.attack is not None and spec.attack.alters_replies", "False"),
+    client_checks("PowerSGD mixes updates", "isinstance(spec.communication.up, PowerSGD)", "False"),
+    client_checks("single updates at the server", 'if not is_plain(objective, "server_update"):', "if False:"),
 ]

@@ -47,6 +47,7 @@ FAMILIES = ((0, 5), (5, 10))
 SAMPLERS: dict[str, Any] = {
     "uniform": "uniform",
     "uniform again": {"name": "uniform", "replacement": True},
+    "poisson": "poisson",
     "weighted": "weighted",
     "weighted once": {"name": "weighted", "replacement": False},
     "all": "all",
@@ -527,7 +528,7 @@ def acts(
 
 
 ONE_FORMULA = {
-    **{name: {"mean", "stratum", "horvitz-thompson"} for name in ("uniform", "power-of-choice")},
+    **{name: {"mean", "stratum", "horvitz-thompson"} for name in ("uniform", "poisson", "power-of-choice")},
     "all": {"mean", "stratum", "horvitz-thompson", "fedau", "mifa", "fedvarp", "fedawe"},  # if all clients reply
     **{name: {"size", "mean", "stratum"} for name in ("weighted", "clustered")},
 }

@@ -105,6 +105,8 @@ class Federation:
         self.listener, self.legs, self.attack = listener, legs, attack
         self.attackers = frozenset(() if attack is None else attack.attackers(config.clients, config.seed))
         """The clients that attack."""
+        self.excluded: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        """The clients that must not be invited any more."""
         self.round = 0
         self.exchanges = Exchanges(config, availability, method)
         self.log = self.exchanges.log
@@ -126,9 +128,10 @@ class Federation:
     def candidates(self) -> NDArray[np.int64]:
         """Return the clients that may be invited, in ascending order.
 
-        All clients may be invited or, with ``availability.announced``, only the clients that are online.
+        All clients except ``excluded`` may be invited or, with ``availability.announced``, only those of them that are
+        online.
         """
-        clients = np.arange(self.config.clients)
+        clients = np.delete(np.arange(self.config.clients), self.excluded)
         if not self.availability.announced or self.round == 0:
             return clients
         return clients[self.availability.online(clients, self.round, self.config.seed)]

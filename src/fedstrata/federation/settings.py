@@ -65,8 +65,34 @@ class DPSGD(Setting):
     budget: PositiveFloat | None = None
 
 
+class ClientDP(Setting):
+    """Differential privacy of whole clients, with noise that the server adds (McMahan et al. 2018).
+
+    The server scales down each update whose norm is above ``clip``. It adds Gaussian noise to the sum of the updates,
+    and divides the sum by the expected number of clients per round. Two runs are neighbours if one client never answers
+    in one of them. ε limits what others learn from the models about one client. ε does not apply to the server, which
+    sees each update.
+
+    Args:
+        clip: Largest L2 norm C of a client's update, over all parameters that clients train.
+        noise: Standard deviation of the noise that is added to the sum of the updates, as a multiple of ``clip``.
+        delta: Probability δ of (ε, δ)-differential privacy, for which ε is computed. δ should be smaller than one
+            divided by the number of clients.
+        budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. Default:
+            no limit.
+        participations: Largest number of rounds to which a client is invited. With this limit, the random choice of
+            clients does not lower ε. Default: no limit.
+    """
+
+    clip: PositiveFloat
+    noise: PositiveFloat
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    budget: PositiveFloat | None = None
+    participations: PositiveInt | None = None
+
+
 class Privacy(Setting):
-    """Secure sums, the minimum number of samples for each value that a client sends, and privacy of samples.
+    """Secure sums, the minimum number of samples for each value that a client sends, and differential privacy.
 
     A client with too few samples does not answer a request for an update, a count, a loss or a measurement. Prototypes,
     labels and counts of classes with too few samples are left out of answers. A site may require more samples than the
@@ -80,6 +106,8 @@ class Privacy(Setting):
             these samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client
             does not answer until the epoch ends.
         dp: Clipping and noise in local training, for differential privacy of each sample; only in simulations.
+            Default: none.
+        clients: Clipping and noise at the server, for differential privacy of each client; only in simulations.
             Default: none.
         sums: The server's view of clients' updates. ``plain``: every update. ``secure``: only the sum over the clients
             of a round (Bonawitz et al. 2017); only for fedavg, and only in simulations so far. It needs the extra
@@ -96,6 +124,7 @@ class Privacy(Setting):
     min_samples: PositiveInt = 1
     below: Literal["hold-back", "refuse"] = "hold-back"
     dp: DPSGD | None = None
+    clients: ClientDP | None = None
     sums: Literal["plain", "secure"] = "plain"
     simulate_masks: bool = False
     range: PositiveFloat = 1.0

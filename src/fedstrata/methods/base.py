@@ -19,8 +19,10 @@ from fedstrata.federation.allowed import SHARE, Agreed, Allowed, declares, joine
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fact, Fit, FitReply, Params, Requests, Weights, check_message
+from fedstrata.methods.private import private_round
 from fedstrata.methods.secure import secure_round
 from fedstrata.models.batchnorm import has_batchnorm
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
 
@@ -338,6 +340,8 @@ class Recipe(Method):
         """Select clients, train them, and combine their models."""
         if federation.config.privacy.sums == "secure":
             return secure_round(self, federation, state)
+        if federation.config.privacy.clients is not None:
+            return private_round(self, federation, state)
         sampler, data = self.client_sampler, self.data_sampler
         objective, aggregator = self.objective, self.aggregator
         config, weights = federation.config, state.weights
@@ -353,12 +357,8 @@ class Recipe(Method):
         if combined is weights and (reason := aggregator.shortage(len(replies))):
             federation.note("too few replies", replies, reason)
         # Restore parameters that clients do not train or send: a server optimiser with weight decay would change them.
-        model = config.model
-        frozen = {
-            n: w
-            for n, w in weights.params.items()
-            if not objective.trains(n, model) or (objective.has_stages and objective.stays(n, model))
-        }
+        updated = self.updated(weights.params, config.model)
+        frozen = {n: w for n, w in weights.params.items() if n not in updated}
         combined = Weights(combined.params | frozen, combined.buffers) if frozen else combined
         answers = list(replies.values())
         objective_state, after = objective.server_update(state.objective, weights, combined, answers, config.clients)
@@ -377,6 +377,12 @@ class Recipe(Method):
             **objective.metrics(answers),
             **(weight_diversity([reply.weights.params for reply in answers]) if config.weight_diversity else {}),
         }
+
+    def updated(self, params: Params, model: Model) -> Params:
+        """Return the parameters that clients train and that are not personal, in the same order."""
+        objective = self.objective
+        personal = {name for name in params if objective.has_stages and objective.stays(name, model)}
+        return {name: w for name, w in params.items() if objective.trains(name, model) and name not in personal}
 
     def evaluated(self, config: FederationConfig, state: RecipeState) -> Weights:
         """Return the model that the aggregator chooses: the global model, or an average of several models."""

@@ -36,6 +36,7 @@ from fedstrata.models.model import Model
 from fedstrata.models.probe import draws_random_numbers
 from fedstrata.models.zoo import CustomModel, OwnModel, Trial, make_model, own_module
 from fedstrata.objectives.base import is_plain
+from fedstrata.runs.client_checks import check_client_privacy
 from fedstrata.runs.dp_checks import check_privacy
 from fedstrata.runs.identity import about_data, about_model, identity_of
 from fedstrata.runs.secure_checks import check_secure_sums
@@ -208,6 +209,8 @@ def assemble(
     spec.method.check(config)
     if spec.privacy.dp is not None:
         check_privacy(spec.method, config, dataset)
+    if spec.privacy.clients is not None:
+        check_client_privacy(spec, config)
     for allowed in spec.method.declared(config) or ():
         if limit := allowed.limit_below(spec.privacy):
             problem = f"the reply to {allowed.label} {limit.reason}, so no client could answer. "

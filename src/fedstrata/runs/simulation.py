@@ -31,6 +31,7 @@ from fedstrata.federation.federation import Federation, Legs, Listener, one_leg
 from fedstrata.federation.messages import ClientId, Weights
 from fedstrata.runs.accountant import Accountant
 from fedstrata.runs.checkpoint import Checkpoint
+from fedstrata.runs.client_accountant import client_accountant
 from fedstrata.runs.loop_state import LoopState, SavedLoopState
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.run_folder import RunFolder
@@ -169,9 +170,9 @@ class Simulation:
             self.folder: Path | None = None
             """The run folder; None if nothing is written."""
             dp, sizes = self.spec.privacy.dp, prepared.config.sizes
-            self._accountant: Accountant | None = None
-            if dp is not None and sizes is not None:
-                self._accountant = Accountant(dp, self.spec.training, sizes)
+            training = self.spec.training
+            self._accountant = Accountant(dp, training, sizes) if dp is not None and sizes is not None else None
+            self._client_accountant = client_accountant(self.spec, prepared.config)
             watched = prepared.held.own_test is not None
             self.loop_state = LoopState(np.zeros(prepared.config.clients if watched else 0, dtype=np.int64))
             if checkpoint is not None:
@@ -225,6 +226,8 @@ class Simulation:
         spec, federation = self.spec, self.federation
         self.events = []
         federation.begin(self.round + 1)
+        if self._client_accountant is not None:
+            federation.excluded = self._client_accountant.excluded(self.memory)
         try:
             self.state, metrics = spec.method.run_round(federation, self.state)
             self.round += 1
@@ -244,6 +247,10 @@ class Simulation:
             record["classes_absent"] = np.flatnonzero(absent).tolist()
         if self._accountant is not None:
             record["epsilon"] = self._spend(self._accountant)
+        if self._client_accountant is not None:
+            record |= self._client_accountant.spend(self.memory, federation.log.invited)
+            if reason := self._client_accountant.ending(self.memory):
+                self.stop(reason)
         # The method's metrics follow these columns. A metric with the name of a column is left out.
         record = {**record, **metrics, **record}
         record["seconds"] = time.perf_counter() - began

@@ -146,6 +146,10 @@ class ClientSampler(Setting):
         """
         return None
 
+    def cohort(self, config: FederationConfig) -> int:
+        """Return the expected number of clients per round, which is at least one."""
+        return config.training.invited(config.clients)
+
     def learns(self, config: FederationConfig) -> bool:
         """Return True if the sampler needs the models that participants send back; see ``observe``."""
         return False
@@ -278,6 +282,7 @@ CLIENT_SAMPLERS: Registry[ClientSampler] = Registry(
     ClientSampler,  # type: ignore[type-abstract]
     {
         "uniform": "fedstrata.sampling.base:Uniform",
+        "poisson": "fedstrata.sampling.poisson:Poisson",
         "weighted": "fedstrata.sampling.weighted:Weighted",
         "all": "fedstrata.sampling.fedsampling:Everyone",
         "fedsts": "fedstrata.sampling.stratified:Stratified",

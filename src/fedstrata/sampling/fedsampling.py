@@ -24,6 +24,10 @@ class Everyone(ClientSampler):
     def check(self, config: FederationConfig) -> None:
         """Accept every federation, because ``training.clients_per_round`` is ignored."""
 
+    def cohort(self, config: FederationConfig) -> int:
+        """Return the number of all clients."""
+        return config.clients
+
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return an empty list, because the sampler sends no requests."""
         return []

@@ -1,0 +1,54 @@
+"""The noisy sum of clipped updates, for differential privacy of clients (McMahan et al. 2018, arXiv:1710.06963)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstrata.base.arrays import Floats
+from fedstrata.federation.messages import Params
+from fedstrata.federation.vectors import changes, split
+
+
+def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: float) -> tuple[Tensor, int]:
+    """Return the sum of the clients' updates, each of which is scaled down to a norm of at most ``clip``.
+
+    The server clips the updates, and not the clients. The server may see the updates, and a client could send an update
+    with any norm. The server clips what it decoded, because the error of a codec can make an update longer.
+
+    Args:
+        before: The tensors that clients train, in the global model.
+        models: The models of the clients, which may contain further tensors.
+        clip: The largest L2 norm C of an update.
+
+    Returns:
+        The sum as a vector of float64, shape (d,), and the number of updates that were scaled down.
+    """
+    total = torch.zeros(sum(tensor.numel() for tensor in before.values()), dtype=torch.float64)
+    scaled = 0
+    for model in models:
+        change = changes(before, model).double()
+        norm = float(change.norm())
+        scaled += norm > clip
+        total += change * min(1.0, clip / norm) if norm else 0.0
+    return total, scaled
+
+
+def noisy_mean(total: Tensor, before: Mapping[str, Tensor], deviation: float, cohort: int, normal: Floats) -> Params:
+    """Return (sum + deviation · normal) / cohort, with the names, shapes and dtypes of ``before``.
+
+    The divisor is the expected number of clients. The number of clients that answered depends on each client, so it
+    must not be the divisor.
+
+    Args:
+        total: The sum of the clipped updates, shape (d,).
+        before: The tensors that clients train, in the global model.
+        deviation: The standard deviation of the noise.
+        cohort: The expected number of clients per round.
+        normal: Standard normal numbers, shape (d,).
+    """
+    noisy = total + deviation * torch.from_numpy(np.asarray(normal))
+    return split(noisy / cohort, before)

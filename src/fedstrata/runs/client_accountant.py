@@ -1,0 +1,133 @@
+"""Compute the ε of clients with ``privacy.clients``, and limit the rounds to which each client is invited."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fedstrata.base.arrays import Ints
+from fedstrata.base.errors import ExtraMissingError
+from fedstrata.base.records import Tree
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.messages import ClientId
+from fedstrata.federation.settings import ClientDP
+from fedstrata.sampling.poisson import Poisson
+from fedstrata.spec.experiment import Experiment
+
+MEMORY = "privacy.clients"
+"""The key in ``Simulation.memory`` under which each client's number of rounds is stored."""
+LEAST_NOISE = 0.1
+"""With less noise, sampling hardly lowers ε, and ``dp-accounting`` cannot always compute by how much."""
+
+
+def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
+    """Return the probability that a client is in a round, if the random choice of clients lowers ε; otherwise None.
+
+    The choice lowers ε only if each client is drawn independently in every round, and others do not see which clients
+    take part. A limit of participations makes draws depend on earlier draws.
+    """
+    privacy, sampler, dp = spec.privacy, getattr(spec.method, "client_sampler", None), spec.privacy.clients
+    if dp is None or dp.participations is not None or dp.noise < LEAST_NOISE:
+        return None
+    if type(sampler) is not Poisson or privacy.sums != "plain" or not spec.availability.always_online:
+        return None
+    return sampler.cohort(config) / config.clients
+
+
+class ClientAccountant:
+    """Computes the ε of a client from the number of rounds in which it could take part.
+
+    Without sampling, k rounds with the noise z are one Gaussian mechanism with the noise z / √k, whose ε is exact
+    (Balle and Wang 2018, Theorem 8). With Poisson sampling, the accountant computes distributions of the privacy loss
+    (Koskela et al. 2020). It rounds losses up, so that ε is never too small.
+    ``dp-accounting`` computes both.
+
+    Args:
+        dp: The settings of differential privacy.
+        clients: Number of clients, N.
+        rate: The probability that a client is in a round; None if the choice of clients does not lower ε.
+
+    Raises:
+        ExtraMissingError: The extra ``dp`` is not installed.
+    """
+
+    def __init__(self, dp: ClientDP, clients: int, rate: float | None) -> None:
+        try:
+            import dp_accounting
+        except ImportError:
+            raise ExtraMissingError("privacy.clients", "dp") from None
+        self._library: Any = dp_accounting
+        self.dp, self.rate, self._clients = dp, rate, clients
+        self.epsilon = cache(self._epsilon)
+        """The function ``_epsilon``, which computes each value once."""
+
+    def _epsilon(self, rounds: int) -> float:
+        """Return the ε of a client that could take part in a number of rounds."""
+        if not rounds:
+            return 0.0
+        noise, delta, library = self.dp.noise, self.dp.delta, self._library
+        if self.rate is None:
+            with np.errstate(divide="ignore"):  # with little noise, the search for ε takes the logarithm of zero
+                return float(library.get_epsilon_gaussian(noise / math.sqrt(rounds), delta))
+        # The loss of a round is about rate / noise. A much smaller interval takes longer and hardly lowers ε.
+        interval = max(1e-4, 0.1 * self.rate / noise)
+        accountant = library.pld.PLDAccountant(value_discretization_interval=interval)
+        accountant.compose(library.PoissonSampledDpEvent(self.rate, library.GaussianDpEvent(noise)), rounds)
+        return float(accountant.get_epsilon(delta))
+
+    def spend(self, memory: dict[str, Tree], invited: set[ClientId]) -> dict[str, Any]:
+        """Count a round; return the largest ε of all clients, and the statement to which this ε belongs.
+
+        An invited client counts even if it did not answer. Otherwise, its answers would decide which other clients are
+        invited later. With Poisson sampling, every client counts, because every client could be drawn.
+
+        Args:
+            memory: ``Simulation.memory``, in which each client's number of rounds is stored.
+            invited: The invited clients of the round.
+        """
+        rounds = self._rounds(memory).copy()
+        rounds[slice(None) if self.rate is not None else sorted(invited)] += 1
+        memory[MEMORY] = rounds
+        sampled = self.rate is not None
+        statement = {
+            "unit": "client",
+            "neighbours": "one client never answers",
+            "delta": self.dp.delta,
+            "sampling": f"Poisson with rate {self.rate:g}" if sampled else "not counted",
+            "accountant": "privacy loss distributions" if sampled else "Gaussian",
+            "against": "parties that see the models, but not the server",
+            "noise": "seeded: no privacy",
+        }
+        return {"epsilon": self.epsilon(int(rounds.max())), "privacy": statement}
+
+    def excluded(self, memory: Mapping[str, Tree]) -> Ints:
+        """Return the clients that took part in the largest allowed number of rounds."""
+        most = self.dp.participations
+        return np.empty(0, dtype=np.int64) if most is None else np.flatnonzero(self._rounds(memory) >= most)
+
+    def ending(self, memory: Mapping[str, Tree]) -> str:
+        """Return the reason why the run must end before its next round; empty if it can continue."""
+        rounds, budget = self._rounds(memory), self.dp.budget
+        remaining = np.delete(rounds, self.excluded(memory))
+        if not len(remaining):
+            return (
+                f"privacy: every client took part in privacy.clients.participations = {self.dp.participations} rounds"
+            )
+        if budget is not None and self.epsilon(int(max(rounds.max(), remaining.max() + 1))) > budget:
+            return f"privacy budget: in another round, a client could spend more than ε = {budget:g}"
+        return ""
+
+    def _rounds(self, memory: Mapping[str, Tree]) -> Ints:
+        """Return each client's number of rounds so far, shape (N,)."""
+        rounds: Ints | None = memory.get(MEMORY)
+        return np.zeros(self._clients, dtype=np.int64) if rounds is None else rounds
+
+
+def client_accountant(spec: Experiment, config: FederationConfig) -> ClientAccountant | None:
+    """Return the accountant of a run; None without ``privacy.clients``."""
+    dp = spec.privacy.clients
+    return None if dp is None else ClientAccountant(dp, config.clients, sampling_rate(spec, config))

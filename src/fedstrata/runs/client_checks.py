@@ -1,0 +1,104 @@
+"""Checks before the first round that a run can guarantee differential privacy of clients (``privacy.clients``)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from fedstrata.aggregation.base import Mean
+from fedstrata.base.errors import SpecError
+from fedstrata.federation.communication.codecs import PowerSGD
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.messages import Weights
+from fedstrata.methods.base import Method, Recipe
+from fedstrata.objectives.base import is_plain
+from fedstrata.runs.client_accountant import ClientAccountant, sampling_rate
+from fedstrata.sampling.base import AllData, Uniform
+from fedstrata.sampling.fedsampling import Everyone
+from fedstrata.sampling.poisson import Poisson
+from fedstrata.spec.experiment import Experiment
+
+FEW = 100
+"""With fewer clients, the noise for a small ε is usually too large for a model to learn."""
+
+USE = "Use a method such as fedavg, fedprox or moon."
+
+
+def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
+    """Check that the method, the model and the settings allow ``privacy.clients``; warn if there are few clients.
+
+    Raises:
+        SpecError: The bound on a client's update would not cover all that the client sends, or would depend on others.
+        ExtraMissingError: The extra ``dp`` is not installed.
+    """
+    dp, privacy, tensors = spec.privacy.clients, spec.privacy, config.model.params().values()
+    assert dp is not None
+    at_sites = "is only for simulations, because clients and noise are drawn from the spec's seed. Remove it."
+    single = "the server clips single updates, which it does not see. Use 'plain', or remove privacy.clients."
+    online = "the clients that are online would decide which other clients are invited. Remove it."
+    colluding = "attackers may use other clients' updates, so the bound does not hold. Use 'label-flip', or remove it."
+    buffers = "has buffers or whole-number parameters, which get no noise. Use a model without BatchNorm."
+    refusals: list[tuple[bool, str, Any, str]] = [
+        (config.sizes is None, "privacy.clients", dp.noise, at_sites),
+        (privacy.dp is not None, "privacy.dp", ..., "cannot be combined with privacy.clients yet. Remove one."),
+        (privacy.sums != "plain", "privacy.sums", privacy.sums, single),
+        (spec.availability.announced, "availability.announced", True, online),
+        (
+            spec.attack is not None and spec.attack.alters_replies,
+            "attack",
+            getattr(spec.attack, "name", ""),
+            colluding,
+        ),
+        (spec.evaluation.weight_diversity, "evaluation.weight_diversity", True, "gets no noise. Remove it."),
+        (
+            isinstance(spec.communication.up, PowerSGD),
+            "communication.up",
+            "powersgd",
+            "decodes a client's update with the updates of other clients. Use another codec.",
+        ),
+        (
+            bool(config.model.buffers()) or not all(tensor.is_floating_point() for tensor in tensors),
+            "model",
+            spec.model.name,
+            buffers,
+        ),
+    ]
+    for refused, key, value, problem in refusals:
+        if refused:
+            raise SpecError(key, problem, value)
+    _check_method(spec.method, config)
+    accountant = ClientAccountant(dp, config.clients, sampling_rate(spec, config))
+    if accountant.ending({}):
+        problem = f"one round spends ε = {accountant.epsilon(1):.3g}. Use a larger budget, or more noise."
+        raise SpecError("privacy.clients.budget", problem, dp.budget)
+    if config.clients < FEW:
+        warnings.warn(
+            f"privacy.clients: the run has {config.clients} clients. With fewer than {FEW} clients and a small ε, the "
+            "model will probably not learn. To protect single samples instead of clients, use privacy.dp.",
+            stacklevel=2,
+        )
+
+
+def _check_method(method: Method, config: FederationConfig) -> None:
+    """Refuse methods whose clients send more than one update, or whose server needs single updates."""
+    own_rounds = not isinstance(method, Recipe) or type(method).train_clients is not Recipe.train_clients
+    if own_rounds or type(method).run_round is not Recipe.run_round:
+        problem = f"asks clients for more than one update per round, and the bound does not cover the rest. {USE}"
+        raise SpecError("method.name", problem, method.name)
+    assert isinstance(method, Recipe)
+    sampler, data, objective, aggregator = method.choices()
+    if type(sampler) not in (Uniform, Poisson, Everyone) or getattr(sampler, "replacement", False):
+        problem = "draws clients by what they send, or draws a client twice. Use 'poisson', 'uniform' or 'all'."
+        raise SpecError("method.client_sampler", problem, sampler.name)
+    if type(data) is not AllData:
+        problem = "asks clients for their sizes, and the bound does not cover sizes. Use 'all'."
+        raise SpecError("method.data_sampler", problem, data.name)
+    if objective.expected(Weights(config.model.params(), {}), config):
+        problem = f"sends more than an update, and the bound does not cover the rest. {USE}"
+        raise SpecError("method.objective", problem, objective.name)
+    if not is_plain(objective, "server_update"):
+        problem = f"uses single updates at the server, which get no noise. {USE}"
+        raise SpecError("method.objective", problem, objective.name)
+    if type(aggregator) is not Mean:
+        problem = "does not give all clients the same weight. Use 'mean', with any server optimiser."
+        raise SpecError("method.aggregator", problem, aggregator.name)

@@ -1,0 +1,26 @@
+"""Poisson sampling: a random number of clients, each of which is drawn independently of the others."""
+
+from __future__ import annotations
+
+from fedstrata.base.records import Tree
+from fedstrata.federation.allowed import Agreed, Allowed
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Weights
+from fedstrata.sampling.base import ClientSampler, Selection
+
+
+class Poisson(ClientSampler):
+    """Draws each client independently with probability ``training.clients_per_round`` / N, where N counts all clients.
+
+    The number of drawn clients varies, and a round may have no client. With ``privacy.clients``, these draws lower ε.
+    """
+
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
+        """Return an empty list, because the sampler sends no requests."""
+        return []
+
+    def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
+        """Draw each client that may be invited, independently of which other clients may be invited."""
+        config, candidates = federation.config, federation.candidates()
+        drawn = federation.rng("client-sampling").random(config.clients) < self.cohort(config) / config.clients
+        return Selection.plain(candidates[drawn[candidates]], len(candidates)), state
