@@ -1,0 +1,242 @@
+"""The advice: methods with reasons, methods that cannot run, and how little is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from fedstrata.base.errors import DataError, SpecError
+from fedstrata.evaluation.summary import percent
+from fedstrata.methods.base import METHODS, Recipe
+from fedstrata.papers.judging import difference_text
+from fedstrata.papers.recommend.columns import BASELINE, FILE, Column, by_distance, column_specs, read_board
+from fedstrata.papers.recommend.properties import Properties, measure, sampler_of
+from fedstrata.papers.recommend.rules import RULES
+from fedstrata.reporting.statistics import Difference
+from fedstrata.runs.preparation import Prepared, check_method, prepare
+from fedstrata.spec.experiment import Experiment
+
+MOST = 5
+"""The largest number of methods that are advised in addition to FedAvg."""
+ALIKE = 0.05
+"""The largest distance of a column whose results count as evidence for a spec.
+
+Two seeds of one column of the board have a distance of about 0.01, and different columns mostly more than 0.05."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A reason to compare a method.
+
+    Args:
+        text: The reason, as sentences.
+        source: The page, paper or column of the board that supports the reason.
+        property: The measured property; empty for a result of the board.
+        value: The value of the property, or the difference from FedAvg in percentage points.
+        interval: The 95 % interval of the difference; None if it is unknown.
+        n: The number of seeds; None for a property.
+    """
+
+    text: str
+    source: str
+    property: str = ""
+    value: float | None = None
+    interval: tuple[float, float] | None = None
+    n: int | None = None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The advice for a spec.
+
+    Args:
+        properties: The measured properties of the spec.
+        columns: The columns of the board, beginning with the nearest column.
+        methods: The reasons for each advised method. The first methods are ranked, see ``ranked``.
+        ranked: The number of methods at the beginning of ``methods`` that results of the board rank.
+        behind: The methods that are not advised because they are behind FedAvg in the nearest column, with reasons.
+        refused: The methods that cannot run with this spec, with the error.
+        limits: Sentences that say how little is known.
+    """
+
+    properties: Properties
+    columns: Sequence[Column]
+    methods: Mapping[str, Sequence[Reason]]
+    ranked: int
+    behind: Mapping[str, Reason]
+    refused: Mapping[str, str]
+    limits: Sequence[str] = field(default_factory=list)
+
+    @property
+    def compared(self) -> list[str]:
+        """The methods that a comparison should include, beginning with FedAvg."""
+        return [*([] if BASELINE in self.refused else [BASELINE]), *self.methods]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all facts for programs."""
+        return {
+            "properties": asdict(self.properties),
+            "columns": [
+                {"column": each.name, "distance": each.distance, "properties": asdict(each.properties)}
+                for each in self.columns
+            ],
+            "methods": [
+                {"method": name, "ranked": place < self.ranked, "reasons": [asdict(reason) for reason in reasons]}
+                for place, (name, reasons) in enumerate(self.methods.items())
+            ],
+            "behind": {name: asdict(reason) for name, reason in self.behind.items()},
+            "refused": dict(self.refused),
+            "limits": list(self.limits),
+        }
+
+
+def recommend(spec: Experiment, file: Path = FILE) -> Advice:
+    """Measure a spec, and advise which methods to compare.
+
+    Args:
+        spec: The experiment. Its method decides only how clients are invited, see ``sampler_of``.
+        file: The results of the board.
+
+    Raises:
+        SpecError: A setting of the spec is wrong.
+        DataError: The data set of the spec is missing.
+    """
+    prepared = prepare(spec)
+    measured, board, limits = measure(prepared), read_board(file), simplifications(prepared)
+    columns: list[Column] = []
+    if board is not None:
+        try:
+            columns = by_distance(board, measured)
+        except (DataError, SpecError) as error:
+            limits = [f"The columns of the board cannot be measured: {error}", *limits]
+    advice = advise(measured, columns, refused(prepared))
+    return replace(advice, limits=[*known(board, columns, advice.ranked), *limits])
+
+
+def refused(prepared: Prepared) -> dict[str, str]:
+    """Return the methods that cannot run with a spec, each with the error."""
+    problems: dict[str, str] = {}
+    for name in METHODS:
+        try:
+            spec = prepared.spec if prepared.spec.method.name == name else prepared.spec.replace(method=name)
+            check_method(spec, prepared.config, prepared.data, prepared.held)
+        except SpecError as error:
+            problems[name] = str(error)
+    return problems
+
+
+def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str, str]) -> Advice:
+    """Choose the methods to compare, with reasons.
+
+    Results rank methods only if the nearest column is alike (``ALIKE``) and the interval of the difference from FedAvg
+    excludes 0. Methods that rules name follow, without a ranking. Each rule adds its first method before a rule adds
+    its second.
+
+    Args:
+        measured: The measured properties of the spec.
+        columns: The columns of the board, beginning with the nearest column.
+        refused: The methods that cannot run with the spec.
+    """
+    near = columns[0] if columns and columns[0].distance <= ALIKE else None
+    results = {} if near is None else {name: each for name, each in near.differences.items() if name in METHODS}
+    orders = {name: each.order() for name, each in results.items() if name not in refused}
+    ahead = [name for name, order in orders.items() if order == "above"]
+    ahead.sort(key=lambda name: -(results[name].mean or 0.0))
+    evidence = {} if near is None else {name: _result(each, near) for name, each in results.items() if each.n}
+    behind = {name: evidence[name] for name, order in orders.items() if order == "below"}
+    reasons = _reasons(measured)
+    chosen = [name for name in dict.fromkeys([*ahead, *reasons]) if name not in refused and name not in behind][:MOST]
+    methods = {
+        name: [*([evidence[name]] if name in evidence else []), *reasons.get(name, [])] for name in chosen
+    }
+    return Advice(measured, columns, methods, len(ahead[:MOST]), behind, refused)
+
+
+def _reasons(measured: Properties) -> dict[str, list[Reason]]:
+    """Return the reasons that the rules give, by method: the first methods of all rules, then the second methods."""
+    holding = [rule for rule in RULES if rule.holds(measured)]
+    order = [name for names in zip_longest(*(rule.methods for rule in holding)) for name in names if name is not None]
+    reasons: dict[str, list[Reason]] = {name: [] for name in order}
+    for rule in holding:
+        value = float(getattr(measured, rule.key))
+        text = rule.reason.format(value=shown(value, rule.unit))
+        for name, claim in rule.methods.items():
+            reasons[name].append(Reason(f"{text} {claim.text}", claim.source, rule.key, value))
+    return reasons
+
+
+def _result(difference: Difference, column: Column) -> Reason:
+    """Return a result of the board as a reason."""
+    verdict = {"above": "", "below": "", "not significant": " The difference is not significant."}
+    too_few = " Too few seeds to show an order."
+    n = difference.n
+    text = f"Accuracy minus the accuracy of FedAvg, in the nearest column: {difference_text(difference)} points"
+    seeds = f", {n} seeds." if difference.interval is not None else "."
+    text = f"{text}{seeds}{verdict.get(difference.order(), too_few)}"
+    return Reason(text, f"board, {column.name}", "", difference.mean, difference.interval, n)
+
+
+def known(board: Mapping[str, Any] | None, columns: Sequence[Column], ranked: int) -> list[str]:
+    """Return sentences that say how few results the advice is based on.
+
+    Args:
+        board: The results of the board; None if there are none.
+        columns: The measured columns, beginning with the nearest column.
+        ranked: The number of methods that results rank.
+    """
+    ranking = (
+        f"Only the order of the first {ranked} methods is a ranking." if ranked > 1 else "The methods are not ranked."
+    )
+    convention = "The limits from which a property counts as a reason are conventions, not results."
+    if board is None:
+        source = "No results of the board exist. All reasons come from measured properties and the cited sources."
+        return [source, ranking, convention]
+    cells = [cell for column in board["columns"].values() for cell in column["methods"].values()]
+    seeds = sorted({len(cell["seeds"]) for cell in cells})
+    sets = sorted({spec.data.name for spec in column_specs(board).values()})
+    span = " to ".join(map(str, dict.fromkeys([seeds[0], seeds[-1]]))) if seeds else "0"
+    size = f"{counted(len(board['columns']), 'column')} on {counted(len(sets), 'data set')} ({', '.join(sets)})"
+    sentences = [f"The board has {size}, with {span} seeds per method."]
+    if columns and columns[0].distance > ALIKE:
+        near = f"The nearest column, {columns[0].name}, has the distance {columns[0].distance:.2f}"
+        sentences.append(f"{near}. Results count as evidence only up to {ALIKE:.2f}, so they are not used.")
+    elif columns and not ranked:
+        sentences.append(f"In the column {columns[0].name}, no method that can run here is shown to be ahead of FedAvg.")
+    return [*sentences, ranking, convention]
+
+
+def simplifications(prepared: Prepared) -> list[str]:
+    """Return sentences that say what the measurement leaves out."""
+    spec, sampler = prepared.spec, sampler_of(prepared)
+    sentences = []
+    if spec.availability.deadline is not None:
+        sentences.append("The simulation ignores availability.deadline, so more clients can be absent.")
+    own = spec.method.client_sampler if isinstance(spec.method, Recipe) else None
+    if own is not sampler:
+        sentences.append(f"Invitations of {spec.method.name} depend on training. The simulation invites at random.")
+    if not prepared.data.task.has_classes:
+        sentences.append(f"The task {prepared.data.task.name!r} has no classes, so properties of classes are unknown.")
+    return sentences
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "column"), counted(2, "column")
+    ('1 column', '2 columns')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def shown(value: float, unit: str) -> str:
+    """Format a property.
+
+    >>> shown(0.125, "share"), shown(0.125, "index"), shown(20.0, "number"), shown(3.4, "number")
+    ('12 %', '0.12', '20', '3.4')
+    """
+    if unit == "share":
+        return percent(value, 0)
+    return f"{value:.2f}" if unit == "index" else f"{value:.4g}" if float(value).is_integer() else f"{value:.1f}"

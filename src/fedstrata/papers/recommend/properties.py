@@ -1,0 +1,325 @@
+"""Properties of a partition and an availability that are measured without training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from fedstrata.base.arrays import Bools, Floats, Ints
+from fedstrata.base.config import under
+from fedstrata.clients.store import StateStore
+from fedstrata.engines.local import LocalEngine
+from fedstrata.federation.availability import Population
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Weights
+from fedstrata.methods.base import Recipe
+from fedstrata.runs.preparation import Prepared
+from fedstrata.runs.simulation import make_context
+from fedstrata.sampling.base import ClientSampler, Uniform
+
+SEEDS = 5
+"""The number of seeds with which availability and invitations are simulated: the spec's seed and the following seeds."""
+
+
+@dataclass(frozen=True)
+class Properties:
+    """The measured properties of a spec, as numbers. A property of classes is None if the task has no classes.
+
+    Properties of a partition are exact. Other properties are means over ``SEEDS`` simulations of all rounds, without
+    training, deadlines and failures.
+
+    Args:
+        clients: Number of clients, N.
+        invited: Number of clients that a round invites, divided by N.
+        size_imbalance: Gini coefficient of the clients' numbers of samples; 0 if they are equal.
+        step_imbalance: Gini coefficient of the clients' numbers of local steps per round.
+        online: Share of the clients that are online in a round.
+        offline_rounds: Mean number of successive rounds that a client is offline; 0 if all clients are always online.
+            Absences are cut at the first and last round.
+        size_correlation: Pearson's correlation between a client's number of samples and its share of rounds online; 0
+            if one of the two is the same for all clients.
+        classes: Number of classes of which clients have samples, C.
+        classes_per_client: Mean number of classes of a client, divided by C.
+        label_skew: Mean over clients of the total variation distance between the client's class shares and the class
+            shares of all samples.
+        class_imbalance: Total variation distance between the class shares of all samples and equal shares.
+        online_skew: Total variation distance between the class shares of all samples and the class shares of the
+            samples whose clients are online, added up over all rounds.
+        absent_online: Share of rounds in which none of the clients with samples of a class is online, averaged over
+            classes.
+        absent_replies: Share of rounds in which none of the clients with samples of a class is both invited and online,
+            averaged over classes.
+        longest_absence: Largest number of successive rounds in which none of the clients with samples of a class is
+            both invited and online, for the class that is absent longest.
+    """
+
+    clients: int
+    invited: float
+    size_imbalance: float
+    step_imbalance: float
+    online: float
+    offline_rounds: float
+    size_correlation: float
+    classes: int | None = None
+    classes_per_client: float | None = None
+    label_skew: float | None = None
+    class_imbalance: float | None = None
+    online_skew: float | None = None
+    absent_online: float | None = None
+    absent_replies: float | None = None
+    longest_absence: float | None = None
+
+    @property
+    def absent_uninvited(self) -> float | None:
+        """The share of rounds in which clients with samples of a class are online, but none of them is invited."""
+        if self.absent_replies is None or self.absent_online is None:
+            return None
+        return self.absent_replies - self.absent_online
+
+
+class Simulated(NamedTuple):
+    """The clients that one seed simulates.
+
+    Args:
+        online: Whether each client is online in each round, (rounds, N).
+        invited: Whether each client is invited in each round, (rounds, N).
+    """
+
+    online: Bools
+    invited: Bools
+
+
+def measure(prepared: Prepared) -> Properties:
+    """Measure the properties of a spec without training.
+
+    Args:
+        prepared: The experiment.
+
+    Raises:
+        SpecError: The availability does not fit the federation with one of the seeds.
+    """
+    first, assignment = prepared.spec.seed, prepared.assignment
+    runs = [simulate(prepared, seed) for seed in range(first, first + SEEDS)]
+    sizes, training = assignment.sizes, prepared.spec.training
+    steps = np.ceil(sizes / training.samples_per_step) * training.epochs
+    if training.local_steps is not None:
+        steps = np.full(len(sizes), training.local_steps)
+    data = prepared.data
+    counts = assignment.counts(*data.strata_or_one) if data.task.has_classes else None
+    return properties(sizes, steps, counts, runs)
+
+
+def simulate(prepared: Prepared, seed: int) -> Simulated:
+    """Simulate in all rounds which clients are online and which clients are invited.
+
+    Clients are invited by the spec's client sampler or, if this sampler needs results of training, by ``Uniform``.
+
+    Args:
+        prepared: The experiment.
+        seed: The seed, which replaces the spec's seed after the partition.
+    """
+    spec, config = prepared.spec, replace(prepared.config, seed=seed)
+    clients, weights = np.arange(config.clients), Weights(config.model.params(), config.model.buffers())
+    availability = spec.availability.model_copy()
+    population = Population(config.clients, config.strata, prepared.assignment, prepared.data.strata, seed)
+    under("availability", lambda: availability.check(population))
+    sampler = sampler_of(prepared)
+    engine = LocalEngine(make_context(replace(prepared, config=config)), StateStore())
+    federation = Federation(engine, config, availability, spec.method.name)
+    federation.begin(0)
+    state = sampler.init(federation)
+    shape = spec.training.rounds, config.clients
+    simulated = Simulated(np.ones(shape, dtype=bool), np.zeros(shape, dtype=bool))
+    for row in range(spec.training.rounds):
+        federation.begin(row + 1)
+        if not availability.always_online:
+            simulated.online[row] = availability.online(clients, row + 1, seed)
+        selection, state = sampler.select(federation, state, weights)
+        simulated.invited[row, selection.clients] = True
+    return simulated
+
+
+def sampler_of(prepared: Prepared) -> ClientSampler:
+    """Return the client sampler of a spec; ``Uniform`` if this sampler needs clients' replies in the rounds."""
+    method, config = prepared.spec.method, prepared.config
+    if not isinstance(method, Recipe) or method.client_sampler.learns(config):
+        return Uniform()
+    requests = method.client_sampler.allowed(config)
+    if requests is None or any(each.rule.phase != "enrolment" for each in requests):
+        return Uniform()
+    return method.client_sampler
+
+
+def properties(sizes: Ints, steps: Floats, counts: Ints | None, runs: Sequence[Simulated]) -> Properties:
+    """Compute the properties of a partition and of simulated rounds.
+
+    Args:
+        sizes: Number of samples of each client, (N,).
+        steps: Number of local steps of each client per round, (N,).
+        counts: Number of samples of each class at each client, (N, C); None if the task has no classes.
+        runs: The simulated rounds of each seed.
+    """
+    rates = [run.online.mean(axis=0) for run in runs]
+    general = Properties(
+        clients=len(sizes),
+        invited=float(np.mean([run.invited.mean() for run in runs])),
+        size_imbalance=gini(sizes),
+        step_imbalance=gini(steps),
+        online=float(np.mean(rates)),
+        offline_rounds=float(np.mean([spell(run.online) for run in runs])),
+        size_correlation=float(np.mean([correlation(sizes, each) for each in rates])),
+    )
+    if counts is None:
+        return general
+    counts = counts[:, counts.sum(axis=0) > 0]
+    holds, total = counts > 0, counts.sum(axis=0)
+    online = [without_holder(holds, run.online) for run in runs]
+    replies = [without_holder(holds, run.online & run.invited) for run in runs]
+    filled = counts[sizes > 0]
+    return replace(
+        general,
+        classes=counts.shape[1],
+        classes_per_client=float(holds.mean()),
+        label_skew=float(np.mean([distance(row, total) for row in filled])),
+        class_imbalance=distance(total, np.ones_like(total)),
+        online_skew=float(np.mean([distance(each @ counts, total) for each in rates])),
+        absent_online=float(np.mean(online)),
+        absent_replies=float(np.mean(replies)),
+        longest_absence=float(np.mean([longest(each) for each in replies])),
+    )
+
+
+def gini(values: Ints | Floats) -> float:
+    """Return the Gini coefficient of numbers of at least 0: 0 if all are equal, near 1 if one has almost everything.
+
+    >>> gini(np.array([1, 1, 1])), round(gini(np.array([0, 0, 3])), 3)
+    (0.0, 0.667)
+    """
+    n, total = len(values), values.sum()
+    ranks = 2 * np.arange(1, n + 1) - n - 1
+    return float(ranks @ np.sort(values) / (n * total)) if total else 0.0
+
+
+def distance(counts: Ints | Floats, others: Ints | Floats) -> float:
+    """Return the total variation distance between two distributions, which are given as counts.
+
+    >>> distance(np.array([1, 0]), np.array([2, 2])), distance(np.array([0, 0]), np.array([2, 2]))
+    (0.5, 0.0)
+    """
+    if not counts.sum() or not others.sum():
+        return 0.0
+    return float(np.abs(counts / counts.sum() - others / others.sum()).sum() / 2)
+
+
+def correlation(values: Ints, rates: Floats) -> float:
+    """Return Pearson's correlation; 0 if all values or all rates are equal.
+
+    >>> correlation(np.array([1, 2]), np.array([0.5, 0.5])), round(correlation(np.array([1, 2]), np.array([0, 1.0])), 6)
+    (0.0, 1.0)
+    """
+    if np.ptp(values) == 0 or np.ptp(rates) == 0:
+        return 0.0
+    return float(np.corrcoef(values, rates)[0, 1])
+
+
+def spell(online: Bools) -> float:
+    """Return the mean number of successive rounds that a client is offline; 0 if no client is ever offline.
+
+    Args:
+        online: Whether each client is online in each round, (rounds, N).
+
+    >>> spell(np.array([[True, False], [False, False], [True, False]]))
+    2.0
+    """
+    before = np.vstack([np.ones_like(online[:1]), online[:-1]])
+    begins = int((before & ~online).sum())
+    return float((~online).sum() / begins) if begins else 0.0
+
+
+def without_holder(holds: Bools, takes_part: Bools) -> Bools:
+    """Return for each round and class whether none of the clients that take part has samples of the class.
+
+    Args:
+        holds: Whether each client has samples of each class, (N, C).
+        takes_part: Whether each client takes part in each round, (rounds, N).
+
+    Returns:
+        The values, (rounds, C).
+    """
+    return np.array([~holds[row].any(axis=0) for row in takes_part])
+
+
+def longest(absent: Bools) -> int:
+    """Return the largest number of successive rounds in which a class is absent, over all classes.
+
+    Args:
+        absent: Whether each class is absent in each round, (rounds, C).
+
+    >>> longest(np.array([[True, False], [True, True], [False, True], [True, True]]))
+    3
+    """
+    current, most = np.zeros(absent.shape[1], dtype=np.int64), 0
+    for row in absent:
+        current = (current + 1) * row
+        most = max(most, int(current.max()))
+    return most
+
+
+class Shown(NamedTuple):
+    """The presentation of a property.
+
+    Args:
+        label: A short name.
+        about: A noun phrase that defines the property.
+        unit: ``share`` (shown in percent), ``number`` or ``index`` (a number from 0 or -1 to 1).
+    """
+
+    label: str
+    about: str
+    unit: str
+
+
+SHOWN = {
+    "clients": Shown("clients", "number of clients", "number"),
+    "invited": Shown("invited", "share of the clients that a round invites", "share"),
+    "classes": Shown("classes", "number of classes", "number"),
+    "classes_per_client": Shown("classes per client", "share of the classes that a client has, on average", "share"),
+    "label_skew": Shown("label skew", "distance of a client's class shares from the shares of all samples", "index"),
+    "class_imbalance": Shown("class imbalance", "distance of the class shares of all samples from equal shares", "index"),
+    "size_imbalance": Shown("size imbalance", "Gini coefficient of the clients' numbers of samples", "index"),
+    "step_imbalance": Shown("step imbalance", "Gini coefficient of the clients' numbers of local steps", "index"),
+    "online": Shown("online", "share of the clients that are online in a round", "share"),
+    "offline_rounds": Shown("rounds offline", "number of successive rounds that a client is offline", "number"),
+    "online_skew": Shown("online and labels", "distance of the class shares of online clients from the shares of all samples", "index"),
+    "size_correlation": Shown("online and sizes", "correlation of the time online with the number of samples", "index"),
+    "absent_online": Shown("absent online", "share of rounds in which a class has no client online", "share"),
+    "absent_replies": Shown("absent in replies", "share of rounds in which a class has no invited client online", "share"),
+    "longest_absence": Shown("longest absence", "number of successive rounds in which a class has no invited client online", "number"),
+}
+"""The presentation of each property, in the order in which properties are shown."""
+
+FACTOR = 1000.0
+"""Two numbers with this ratio have the distance 1, the largest distance of two shares."""
+
+
+def apart(key: str, mine: Properties, other: Properties) -> float | None:
+    """Return how far a property of two specs is apart, from 0 (equal) to 1; None if a spec does not have the property.
+
+    Shares and indices are compared by their difference, and the correlation by half its difference. Numbers are
+    compared by the logarithm of their ratio, relative to the logarithm of ``FACTOR``.
+
+    Args:
+        key: The name of the property.
+        mine: The properties of a spec.
+        other: The properties of another spec.
+    """
+    a, b = getattr(mine, key), getattr(other, key)
+    if a is None or b is None:
+        return None
+    if SHOWN[key].unit == "number":
+        return min(1.0, abs(math.log((1 + a) / (1 + b))) / math.log(FACTOR))
+    return float(abs(a - b)) / (2 if key == "size_correlation" else 1)
