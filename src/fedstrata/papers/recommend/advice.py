@@ -13,7 +13,7 @@ from fedstrata.evaluation.summary import percent
 from fedstrata.methods.base import METHODS, Recipe
 from fedstrata.papers.judging import difference_text
 from fedstrata.papers.recommend.columns import BASELINE, FILE, Column, by_distance, column_specs, read_board
-from fedstrata.papers.recommend.properties import Properties, measure, sampler_of
+from fedstrata.papers.recommend.properties import SHOWN, Properties, measure, sampler_of
 from fedstrata.papers.recommend.rules import RULES
 from fedstrata.reporting.statistics import Difference
 from fedstrata.runs.preparation import Prepared, check_method, prepare
@@ -21,10 +21,10 @@ from fedstrata.spec.experiment import Experiment
 
 MOST = 5
 """The largest number of methods that are advised in addition to FedAvg."""
-ALIKE = 0.05
-"""The largest distance of a column whose results count as evidence for a spec.
+ALIKE = 0.02
+"""The largest distance of a column whose results decide which methods come first, and which are left out.
 
-Two seeds of one column of the board have a distance of about 0.01, and different columns mostly more than 0.05."""
+Two seeds of one column of the board have a distance of about 0.01. Different columns have at least 0.023."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Advice:
     Args:
         properties: The measured properties of the spec.
         columns: The columns of the board, beginning with the nearest column.
-        methods: The reasons for each advised method. The first methods are ranked, see ``ranked``.
-        ranked: The number of methods at the beginning of ``methods`` that results of the board rank.
+        methods: The reasons for each advised method.
+        ahead: The number of methods at the beginning of ``methods`` that are ahead of FedAvg in an alike column.
         behind: The methods that are not advised because they are behind FedAvg in the nearest column, with reasons.
         refused: The methods that cannot run with this spec, with the error.
         limits: Sentences that say how little is known.
@@ -65,7 +65,7 @@ class Advice:
     properties: Properties
     columns: Sequence[Column]
     methods: Mapping[str, Sequence[Reason]]
-    ranked: int
+    ahead: int
     behind: Mapping[str, Reason]
     refused: Mapping[str, str]
     limits: Sequence[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Advice:
                 for each in self.columns
             ],
             "methods": [
-                {"method": name, "ranked": place < self.ranked, "reasons": [asdict(reason) for reason in reasons]}
+                {"method": name, "ahead": place < self.ahead, "reasons": [asdict(reason) for reason in reasons]}
                 for place, (name, reasons) in enumerate(self.methods.items())
             ],
             "behind": {name: asdict(reason) for name, reason in self.behind.items()},
@@ -113,7 +113,7 @@ def recommend(spec: Experiment, file: Path = FILE) -> Advice:
         except (DataError, SpecError) as error:
             limits = [f"The columns of the board cannot be measured: {error}", *limits]
     advice = advise(measured, columns, refused(prepared))
-    return replace(advice, limits=[*known(board, columns, advice.ranked), *limits])
+    return replace(advice, limits=[*known(board, columns, advice.ahead), *limits])
 
 
 def refused(prepared: Prepared) -> dict[str, str]:
@@ -131,27 +131,30 @@ def refused(prepared: Prepared) -> dict[str, str]:
 def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str, str]) -> Advice:
     """Choose the methods to compare, with reasons.
 
-    Results rank methods only if the nearest column is alike (``ALIKE``) and the interval of the difference from FedAvg
-    excludes 0. Methods that rules name follow, without a ranking. Each rule adds its first method before a rule adds
-    its second.
+    If the nearest column is alike (``ALIKE``), methods that its results show to be ahead of FedAvg come first, and
+    methods behind FedAvg are left out. The methods that rules name follow. Each rule adds its first method before a
+    rule adds its second.
 
     Args:
         measured: The measured properties of the spec.
         columns: The columns of the board, beginning with the nearest column.
         refused: The methods that cannot run with the spec.
     """
-    near = columns[0] if columns and columns[0].distance <= ALIKE else None
-    results = {} if near is None else {name: each for name, each in near.differences.items() if name in METHODS}
-    orders = {name: each.order() for name, each in results.items() if name not in refused}
+    results = {
+        name: each
+        for column in columns[:1]
+        for name, each in column.differences.items()
+        if name in METHODS and name not in refused and each.mean is not None
+    }
+    evidence = {name: _result(each, columns[0]) for name, each in results.items()}
+    alike = bool(columns) and columns[0].distance <= ALIKE
+    orders = {name: each.order() for name, each in results.items()} if alike else {}
     ahead = [name for name, order in orders.items() if order == "above"]
     ahead.sort(key=lambda name: -(results[name].mean or 0.0))
-    evidence = {} if near is None else {name: _result(each, near) for name, each in results.items() if each.n}
     behind = {name: evidence[name] for name, order in orders.items() if order == "below"}
     reasons = _reasons(measured)
     chosen = [name for name in dict.fromkeys([*ahead, *reasons]) if name not in refused and name not in behind][:MOST]
-    methods = {
-        name: [*([evidence[name]] if name in evidence else []), *reasons.get(name, [])] for name in chosen
-    }
+    methods = {name: [*([evidence[name]] if name in evidence else []), *reasons.get(name, [])] for name in chosen}
     return Advice(measured, columns, methods, len(ahead[:MOST]), behind, refused)
 
 
@@ -161,8 +164,8 @@ def _reasons(measured: Properties) -> dict[str, list[Reason]]:
     order = [name for names in zip_longest(*(rule.methods for rule in holding)) for name in names if name is not None]
     reasons: dict[str, list[Reason]] = {name: [] for name in order}
     for rule in holding:
-        value = float(getattr(measured, rule.key))
-        text = rule.reason.format(value=shown(value, rule.unit))
+        value, (label, _, unit) = float(getattr(measured, rule.key)), SHOWN[rule.key]
+        text = f"The property {label!r} is {shown(value, unit)}, at least {shown(rule.least, unit)}."
         for name, claim in rule.methods.items():
             reasons[name].append(Reason(f"{text} {claim.text}", claim.source, rule.key, value))
     return reasons
@@ -170,26 +173,23 @@ def _reasons(measured: Properties) -> dict[str, list[Reason]]:
 
 def _result(difference: Difference, column: Column) -> Reason:
     """Return a result of the board as a reason."""
-    verdict = {"above": "", "below": "", "not significant": " The difference is not significant."}
-    too_few = " Too few seeds to show an order."
-    n = difference.n
-    text = f"Accuracy minus the accuracy of FedAvg, in the nearest column: {difference_text(difference)} points"
-    seeds = f", {n} seeds." if difference.interval is not None else "."
-    text = f"{text}{seeds}{verdict.get(difference.order(), too_few)}"
+    n, order = difference.n, difference.order()
+    verdicts = {"not significant": " No order is shown.", "too few seeds": " Too few seeds to show an order."}
+    seeds = "" if difference.interval is None else f", {n} seeds"
+    text = f"Accuracy minus the accuracy of FedAvg in the nearest column: {difference_text(difference)} points{seeds}."
+    text += verdicts.get(order, "")
     return Reason(text, f"board, {column.name}", "", difference.mean, difference.interval, n)
 
 
-def known(board: Mapping[str, Any] | None, columns: Sequence[Column], ranked: int) -> list[str]:
+def known(board: Mapping[str, Any] | None, columns: Sequence[Column], ahead: int) -> list[str]:
     """Return sentences that say how few results the advice is based on.
 
     Args:
         board: The results of the board; None if there are none.
         columns: The measured columns, beginning with the nearest column.
-        ranked: The number of methods that results rank.
+        ahead: The number of methods that are ahead of FedAvg in the nearest column.
     """
-    ranking = (
-        f"Only the order of the first {ranked} methods is a ranking." if ranked > 1 else "The methods are not ranked."
-    )
+    ranking = "The order of the methods is not a ranking."
     convention = "The limits from which a property counts as a reason are conventions, not results."
     if board is None:
         source = "No results of the board exist. All reasons come from measured properties and the cited sources."
@@ -202,9 +202,11 @@ def known(board: Mapping[str, Any] | None, columns: Sequence[Column], ranked: in
     sentences = [f"The board has {size}, with {span} seeds per method."]
     if columns and columns[0].distance > ALIKE:
         near = f"The nearest column, {columns[0].name}, has the distance {columns[0].distance:.2f}"
-        sentences.append(f"{near}. Results count as evidence only up to {ALIKE:.2f}, so they are not used.")
-    elif columns and not ranked:
-        sentences.append(f"In the column {columns[0].name}, no method that can run here is shown to be ahead of FedAvg.")
+        sentences.append(f"{near}. Only columns up to the distance {ALIKE:.2f} decide which methods come first.")
+    elif columns:
+        first = "no method" if not ahead else "the first method" if ahead == 1 else f"the first {ahead} methods"
+        verb = "are" if ahead > 1 else "is"
+        sentences.append(f"In the column {columns[0].name}, {first} {verb} shown to be ahead of FedAvg.")
     return [*sentences, ranking, convention]
 
 

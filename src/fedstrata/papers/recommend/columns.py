@@ -25,6 +25,9 @@ PROTOCOL = {
 }
 """The settings that all columns of the board share, if the file of results does not contain them (key ``spec``)."""
 
+SECTIONS = ("seed", "data", "task", "partition", "availability", "training")
+"""The sections of a column's spec on which measured properties depend."""
+
 BASELINE = "fedavg"
 """The method from which the differences of all other methods are computed."""
 
@@ -87,15 +90,12 @@ def read_board(file: Path = FILE) -> dict[str, Any] | None:
 
 
 def column_specs(board: Mapping[str, Any]) -> dict[str, Experiment]:
-    """Return the spec of each column of the board, with the method FedAvg."""
-    shared = board.get("spec", PROTOCOL)
-    sections = {
-        name: {key: value for key, value in column.items() if key != "methods"}
-        for name, column in board["columns"].items()
-    }
-    return {
-        name: Experiment.from_table({**deep_merge(shared, each), "method": BASELINE}) for name, each in sections.items()
-    }
+    """Return the spec of each column of the board, with FedAvg and the default model."""
+    specs: dict[str, Experiment] = {}
+    for name, column in board["columns"].items():
+        sections = deep_merge(board.get("spec", PROTOCOL), column)
+        specs[name] = Experiment.from_table({key: sections[key] for key in SECTIONS if key in sections})
+    return specs
 
 
 def by_distance(board: Mapping[str, Any], own: Properties) -> list[Column]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from fedstrata.base.printable import print_lines, printable
@@ -32,7 +32,7 @@ def add_recommend(commands: common.Commands) -> None:
     help = "recommend methods to compare for the partition and availability of a spec, with reasons"
     more = (
         "The command trains no model. It measures the partition, and simulates which clients are online and invited. "
-        "It says how little is known, and ranks methods only if results of similar settings show an order."
+        "It says how little is known, and uses results of the board only if a column of the board is similar."
     )
     parser = common.add_command(commands, "recommend", help, examples, more, work=_recommend)
     common.add_spec(parser)
@@ -55,9 +55,13 @@ def _recommend(options: argparse.Namespace) -> None:
 
 
 def _command(options: argparse.Namespace, advice: Advice) -> str:
-    """Return the command that compares the advised methods, without overrides of the method."""
+    """Return the command that compares the advised methods, without overrides of the method.
+
+    If the advice is only FedAvg, the command compares FedAvg with training at each client and with all data.
+    """
     words = ["fedstrata", "compare", *([options.spec] if options.spec else [])]
     words += ["--methods", ",".join(advice.compared)]
+    words += [] if advice.methods else ["--references", "local,centralised"]
     for override in options.overrides:
         words += [] if override.partition("=")[0].strip().split(".")[0] == "method" else ["--set", override]
     return shlex.join([*words, "--seeds", SEEDS])
@@ -95,7 +99,7 @@ def _paragraphs(advice: Advice) -> Iterator[Text]:
 
 def _columns(advice: Advice) -> Iterator[str]:
     """Yield a line for each of the nearest columns of the board."""
-    from fedstrata.papers.recommend.advice import counted, shown
+    from fedstrata.papers.recommend.advice import shown
     from fedstrata.papers.recommend.properties import SHOWN
 
     for column in advice.columns[:NEAREST]:
@@ -104,16 +108,14 @@ def _columns(advice: Advice) -> Iterator[str]:
             f"{shown(getattr(advice.properties, key), SHOWN[key].unit)}"
             for key in column.clear
         ]
-        how = f"{counted(len(pairs), 'property')}" 
         yield f"{column.name}, distance {column.distance:.2f}: " + ("; ".join(pairs) or "no property differs clearly")
 
 
-def _section(title: str, lines: object) -> Iterator[Text]:
+def _section(title: str, lines: Iterable[str]) -> Iterator[Text]:
     """Yield a heading and its lines; nothing without lines."""
     from rich.text import Text
 
-    listed = [str(line) for line in lines]
-    if listed:
+    if listed := list(lines):
         yield Text()
         yield Text(title, style="bold")
         yield from (Text(printable(f"  {line}")) for line in listed)

@@ -22,7 +22,7 @@ from fedstrata.runs.simulation import make_context
 from fedstrata.sampling.base import ClientSampler, Uniform
 
 SEEDS = 5
-"""The number of seeds with which availability and invitations are simulated: the spec's seed and the following seeds."""
+"""The number of seeds of the simulation: the spec's seed and the seeds that follow it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Properties:
             samples whose clients are online, added up over all rounds.
         absent_online: Share of rounds in which none of the clients with samples of a class is online, averaged over
             classes.
+        absent_uninvited: Share of rounds in which clients with samples of a class are online, but none of them is
+            invited, averaged over classes.
         absent_replies: Share of rounds in which none of the clients with samples of a class is both invited and online,
             averaged over classes.
         longest_absence: Largest number of successive rounds in which none of the clients with samples of a class is
@@ -70,15 +72,9 @@ class Properties:
     class_imbalance: float | None = None
     online_skew: float | None = None
     absent_online: float | None = None
+    absent_uninvited: float | None = None
     absent_replies: float | None = None
     longest_absence: float | None = None
-
-    @property
-    def absent_uninvited(self) -> float | None:
-        """The share of rounds in which clients with samples of a class are online, but none of them is invited."""
-        if self.absent_replies is None or self.absent_online is None:
-            return None
-        return self.absent_replies - self.absent_online
 
 
 class Simulated(NamedTuple):
@@ -188,6 +184,7 @@ def properties(sizes: Ints, steps: Floats, counts: Ints | None, runs: Sequence[S
         class_imbalance=distance(total, np.ones_like(total)),
         online_skew=float(np.mean([distance(each @ counts, total) for each in rates])),
         absent_online=float(np.mean(online)),
+        absent_uninvited=float(np.mean(replies)) - float(np.mean(online)),
         absent_replies=float(np.mean(replies)),
         longest_absence=float(np.mean([longest(each) for each in replies])),
     )
@@ -289,16 +286,27 @@ SHOWN = {
     "classes": Shown("classes", "number of classes", "number"),
     "classes_per_client": Shown("classes per client", "share of the classes that a client has, on average", "share"),
     "label_skew": Shown("label skew", "distance of a client's class shares from the shares of all samples", "index"),
-    "class_imbalance": Shown("class imbalance", "distance of the class shares of all samples from equal shares", "index"),
+    "class_imbalance": Shown(
+        "class imbalance", "distance of the class shares of all samples from equal shares", "index"
+    ),
     "size_imbalance": Shown("size imbalance", "Gini coefficient of the clients' numbers of samples", "index"),
     "step_imbalance": Shown("step imbalance", "Gini coefficient of the clients' numbers of local steps", "index"),
     "online": Shown("online", "share of the clients that are online in a round", "share"),
     "offline_rounds": Shown("rounds offline", "number of successive rounds that a client is offline", "number"),
-    "online_skew": Shown("online and labels", "distance of the class shares of online clients from the shares of all samples", "index"),
+    "online_skew": Shown(
+        "online and labels", "distance of the class shares of online clients from the shares of all samples", "index"
+    ),
     "size_correlation": Shown("online and sizes", "correlation of the time online with the number of samples", "index"),
     "absent_online": Shown("absent online", "share of rounds in which a class has no client online", "share"),
-    "absent_replies": Shown("absent in replies", "share of rounds in which a class has no invited client online", "share"),
-    "longest_absence": Shown("longest absence", "number of successive rounds in which a class has no invited client online", "number"),
+    "absent_uninvited": Shown(
+        "absent uninvited", "share of rounds in which clients with a class are online, but none is invited", "share"
+    ),
+    "absent_replies": Shown(
+        "absent in replies", "share of rounds in which a class has no invited client online", "share"
+    ),
+    "longest_absence": Shown(
+        "longest absence", "number of successive rounds in which a class has no invited client online", "number"
+    ),
 }
 """The presentation of each property, in the order in which properties are shown."""
 

@@ -1,0 +1,175 @@
+"""Advice from a small board on the digits: without results, with few results, and with results that show an order."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.base.errors import SpecError
+from fedstrata.methods.base import METHODS
+from fedstrata.papers.recommend.advice import ALIKE, MOST, advise, recommend, refused
+from fedstrata.papers.recommend.columns import PROTOCOL, Column, column_specs, read_board
+from fedstrata.papers.recommend.properties import measure
+from fedstrata.reporting.statistics import paired_difference
+from fedstrata.runs.preparation import prepare
+
+SHARED = {"data": {"name": "digits"}, "training": {"rounds": 20, "clients_per_round": 4, "local_epochs": 1}}
+COLUMNS = {
+    "two-classes-bernoulli": {
+        "partition": {"name": "classes", "clients": 20, "per_client": 2},
+        "availability": {"name": "bernoulli", "p": 0.5},
+    },
+    "iid-always": {"partition": {"name": "iid", "clients": 20}, "availability": {"name": "always"}},
+}
+BASE = [0.70, 0.72, 0.68, 0.71, 0.69]
+
+
+def cell(*gains: float, seeds: int = 5) -> dict[str, list[float]]:
+    """The results of a method whose accuracies differ from FedAvg's by these numbers."""
+    listed = [gains[seed % len(gains)] for seed in range(seeds)]
+    accuracy = [base + gain for base, gain in zip(BASE, listed, strict=False)]
+    return {"seeds": list(range(seeds)), "accuracy": accuracy}
+
+
+def write(path, columns, methods, shared=SHARED):
+    """Write a board whose columns have the same results."""
+    board = {"protocol": "test", "spec": shared, "columns": {n: {**COLUMNS[n], "methods": methods} for n in columns}}
+    path.write_text(json.dumps(board))
+    return path
+
+
+METHODS_OF_BOARD = {
+    "fedavg": cell(0),
+    "fedprox": cell(0.100, 0.101),
+    "fedau": cell(0.050, 0.052),
+    "feddyn": cell(-0.100, -0.101),
+    "rebafl": cell(0.1, -0.1),
+    "mixture": cell(0.2, 0.201),
+}
+
+
+@pytest.fixture
+def board(tmp_path):
+    """A board with two columns and five seeds."""
+    return write(tmp_path / "board.json", COLUMNS, METHODS_OF_BOARD)
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_column_is_its_own_nearest_column(name, board):
+    spec = fs.Experiment(**SHARED, **COLUMNS[name])
+    advice = recommend(spec, board)
+    assert (advice.columns[0].name, advice.columns[0].distance, advice.columns[0].clear) == (name, 0, [])
+    assert len(advice.columns) == 2
+    assert advice.columns[1].distance > 5 * ALIKE
+    assert "label_skew" in advice.columns[1].clear
+
+
+def test_a_column_is_measured_by_its_settings_and_not_by_its_name(board, tmp_path):
+    swapped = dict(zip(COLUMNS, reversed(COLUMNS.values()), strict=True))
+    content = json.loads(board.read_text())
+    content["columns"] = {name: {**settings, "methods": METHODS_OF_BOARD} for name, settings in swapped.items()}
+    other = tmp_path / "swapped.json"
+    other.write_text(json.dumps(content))
+    assert recommend(fs.Experiment(**SHARED, **COLUMNS["iid-always"]), other).columns[0].name == "two-classes-bernoulli"
+
+
+def test_results_of_an_alike_column_decide_what_comes_first(board):
+    advice = recommend(fs.Experiment(**SHARED, **COLUMNS["two-classes-bernoulli"]), board)
+    assert list(advice.methods)[:2] == ["fedprox", "fedau"]
+    assert advice.ahead == 2
+    assert list(advice.behind) == ["feddyn"]
+    assert not {"feddyn", "mixture"} & set(advice.methods)
+    reason = advice.methods["fedau"][0]
+    values = [
+        dict(enumerate(100 * value for value in METHODS_OF_BOARD[name]["accuracy"])) for name in ("fedau", "fedavg")
+    ]
+    expected = paired_difference(*values, together=5)
+    assert (reason.value, reason.interval, reason.n) == (expected.mean, expected.interval, 5)
+    assert "+5.1 [" in reason.text
+    assert "5 seeds" in reason.text
+    # Without a result that shows an order, the measured absence of classes is the reason, and the result is told.
+    told, measured = advice.methods["rebafl"]
+    assert "No order is shown" in told.text
+    assert (measured.property, measured.value) == ("absent_replies", advice.properties.absent_replies)
+    assert "the first 2 methods are shown to be ahead of FedAvg" in " ".join(advice.limits)
+
+
+def test_a_column_that_is_not_alike_does_not_decide(board):
+    column = recommend(fs.Experiment(**SHARED, **COLUMNS["two-classes-bernoulli"]), board).columns[0]
+    far = replace(column, own=replace(column.own, online=1.0))
+    assert far.distance > ALIKE
+    advice = advise(far.own, [far], {})
+    assert (advice.ahead, advice.behind) == (0, {})
+    assert "feddyn" in advice.methods
+    assert "fedprox" not in advice.methods
+
+
+def test_one_column_with_two_seeds(tmp_path):
+    methods = {"fedavg": cell(0, seeds=2), "rebafl": cell(0.1, seeds=2)}
+    file = write(tmp_path / "board.json", ["two-classes-bernoulli"], methods)
+    advice = recommend(fs.Experiment(**SHARED, **COLUMNS["two-classes-bernoulli"]), file)
+    assert advice.ahead == 0
+    assert "+10.0 (2 seeds) points. Too few seeds" in advice.methods["rebafl"][0].text
+    assert advice.limits[0] == "The board has 1 column on 1 data set (digits), with 2 seeds per method."
+
+
+def test_without_results(tmp_path):
+    advice = recommend(fs.Experiment(**SHARED, **COLUMNS["two-classes-bernoulli"]), tmp_path / "none.json")
+    assert (advice.columns, advice.ahead) == ([], 0)
+    assert 3 <= len(advice.methods) <= MOST
+    assert all(reason.property for reasons in advice.methods.values() for reason in reasons)
+    assert advice.limits[0].startswith("No results of the board exist.")
+    assert "The order of the methods is not a ranking." in advice.limits
+
+
+def test_no_property_gives_a_reason(tmp_path):
+    advice = recommend(fs.Experiment(**SHARED, **COLUMNS["iid-always"]), tmp_path / "none.json")
+    assert (advice.methods, advice.compared) == ({}, ["fedavg"])
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_the_data_of_the_board_are_missing(tmp_path):
+    file = write(tmp_path / "board.json", ["iid-always"], METHODS_OF_BOARD, PROTOCOL)
+    advice = recommend(fs.Experiment(**SHARED, **COLUMNS["iid-always"]), file)
+    assert advice.columns == []
+    (problem,) = [sentence for sentence in advice.limits if "cannot be measured" in sentence]
+    assert "fashion_mnist" in problem
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_the_refused_methods_are_those_that_a_run_refuses(task):
+    spec = fs.Experiment(**SHARED, task=task, partition={"name": "iid", "clients": 20})
+    problems, wrong = refused(prepare(spec)), {}
+    for name in METHODS:
+        try:
+            prepare(spec.replace(method=name))
+        except SpecError as error:
+            wrong[name] = str(error)
+    assert problems == wrong
+    assert ("rebafl" in wrong) == (task == "regression")
+    assert "fedtan" in wrong  # because the model has no BatchNorm layers
+
+
+def test_refused_methods_are_not_advised(board):
+    column = recommend(fs.Experiment(**SHARED, **COLUMNS["two-classes-bernoulli"]), board).columns[0]
+    advice = advise(column.own, [column], {"fedprox": "no", "rebafl": "no"})
+    assert next(iter(advice.methods)) == "fedau"
+    assert not {"fedprox", "rebafl"} & set(advice.methods)
+
+
+def test_columns_of_the_protocol():
+    """The columns that the board will have: they need only the partition and the availability."""
+    column = {**COLUMNS["two-classes-bernoulli"], "methods": {}}
+    (spec,) = column_specs({"columns": {"a": column}}).values()
+    assert (spec.data.name, spec.data.limit, spec.training.clients_per_round) == ("fashion_mnist", 6000, 10)
+    assert read_board() is None or set(column_specs(read_board())) == set(read_board()["columns"])
+
+
+def test_a_column_without_fedavg_has_no_differences():
+    own = measure(prepare(fs.Experiment(**SHARED, **COLUMNS["iid-always"])))
+    column = Column("a", own, {"fedau": cell(0.1)}, own)
+    assert advise(own, [column], {}).methods == {}
