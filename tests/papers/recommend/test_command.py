@@ -69,7 +69,10 @@ def test_without_a_reason_the_command_compares_with_references(capsys):
     [
         (["--set", "partition.alfa=1"], "partition.alfa = 1: is not a known key"),
         (["--set", "partition.clients=100000"], "partition.clients = 100000: digits has only"),
-        (["--set", "method=rebafl", "--set", "task=regression", "--set", "partition=iid"], "method = 'rebafl': has a loss"),
+        (
+            ["--set", "method=rebafl", "--set", "task=regression", "--set", "partition=iid"],
+            "method = 'rebafl': has a loss",
+        ),
     ],
 )
 def test_a_bad_spec(options, message, capsys):

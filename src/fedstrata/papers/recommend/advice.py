@@ -12,7 +12,7 @@ from fedstrata.base.errors import DataError, SpecError
 from fedstrata.evaluation.summary import percent
 from fedstrata.methods.base import METHODS, Recipe
 from fedstrata.papers.judging import difference_text
-from fedstrata.papers.recommend.columns import BASELINE, FILE, Column, by_distance, column_specs, read_board
+from fedstrata.papers.recommend.columns import BASELINE, CLEAR, FILE, Column, by_distance, column_specs, read_board
 from fedstrata.papers.recommend.properties import SHOWN, Properties, measure, sampler_of
 from fedstrata.papers.recommend.rules import RULES
 from fedstrata.reporting.statistics import Difference
@@ -21,10 +21,6 @@ from fedstrata.spec.experiment import Experiment
 
 MOST = 5
 """The largest number of methods that are advised in addition to FedAvg."""
-ALIKE = 0.02
-"""The largest distance of a column whose results decide which methods come first, and which are left out.
-
-Two seeds of one column of the board have a distance of about 0.01. Different columns have at least 0.023."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +127,8 @@ def refused(prepared: Prepared) -> dict[str, str]:
 def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str, str]) -> Advice:
     """Choose the methods to compare, with reasons.
 
-    If the nearest column is alike (``ALIKE``), methods that its results show to be ahead of FedAvg come first, and
-    methods behind FedAvg are left out. The methods that rules name follow. Each rule adds its first method before a
+    If the nearest column is alike (``Column.alike``), methods that its results show to be ahead of FedAvg come first,
+    and methods behind FedAvg are left out. Methods that rules name follow. Each rule adds its first method before a
     rule adds its second.
 
     Args:
@@ -147,8 +143,7 @@ def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str
         if name in METHODS and name not in refused and each.mean is not None
     }
     evidence = {name: _result(each, columns[0]) for name, each in results.items()}
-    alike = bool(columns) and columns[0].distance <= ALIKE
-    orders = {name: each.order() for name, each in results.items()} if alike else {}
+    orders = {name: each.order() for name, each in results.items()} if columns and columns[0].alike else {}
     ahead = [name for name, order in orders.items() if order == "above"]
     ahead.sort(key=lambda name: -(results[name].mean or 0.0))
     behind = {name: evidence[name] for name, order in orders.items() if order == "below"}
@@ -200,13 +195,14 @@ def known(board: Mapping[str, Any] | None, columns: Sequence[Column], ahead: int
     span = " to ".join(map(str, dict.fromkeys([seeds[0], seeds[-1]]))) if seeds else "0"
     size = f"{counted(len(board['columns']), 'column')} on {counted(len(sets), 'data set')} ({', '.join(sets)})"
     sentences = [f"The board has {size}, with {span} seeds per method."]
-    if columns and columns[0].distance > ALIKE:
-        near = f"The nearest column, {columns[0].name}, has the distance {columns[0].distance:.2f}"
-        sentences.append(f"{near}. Only columns up to the distance {ALIKE:.2f} decide which methods come first.")
-    elif columns:
+    if columns and columns[0].alike:
         first = "no method" if not ahead else "the first method" if ahead == 1 else f"the first {ahead} methods"
         verb = "are" if ahead > 1 else "is"
         sentences.append(f"In the column {columns[0].name}, {first} {verb} shown to be ahead of FedAvg.")
+    elif columns:
+        differs = f"differs by more than {CLEAR:.2f} in {counted(len(columns[0].clear), 'property', 'properties')}"
+        unused = "Its results therefore do not decide which methods come first."
+        sentences.append(f"The nearest column, {columns[0].name}, {differs}. {unused}")
     return [*sentences, ranking, convention]
 
 
@@ -224,13 +220,13 @@ def simplifications(prepared: Prepared) -> list[str]:
     return sentences
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun.
 
-    >>> counted(1, "column"), counted(2, "column")
-    ('1 column', '2 columns')
+    >>> counted(1, "column"), counted(2, "column"), counted(2, "property", "properties")
+    ('1 column', '2 columns', '2 properties')
     """
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def shown(value: float, unit: str) -> str:

@@ -32,7 +32,9 @@ BASELINE = "fedavg"
 """The method from which the differences of all other methods are computed."""
 
 CLEAR = 0.1
-"""A property differs clearly between two specs if it is farther apart than this number; see ``apart``."""
+"""A property differs clearly between two specs if it is farther apart than this number; see ``apart``.
+
+Two seeds of one column of the board do not differ clearly in any property, but all of its columns do."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,15 @@ class Column:
         """The mean of ``differs``: 0 if all properties are equal, and at most 1."""
         return fmean(self.differs.values())
 
-    @property
+    @cached_property
     def clear(self) -> list[str]:
         """The properties that differ by more than ``CLEAR``, beginning with the largest difference."""
         return sorted((key for key, value in self.differs.items() if value > CLEAR), key=lambda key: -self.differs[key])
+
+    @property
+    def alike(self) -> bool:
+        """Whether no property differs clearly."""
+        return not self.clear
 
     @cached_property
     def differences(self) -> dict[str, Difference]:

@@ -29,10 +29,11 @@ def add_recommend(commands: common.Commands) -> None:
         fedstrata recommend spec.toml --set availability=label-correlated
         fedstrata recommend spec.toml --json
     """
-    help = "recommend methods to compare for the partition and availability of a spec, with reasons"
+    help = "recommend methods to compare for a spec, with reasons"
     more = (
-        "The command trains no model. It measures the partition, and simulates which clients are online and invited. "
-        "It says how little is known, and uses results of the board only if a column of the board is similar."
+        "The command does not train a model. It measures the partition, and simulates which clients are online and "
+        "invited. Results of the board decide which methods come first only if a column of the board is alike. The "
+        "command says how little is known."
     )
     parser = common.add_command(commands, "recommend", help, examples, more, work=_recommend)
     common.add_spec(parser)
@@ -100,15 +101,17 @@ def _paragraphs(advice: Advice) -> Iterator[Text]:
 def _columns(advice: Advice) -> Iterator[str]:
     """Yield a line for each of the nearest columns of the board."""
     from fedstrata.papers.recommend.advice import shown
+    from fedstrata.papers.recommend.columns import CLEAR
     from fedstrata.papers.recommend.properties import SHOWN
 
+    none = f"no property differs by more than {CLEAR:.2f}"
     for column in advice.columns[:NEAREST]:
         pairs = [
             f"{SHOWN[key].label} {shown(getattr(column.properties, key), SHOWN[key].unit)} instead of "
             f"{shown(getattr(advice.properties, key), SHOWN[key].unit)}"
             for key in column.clear
         ]
-        yield f"{column.name}, distance {column.distance:.2f}: " + ("; ".join(pairs) or "no property differs clearly")
+        yield f"{column.name}, distance {column.distance:.2f}: " + ("; ".join(pairs) or none)
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[Text]:
