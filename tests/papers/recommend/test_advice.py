@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import tomli_w
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.methods.base import METHODS
 from fedstrata.papers.recommend.advice import MOST, advise, recommend, refused
-from fedstrata.papers.recommend.columns import PROTOCOL, Column, column_specs, read_board
+from fedstrata.papers.recommend.columns import Board, Column
 from fedstrata.papers.recommend.properties import measure
+from fedstrata.papers.recommend.rules import RULES
 from fedstrata.reporting.statistics import paired_difference
 from fedstrata.runs.preparation import prepare
 
+ROOT = Path(__file__).parents[3]
 SHARED = {"data": {"name": "digits"}, "training": {"rounds": 20, "clients_per_round": 4, "local_epochs": 1}}
 COLUMNS = {
     "two-classes-bernoulli": {
@@ -36,8 +40,9 @@ def cell(*gains: float, seeds: int = 5) -> dict[str, list[float]]:
 
 def write(path, columns, methods, shared=SHARED):
     """Write a board whose columns have the same results."""
-    board = {"protocol": "test", "spec": shared, "columns": {n: {**COLUMNS[n], "methods": methods} for n in columns}}
+    board = {"protocol": path.stem, "columns": {n: {**COLUMNS[n], "methods": methods} for n in columns}}
     path.write_text(json.dumps(board))
+    path.with_suffix(".toml").write_text(tomli_w.dumps({"spec": shared}))
     return path
 
 
@@ -67,13 +72,12 @@ def test_a_column_is_its_own_nearest_column(name, board):
     assert "label_skew" in advice.columns[1].clear
 
 
-def test_a_column_is_measured_by_its_settings_and_not_by_its_name(board, tmp_path):
+def test_a_column_is_measured_by_its_settings_and_not_by_its_name(board):
     swapped = dict(zip(COLUMNS, reversed(COLUMNS.values()), strict=True))
     content = json.loads(board.read_text())
     content["columns"] = {name: {**settings, "methods": METHODS_OF_BOARD} for name, settings in swapped.items()}
-    other = tmp_path / "swapped.json"
-    other.write_text(json.dumps(content))
-    assert recommend(fs.Experiment(**SHARED, **COLUMNS["iid-always"]), other).columns[0].name == "two-classes-bernoulli"
+    board.write_text(json.dumps(content))
+    assert recommend(fs.Experiment(**SHARED, **COLUMNS["iid-always"]), board).columns[0].name == "two-classes-bernoulli"
 
 
 def test_results_of_an_alike_column_decide_what_comes_first(board):
@@ -133,7 +137,7 @@ def test_no_property_gives_a_reason(tmp_path):
 
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_the_data_of_the_board_are_missing(tmp_path):
-    file = write(tmp_path / "board.json", ["iid-always"], METHODS_OF_BOARD, PROTOCOL)
+    file = write(tmp_path / "board.json", ["iid-always"], METHODS_OF_BOARD, {"data": {"name": "fashion_mnist"}})
     advice = recommend(fs.Experiment(**SHARED, **COLUMNS["iid-always"]), file)
     assert advice.columns == []
     (problem,) = [sentence for sentence in advice.limits if "cannot be measured" in sentence]
@@ -144,15 +148,16 @@ def test_the_data_of_the_board_are_missing(tmp_path):
 @pytest.mark.parametrize("task", ["classification", "regression"])
 def test_the_refused_methods_are_those_that_a_run_refuses(task):
     spec = fs.Experiment(**SHARED, task=task, partition={"name": "iid", "clients": 20})
-    problems, wrong = refused(prepare(spec)), {}
+    problems, errors = refused(prepare(spec)), {}
     for name in METHODS:
         try:
             prepare(spec.replace(method=name))
         except SpecError as error:
-            wrong[name] = str(error)
-    assert problems == wrong
-    assert ("rebafl" in wrong) == (task == "regression")
-    assert "fedtan" in wrong  # because the model has no BatchNorm layers
+            errors[name] = error
+    assert problems.keys() == errors.keys()
+    assert all(error.problem in problems[name] for name, error in errors.items())
+    assert ("rebafl" in errors) == (task == "regression")
+    assert "fedtan" in errors  # because the model has no BatchNorm layers
 
 
 def test_refused_methods_are_not_advised(board):
@@ -162,12 +167,43 @@ def test_refused_methods_are_not_advised(board):
     assert not {"fedprox", "rebafl"} & set(advice.methods)
 
 
-def test_columns_of_the_protocol():
-    """The columns that the board will have: they need only the partition and the availability."""
-    column = {**COLUMNS["two-classes-bernoulli"], "methods": {}}
-    (spec,) = column_specs({"columns": {"a": column}}).values()
-    assert (spec.data.name, spec.data.limit, spec.training.clients_per_round) == ("fashion_mnist", 6000, 10)
-    assert read_board() is None or set(column_specs(read_board())) == set(read_board()["columns"])
+def test_settings_of_single_columns():
+    protocol = {"spec": SHARED, "more": {"all": {"training": {"clients_per_round": 20}}}}
+    column = {**COLUMNS["iid-always"], "methods": {}}
+    specs = Board({"all": column, "few": column}, protocol).specs()
+    assert [spec.training.clients_per_round for spec in specs.values()] == [20, 4]
+    assert all(spec.training.local_epochs == 1 and spec.partition.name == "iid" for spec in specs.values())
+
+
+RESULTS = {
+    ("rebafl", "feddyn"): {
+        "data": {"limit": 1000},
+        "partition": {"name": "classes", "clients": 20, "per_client": 2},
+        "availability": "bernoulli",
+        "training": {"rounds": 100, "clients_per_round": 20},
+    },
+    ("fedgs",): {
+        "partition": {"name": "classes", "clients": 20, "per_client": 2},
+        "training": {"rounds": 30, "clients_per_round": 5},
+    },
+    ("stratify",): {"partition": {"clients": 100, "alpha": 0.01, "min_size": 0}},
+}
+"""For methods that a rule recommends because of our own results: the partition and availability of these results."""
+
+
+@pytest.mark.parametrize("methods", RESULTS, ids=", ".join)
+def test_a_rule_holds_in_the_setting_of_its_result(methods):
+    measured = measure(prepare(fs.Experiment(**RESULTS[methods])))
+    (rule,) = [rule for rule in RULES if set(methods) <= set(rule.methods)]
+    assert rule.holds(measured)
+    assert any(rule.methods[name].source.startswith("docs/") for name in methods)
+
+
+def test_sources_exist():
+    sources = {claim.source for rule in RULES for claim in rule.methods.values()}
+    pages = {source for source in sources if not source.startswith("arXiv:")}
+    assert all((ROOT / page).is_file() for page in pages)
+    assert {name for rule in RULES for name in rule.methods} <= set(METHODS)
 
 
 def test_a_column_without_fedavg_has_no_differences():

@@ -12,7 +12,7 @@ from fedstrata.base.errors import DataError, SpecError
 from fedstrata.evaluation.summary import percent
 from fedstrata.methods.base import METHODS, Recipe
 from fedstrata.papers.judging import difference_text
-from fedstrata.papers.recommend.columns import BASELINE, CLEAR, FILE, Column, by_distance, column_specs, read_board
+from fedstrata.papers.recommend.columns import BASELINE, CLEAR, FILE, Board, Column, by_distance
 from fedstrata.papers.recommend.properties import SHOWN, Properties, measure, sampler_of
 from fedstrata.papers.recommend.rules import RULES
 from fedstrata.reporting.statistics import Difference
@@ -101,7 +101,7 @@ def recommend(spec: Experiment, file: Path = FILE) -> Advice:
         DataError: The data set of the spec is missing.
     """
     prepared = prepare(spec)
-    measured, board, limits = measure(prepared), read_board(file), simplifications(prepared)
+    measured, board, limits = measure(prepared), Board.read(file), simplifications(prepared)
     columns: list[Column] = []
     if board is not None:
         try:
@@ -120,7 +120,7 @@ def refused(prepared: Prepared) -> dict[str, str]:
             spec = prepared.spec if prepared.spec.method.name == name else prepared.spec.replace(method=name)
             check_method(spec, prepared.config, prepared.data, prepared.held)
         except SpecError as error:
-            problems[name] = str(error)
+            problems[name] = error.problem if error.value == name else str(error)
     return problems
 
 
@@ -176,7 +176,7 @@ def _result(difference: Difference, column: Column) -> Reason:
     return Reason(text, f"board, {column.name}", "", difference.mean, difference.interval, n)
 
 
-def known(board: Mapping[str, Any] | None, columns: Sequence[Column], ahead: int) -> list[str]:
+def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[str]:
     """Return sentences that say how few results the advice is based on.
 
     Args:
@@ -189,11 +189,11 @@ def known(board: Mapping[str, Any] | None, columns: Sequence[Column], ahead: int
     if board is None:
         source = "No results of the board exist. All reasons come from measured properties and the cited sources."
         return [source, ranking, convention]
-    cells = [cell for column in board["columns"].values() for cell in column["methods"].values()]
+    cells = [cell for column in board.columns.values() for cell in column["methods"].values()]
     seeds = sorted({len(cell["seeds"]) for cell in cells})
-    sets = sorted({spec.data.name for spec in column_specs(board).values()})
+    sets = sorted({spec.data.name for spec in board.specs().values()})
     span = " to ".join(map(str, dict.fromkeys([seeds[0], seeds[-1]]))) if seeds else "0"
-    size = f"{counted(len(board['columns']), 'column')} on {counted(len(sets), 'data set')} ({', '.join(sets)})"
+    size = f"{counted(len(board.columns), 'column')} on {counted(len(sets), 'data set')} ({', '.join(sets)})"
     sentences = [f"The board has {size}, with {span} seeds per method."]
     if columns and columns[0].alike:
         first = "no method" if not ahead else "the first method" if ahead == 1 else f"the first {ahead} methods"

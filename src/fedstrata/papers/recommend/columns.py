@@ -14,18 +14,12 @@ from fedstrata.data.dataset import Dataset
 from fedstrata.papers.recommend.properties import SHOWN, Properties, apart, measure
 from fedstrata.reporting.statistics import Difference, paired_difference
 from fedstrata.runs.preparation import prepare
-from fedstrata.spec.experiment import Experiment, deep_merge
+from fedstrata.spec.experiment import Experiment, deep_merge, read_toml
 
 FILE = Path(__file__).parents[1] / "board" / "absent-v1.json"
-"""The results of the board."""
+"""The results of the board. The protocol, which has the settings of all columns, is the TOML file beside it."""
 
-PROTOCOL = {
-    "data": {"name": "fashion_mnist", "limit": 6000},
-    "training": {"rounds": 100, "clients_per_round": 10, "local_epochs": 2},
-}
-"""The settings that all columns of the board share, if the file of results does not contain them (key ``spec``)."""
-
-SECTIONS = ("seed", "data", "task", "partition", "availability", "training")
+SECTIONS = ("data", "task", "partition", "availability", "training", "evaluation")
 """The sections of a column's spec on which measured properties depend."""
 
 BASELINE = "fedavg"
@@ -34,7 +28,7 @@ BASELINE = "fedavg"
 CLEAR = 0.1
 """A property differs clearly between two specs if it is farther apart than this number; see ``apart``.
 
-Two seeds of one column of the board do not differ clearly in any property, but all of its columns do."""
+Two seeds of one column of the board did not differ clearly in any property."""
 
 
 @dataclass(frozen=True)
@@ -88,24 +82,37 @@ class Column:
         return {name: paired_difference(each, baseline, together=len(values)) for name, each in values.items()}
 
 
-def read_board(file: Path = FILE) -> dict[str, Any] | None:
-    """Read the results of the board; return None if there is no file."""
-    if not file.is_file():
-        return None
-    board: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return board
+@dataclass(frozen=True)
+class Board:
+    """The results of the board.
+
+    Args:
+        columns: A mapping from the name of each column to its ``partition``, ``availability`` and ``methods``.
+        protocol: The settings of the protocol: ``spec`` for all columns, and ``more`` for some columns.
+    """
+
+    columns: Mapping[str, Mapping[str, Any]]
+    protocol: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, file: Path = FILE) -> Board | None:
+        """Read the results and the protocol; return None if there are no results."""
+        if not file.is_file():
+            return None
+        results = json.loads(file.read_text(encoding="utf-8"))
+        return cls(results["columns"], read_toml(file.with_suffix(".toml"), "protocol"))
+
+    def specs(self) -> dict[str, Experiment]:
+        """Return the spec of each column, with FedAvg and the default model."""
+        specs: dict[str, Experiment] = {}
+        for name, column in self.columns.items():
+            changes = deep_merge(self.protocol.get("more", {}).get(name, {}), column)
+            sections = deep_merge(self.protocol["spec"], changes)
+            specs[name] = Experiment.from_table({key: sections[key] for key in SECTIONS if key in sections})
+        return specs
 
 
-def column_specs(board: Mapping[str, Any]) -> dict[str, Experiment]:
-    """Return the spec of each column of the board, with FedAvg and the default model."""
-    specs: dict[str, Experiment] = {}
-    for name, column in board["columns"].items():
-        sections = deep_merge(board.get("spec", PROTOCOL), column)
-        specs[name] = Experiment.from_table({key: sections[key] for key in SECTIONS if key in sections})
-    return specs
-
-
-def by_distance(board: Mapping[str, Any], own: Properties) -> list[Column]:
+def by_distance(board: Board, own: Properties) -> list[Column]:
     """Measure the columns of the board, and return them with the nearest column first.
 
     Args:
@@ -115,16 +122,14 @@ def by_distance(board: Mapping[str, Any], own: Properties) -> list[Column]:
     Raises:
         DataError: The data set of a column is missing.
     """
-    columns = [
-        Column(name, properties, board["columns"][name]["methods"], own) for name, properties in _measured(board)
-    ]
+    columns = [Column(name, properties, board.columns[name]["methods"], own) for name, properties in _measured(board)]
     return sorted(columns, key=lambda column: column.distance)
 
 
-def _measured(board: Mapping[str, Any]) -> Iterator[tuple[str, Properties]]:
+def _measured(board: Board) -> Iterator[tuple[str, Properties]]:
     """Yield the name and the properties of each column. Columns with the same data share one copy of them."""
     loaded: dict[str, Dataset] = {}
-    for name, spec in column_specs(board).items():
+    for name, spec in board.specs().items():
         key = f"{spec.data!r} {spec.seed}"
         if key not in loaded:
             loaded[key] = spec.data.load(spec.seed, spec.task)

@@ -94,7 +94,10 @@ def _paragraphs(advice: Advice) -> Iterator[Text]:
     yield from _section("Compare these methods with fedavg", advised or none)
     behind = [f"{name}: {reason.text} ({reason.source})" for name, reason in advice.behind.items()]
     yield from _section("Not recommended", behind)
-    yield from _section("Cannot run with this spec", [f"{name}: {why}" for name, why in advice.refused.items()])
+    together: dict[str, list[str]] = {}
+    for name, why in advice.refused.items():
+        together.setdefault(why, []).append(name)
+    yield from _section("Cannot run with this spec", [f"{', '.join(each)}: {why}" for why, each in together.items()])
     yield from _section("How little is known", advice.limits)
 
 
