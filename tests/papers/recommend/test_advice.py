@@ -112,6 +112,14 @@ def test_a_column_that_is_not_alike_does_not_decide(board):
     assert "fedprox" not in advice.methods
 
 
+def test_a_column_with_classes_is_not_alike_a_task_without_classes(board):
+    spec = fs.Experiment(**SHARED, **COLUMNS["iid-always"], task="regression")
+    advice = recommend(spec, board)
+    assert not any(column.alike for column in advice.columns)
+    assert advice.ahead == 0
+    assert "label_skew" in advice.columns[0].clear
+
+
 def test_one_column_with_two_seeds(tmp_path):
     methods = {"fedavg": cell(0, seeds=2), "rebafl": cell(0.1, seeds=2)}
     file = write(tmp_path / "board.json", ["two-classes-bernoulli"], methods)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from fedstrata.cli import main
 from fedstrata.cli.main import parser
+from fedstrata.papers.recommend import advice
 from fedstrata.papers.recommend.properties import SHOWN
 from fedstrata.spec.experiment import read_table, variants
 
@@ -45,6 +47,32 @@ def test_the_command_to_know_more_is_one_that_runs(capsys):
     specs = variants(read_table(options.spec), options.methods.split(","), options.overrides)
     assert list(specs)[:2] == ["fedavg", "rebafl"]
     assert all(spec.availability.name == "label-correlated" for spec in specs.values())
+
+
+def test_columns_of_the_board(capsys, monkeypatch):
+    base = [0.70, 0.72, 0.68]
+    cells = {"fedavg": 0.0, "fedau": 0.1, "fedprox": -0.1}
+    results = {
+        name: {"seeds": [0, 1, 2], "accuracy": [value + change * (1 + seed / 100) for seed, value in enumerate(base)]}
+        for name, change in cells.items()
+    }
+    Path("board.toml").write_text("[spec]\ntraining = { rounds = 20, clients_per_round = 20 }\n")
+    partition = {"name": "dirichlet", "clients": 100, "alpha": 0.1}
+    columns = {
+        "mine": {"partition": partition, "availability": {"name": "label-correlated"}, "methods": results},
+        "other": {"partition": partition, "availability": {"name": "always"}, "methods": {}},
+    }
+    Path("board.json").write_text(json.dumps({"columns": columns}))
+    monkeypatch.setattr(advice, "recommend", partial(advice.recommend, file=Path("board.json")))
+    changes = ["--set", "training.batch_size=32"]
+    text, facts = " ".join(shown(capsys, *changes).split()), json.loads(shown(capsys, *changes, "--json"))
+    assert (facts["columns"][0]["column"], facts["columns"][0]["distance"]) == ("mine", 0)
+    assert "Nearest columns of the board mine, distance 0.00: no property differs by more than 0.10 other, " in text
+    assert "online 100 % instead of 10 %" in text
+    assert "online" in facts["columns"][1]["differs"]
+    assert [each["method"] for each in facts["methods"] if each["ahead"]] == ["fedau"]
+    assert "Not recommended fedprox: Accuracy minus the accuracy of FedAvg in the nearest column: −10.1 [" in text
+    assert list(facts["behind"]) == ["fedprox"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])

@@ -11,13 +11,11 @@ import fedstrata as fs
 from fedstrata.papers.recommend.properties import (
     SHOWN,
     Properties,
-    Simulated,
     apart,
     measure,
     properties,
-    sampler_of,
-    simulate,
 )
+from fedstrata.papers.recommend.rounds import Simulated, sampler_of, simulate
 from fedstrata.runs.preparation import prepare
 from fedstrata.sampling.base import Uniform
 
@@ -125,4 +123,5 @@ def test_how_far_apart():
     assert apart("clients", mine, other) == pytest.approx(1)  # (1 + 3999) / (1 + 3) is 1,000
     assert apart("online", mine, other) == pytest.approx(4 / 12)
     assert apart("size_correlation", mine, other) == pytest.approx(0.5)
-    assert apart("label_skew", mine, other) is None
+    assert apart("label_skew", mine, other) == 1  # only one of the two has classes
+    assert apart("label_skew", other, other) is None

@@ -13,7 +13,8 @@ from fedstrata.evaluation.summary import percent
 from fedstrata.methods.base import METHODS, Recipe
 from fedstrata.papers.judging import difference_text
 from fedstrata.papers.recommend.columns import BASELINE, CLEAR, FILE, Board, Column, by_distance
-from fedstrata.papers.recommend.properties import SHOWN, Properties, measure, sampler_of
+from fedstrata.papers.recommend.properties import SHOWN, Properties, measure
+from fedstrata.papers.recommend.rounds import sampler_of
 from fedstrata.papers.recommend.rules import RULES
 from fedstrata.reporting.statistics import Difference
 from fedstrata.runs.preparation import Prepared, check_method, prepare
@@ -76,7 +77,12 @@ class Advice:
         return {
             "properties": asdict(self.properties),
             "columns": [
-                {"column": each.name, "distance": each.distance, "properties": asdict(each.properties)}
+                {
+                    "column": each.name,
+                    "distance": each.distance,
+                    "differs": each.clear,
+                    "properties": asdict(each.properties),
+                }
                 for each in self.columns
             ],
             "methods": [
@@ -229,12 +235,14 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
-def shown(value: float, unit: str) -> str:
-    """Format a property.
+def shown(value: float | None, unit: str) -> str:
+    """Format the value of a property as text.
 
-    >>> shown(0.125, "share"), shown(0.125, "index"), shown(20.0, "number"), shown(3.4, "number")
-    ('12 %', '0.12', '20', '3.4')
+    >>> shown(None, "share"), shown(0.125, "share"), shown(0.125, "index"), shown(20.0, "number"), shown(3.4, "number")
+    ('unknown', '12 %', '0.12', '20', '3.4')
     """
+    if value is None:
+        return "unknown"
     if unit == "share":
         return percent(value, 0)
     return f"{value:.2f}" if unit == "index" else f"{value:.4g}" if float(value).is_integer() else f"{value:.1f}"

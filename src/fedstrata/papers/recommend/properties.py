@@ -10,16 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedstrata.base.arrays import Bools, Floats, Ints
-from fedstrata.base.config import under
-from fedstrata.clients.store import StateStore
-from fedstrata.engines.local import LocalEngine
-from fedstrata.federation.availability import Population
-from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Weights
-from fedstrata.methods.base import Recipe
+from fedstrata.papers.recommend.rounds import Simulated, simulate
 from fedstrata.runs.preparation import Prepared
-from fedstrata.runs.simulation import make_context
-from fedstrata.sampling.base import ClientSampler, Uniform
 
 SEEDS = 5
 """The number of seeds of the simulation: the spec's seed and the seeds that follow it."""
@@ -77,18 +69,6 @@ class Properties:
     longest_absence: float | None = None
 
 
-class Simulated(NamedTuple):
-    """The clients that one seed simulates.
-
-    Args:
-        online: Whether each client is online in each round, (rounds, N).
-        invited: Whether each client is invited in each round, (rounds, N).
-    """
-
-    online: Bools
-    invited: Bools
-
-
 def measure(prepared: Prepared) -> Properties:
     """Measure the properties of a spec without training.
 
@@ -107,47 +87,6 @@ def measure(prepared: Prepared) -> Properties:
     data = prepared.data
     counts = assignment.counts(*data.strata_or_one) if data.task.has_classes else None
     return properties(sizes, steps, counts, runs)
-
-
-def simulate(prepared: Prepared, seed: int) -> Simulated:
-    """Simulate in all rounds which clients are online and which clients are invited.
-
-    Clients are invited by the spec's client sampler or, if this sampler needs results of training, by ``Uniform``.
-
-    Args:
-        prepared: The experiment.
-        seed: The seed, which replaces the spec's seed after the partition.
-    """
-    spec, config = prepared.spec, replace(prepared.config, seed=seed)
-    clients, weights = np.arange(config.clients), Weights(config.model.params(), config.model.buffers())
-    availability = spec.availability.model_copy()
-    population = Population(config.clients, config.strata, prepared.assignment, prepared.data.strata, seed)
-    under("availability", lambda: availability.check(population))
-    sampler = sampler_of(prepared)
-    engine = LocalEngine(make_context(replace(prepared, config=config)), StateStore())
-    federation = Federation(engine, config, availability, spec.method.name)
-    federation.begin(0)
-    state = sampler.init(federation)
-    shape = spec.training.rounds, config.clients
-    simulated = Simulated(np.ones(shape, dtype=bool), np.zeros(shape, dtype=bool))
-    for row in range(spec.training.rounds):
-        federation.begin(row + 1)
-        if not availability.always_online:
-            simulated.online[row] = availability.online(clients, row + 1, seed)
-        selection, state = sampler.select(federation, state, weights)
-        simulated.invited[row, selection.clients] = True
-    return simulated
-
-
-def sampler_of(prepared: Prepared) -> ClientSampler:
-    """Return the client sampler of a spec; ``Uniform`` if this sampler needs clients' replies in the rounds."""
-    method, config = prepared.spec.method, prepared.config
-    if not isinstance(method, Recipe) or method.client_sampler.learns(config):
-        return Uniform()
-    requests = method.client_sampler.allowed(config)
-    if requests is None or any(each.rule.phase != "enrolment" for each in requests):
-        return Uniform()
-    return method.client_sampler
 
 
 def properties(sizes: Ints, steps: Floats, counts: Ints | None, runs: Sequence[Simulated]) -> Properties:
@@ -169,22 +108,24 @@ def properties(sizes: Ints, steps: Floats, counts: Ints | None, runs: Sequence[S
         offline_rounds=float(np.mean([spell(run.online) for run in runs])),
         size_correlation=float(np.mean([correlation(sizes, each) for each in rates])),
     )
-    if counts is None:
-        return general
+    return general if counts is None else _with_classes(general, counts, runs, rates)
+
+
+def _with_classes(general: Properties, counts: Ints, runs: Sequence[Simulated], rates: Sequence[Floats]) -> Properties:
+    """Add the properties of classes; ``rates`` has each client's share of rounds online, (N,), for each run."""
     counts = counts[:, counts.sum(axis=0) > 0]
     holds, total = counts > 0, counts.sum(axis=0)
-    online = [without_holder(holds, run.online) for run in runs]
+    online = float(np.mean([without_holder(holds, run.online) for run in runs]))
     replies = [without_holder(holds, run.online & run.invited) for run in runs]
-    filled = counts[sizes > 0]
     return replace(
         general,
         classes=counts.shape[1],
         classes_per_client=float(holds.mean()),
-        label_skew=float(np.mean([distance(row, total) for row in filled])),
+        label_skew=float(np.mean([distance(row, total) for row in counts if row.any()])),
         class_imbalance=distance(total, np.ones_like(total)),
         online_skew=float(np.mean([distance(each @ counts, total) for each in rates])),
-        absent_online=float(np.mean(online)),
-        absent_uninvited=float(np.mean(replies)) - float(np.mean(online)),
+        absent_online=online,
+        absent_uninvited=float(np.mean(replies)) - online,
         absent_replies=float(np.mean(replies)),
         longest_absence=float(np.mean([longest(each) for each in replies])),
     )
@@ -315,10 +256,11 @@ FACTOR = 1000.0
 
 
 def apart(key: str, mine: Properties, other: Properties) -> float | None:
-    """Return how far a property of two specs is apart, from 0 (equal) to 1; None if a spec does not have the property.
+    """Return how far a property of two specs is apart, from 0 (equal) to 1; None if neither spec has the property.
 
     Shares and indices are compared by their difference, and the correlation by half its difference. Numbers are
-    compared by the logarithm of their ratio, relative to the logarithm of ``FACTOR``.
+    compared by the logarithm of their ratio, relative to the logarithm of ``FACTOR``. If only one spec has the
+    property, the result is 1.
 
     Args:
         key: The name of the property.
@@ -327,7 +269,7 @@ def apart(key: str, mine: Properties, other: Properties) -> float | None:
     """
     a, b = getattr(mine, key), getattr(other, key)
     if a is None or b is None:
-        return None
+        return None if a is b else 1.0
     if SHOWN[key].unit == "number":
         return min(1.0, abs(math.log((1 + a) / (1 + b))) / math.log(FACTOR))
     return float(abs(a - b)) / (2 if key == "size_correlation" else 1)
