@@ -98,6 +98,9 @@ def test_results_of_an_alike_column_decide_what_comes_first(board):
     told, measured = advice.methods["rebafl"]
     assert "No order is shown" in told.text
     assert (measured.property, measured.value) == ("absent_replies", advice.properties.absent_replies)
+    # There is a place for FedDyn, and a rule names it, but it is behind FedAvg.
+    few = advise(advice.properties, advice.columns, dict.fromkeys(["stratify", "fedgs", "fedntd"], "no"))
+    assert list(few.methods) == ["fedprox", "fedau", "rebafl"]
     assert "the first 2 methods are shown to be ahead of FedAvg" in " ".join(advice.limits)
 
 

@@ -12,6 +12,7 @@ from fedstrata.papers.recommend.properties import (
     SHOWN,
     Properties,
     apart,
+    longest,
     measure,
     properties,
 )
@@ -102,7 +103,22 @@ def test_a_run_has_the_simulated_absences(method, announced):
     assert any(record["classes_absent"] for record in records)
 
 
-@pytest.mark.parametrize("method", ["fedssar", "power-of-choice", "stratify"])
+def test_a_seed_decides_who_is_invited_and_online():
+    spec = fs.Experiment(**{**SPEC, "partition": {"name": "iid", "clients": 12}, "availability": "bernoulli"})
+    prepared = prepare(spec)
+    for seed in (0, 1):
+        mine, run = simulate(prepared, seed), simulate(prepare(spec.replace(seed=seed)), seed)
+        assert (mine.online == run.online).all()
+        assert (mine.invited == run.invited).all()
+    assert (simulate(prepared, 0).invited != mine.invited).any()
+
+
+def test_the_longest_absence_is_of_successive_rounds():
+    absent = np.array([[True, False], [True, False], [False, True], [True, False], [True, False]])
+    assert longest(absent) == 2
+
+
+@pytest.mark.parametrize("method", ["fedssar", "clustered", "power-of-choice", "stratify"])
 def test_clients_are_invited_at_random_if_the_method_needs_replies(method):
     partition = {"name": "iid", "clients": 12}
     assert sampler_of(prepare(fs.Experiment(**{**SPEC, "partition": partition, "method": method}))) == Uniform()

@@ -197,8 +197,8 @@ def longest(absent: Bools) -> int:
     Args:
         absent: Whether each class is absent in each round, (rounds, C).
 
-    >>> longest(np.array([[True, False], [True, True], [False, True], [True, True]]))
-    3
+    >>> longest(np.array([[True, False], [False, False], [True, True], [True, True]]))
+    2
     """
     current, most = np.zeros(absent.shape[1], dtype=np.int64), 0
     for row in absent:
