@@ -1135,7 +1135,7 @@ MUTANTS = [
     fedssar(
         "the chance of a cluster that is certain", "available_sizes > 0).sum() > m", "available_sizes > 0).sum() > 0"
     ),
-    recommended("all invited clients reply", "run.online & run.invited) for run", "run.invited) for run"),
+    recommended("all invited clients reply", "run.online & run.invited)", "run.invited)"),
     recommended("an absence has no last round", "(current + 1) * row", "current + row"),
     recommended("offline spells are counted by round", "(before & ~online).sum()", "(~online).sum()"),
     rounds(

@@ -13,6 +13,7 @@ from fedstrata.papers.recommend.properties import (
     Properties,
     apart,
     longest,
+    mean,
     measure,
     properties,
 )
@@ -33,7 +34,7 @@ SPEC = {
 
 
 def test_three_clients_by_hand():
-    measured = properties(SIZES, STEPS, COUNTS, [Simulated(ONLINE, INVITED)])
+    measured = properties(SIZES, STEPS, COUNTS, Simulated(ONLINE, INVITED))
     expected = Properties(
         clients=3,
         invited=8 / 12,
@@ -55,20 +56,21 @@ def test_three_clients_by_hand():
     assert astuple(measured) == pytest.approx(astuple(expected))
 
 
-def test_values_are_means_over_seeds():
+def test_the_mean_over_seeds():
     always = Simulated(np.ones_like(ONLINE), np.ones_like(ONLINE))
-    one, other = (properties(SIZES, STEPS, COUNTS, [run]) for run in (Simulated(ONLINE, INVITED), always))
-    both = properties(SIZES, STEPS, COUNTS, [Simulated(ONLINE, INVITED), always])
-    assert astuple(both) == pytest.approx((np.array(astuple(one)) + astuple(other)) / 2)
+    one, other = (properties(SIZES, STEPS, COUNTS, run) for run in (Simulated(ONLINE, INVITED), always))
+    assert astuple(mean([one, other])) == pytest.approx((np.array(astuple(one)) + astuple(other)) / 2)
+    without = replace(one, longest_absence=None)
+    assert mean([without, without]) == without
 
 
 def test_the_order_of_clients_does_not_matter():
     draws = np.random.default_rng(0)
     counts, steps = draws.integers(0, 4, (30, 5)), draws.random(30)
-    runs = [Simulated(draws.random((20, 30)) < 0.5, draws.random((20, 30)) < 0.2) for _ in range(2)]
+    run = Simulated(draws.random((20, 30)) < 0.5, draws.random((20, 30)) < 0.2)
     order = draws.permutation(30)
-    shuffled = [Simulated(run.online[:, order], run.invited[:, order]) for run in runs]
-    before = properties(counts.sum(axis=1), steps, counts, runs)
+    shuffled = Simulated(run.online[:, order], run.invited[:, order])
+    before = properties(counts.sum(axis=1), steps, counts, run)
     after = properties(counts[order].sum(axis=1), steps[order], counts[order], shuffled)
     assert astuple(after) == pytest.approx(astuple(before))
 
@@ -133,7 +135,7 @@ def test_a_task_without_classes_has_no_properties_of_classes():
 
 
 def test_how_far_apart():
-    mine = properties(SIZES, STEPS, COUNTS, [Simulated(ONLINE, INVITED)])
+    mine = properties(SIZES, STEPS, COUNTS, Simulated(ONLINE, INVITED))
     other = replace(mine, clients=3999, online=1.0, size_correlation=0.5, label_skew=None)
     assert [apart(key, mine, mine) for key in SHOWN] == [0] * len(SHOWN)
     assert apart("clients", mine, other) == pytest.approx(1)  # (1 + 3999) / (1 + 3) is 1,000

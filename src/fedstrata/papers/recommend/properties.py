@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import astuple, dataclass, replace
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,14 +52,14 @@ class Properties:
             both invited and online, for the class that is absent longest.
     """
 
-    clients: int
+    clients: float
     invited: float
     size_imbalance: float
     step_imbalance: float
     online: float
     offline_rounds: float
     size_correlation: float
-    classes: int | None = None
+    classes: float | None = None
     classes_per_client: float | None = None
     label_skew: float | None = None
     class_imbalance: float | None = None
@@ -78,56 +79,58 @@ def measure(prepared: Prepared) -> Properties:
     Raises:
         SpecError: The availability does not fit the federation with one of the seeds.
     """
-    first, assignment = prepared.spec.seed, prepared.assignment
-    runs = [simulate(prepared, seed) for seed in range(first, first + SEEDS)]
+    seed, assignment, data = prepared.spec.seed, prepared.assignment, prepared.data
     sizes, training = assignment.sizes, prepared.spec.training
     steps = np.ceil(sizes / training.samples_per_step) * training.epochs
     if training.local_steps is not None:
         steps = np.full(len(sizes), training.local_steps)
-    data = prepared.data
     counts = assignment.counts(*data.strata_or_one) if data.task.has_classes else None
-    return properties(sizes, steps, counts, runs)
+    return mean([properties(sizes, steps, counts, simulate(prepared, seed + more)) for more in range(SEEDS)])
 
 
-def properties(sizes: Ints, steps: Floats, counts: Ints | None, runs: Sequence[Simulated]) -> Properties:
+def mean(several: Sequence[Properties]) -> Properties:
+    """Return the mean of each property."""
+    values = zip(*map(astuple, several), strict=True)
+    means: list[Any] = [None if None in each else fmean(each) for each in values]
+    return Properties(*means)
+
+
+def properties(sizes: Ints, steps: Floats, counts: Ints | None, run: Simulated) -> Properties:
     """Compute the properties of a partition and of simulated rounds.
 
     Args:
         sizes: Number of samples of each client, (N,).
         steps: Number of local steps of each client per round, (N,).
         counts: Number of samples of each class at each client, (N, C); None if the task has no classes.
-        runs: The simulated rounds of each seed.
+        run: The simulated rounds.
     """
-    rates = [run.online.mean(axis=0) for run in runs]
+    rates = run.online.mean(axis=0)
     general = Properties(
         clients=len(sizes),
-        invited=float(np.mean([run.invited.mean() for run in runs])),
+        invited=float(run.invited.mean()),
         size_imbalance=gini(sizes),
         step_imbalance=gini(steps),
-        online=float(np.mean(rates)),
-        offline_rounds=float(np.mean([spell(run.online) for run in runs])),
-        size_correlation=float(np.mean([correlation(sizes, each) for each in rates])),
+        online=float(rates.mean()),
+        offline_rounds=spell(run.online),
+        size_correlation=correlation(sizes, rates),
     )
-    return general if counts is None else _with_classes(general, counts, runs, rates)
-
-
-def _with_classes(general: Properties, counts: Ints, runs: Sequence[Simulated], rates: Sequence[Floats]) -> Properties:
-    """Add the properties of classes; ``rates`` has each client's share of rounds online, (N,), for each run."""
+    if counts is None:
+        return general
     counts = counts[:, counts.sum(axis=0) > 0]
-    holds, total = counts > 0, counts.sum(axis=0)
-    online = float(np.mean([without_holder(holds, run.online) for run in runs]))
-    replies = [without_holder(holds, run.online & run.invited) for run in runs]
+    holds, total, filled = counts > 0, counts.sum(axis=0), counts[sizes > 0]
+    online, replies = without_holder(holds, run.online), without_holder(holds, run.online & run.invited)
+    differences = filled / filled.sum(axis=1, keepdims=True) - total / total.sum()
     return replace(
         general,
         classes=counts.shape[1],
         classes_per_client=float(holds.mean()),
-        label_skew=float(np.mean([distance(row, total) for row in counts if row.any()])),
+        label_skew=float(np.abs(differences).sum(axis=1).mean() / 2),
         class_imbalance=distance(total, np.ones_like(total)),
-        online_skew=float(np.mean([distance(each @ counts, total) for each in rates])),
-        absent_online=online,
-        absent_uninvited=float(np.mean(replies)) - online,
-        absent_replies=float(np.mean(replies)),
-        longest_absence=float(np.mean([longest(each) for each in replies])),
+        online_skew=distance(rates @ counts, total),
+        absent_online=float(online.mean()),
+        absent_uninvited=float(replies.mean() - online.mean()),
+        absent_replies=float(replies.mean()),
+        longest_absence=longest(replies),
     )
 
 
