@@ -238,11 +238,13 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 def shown(value: float | None, unit: str) -> str:
     """Format the value of a property as text.
 
-    >>> shown(None, "share"), shown(0.125, "share"), shown(0.125, "index"), shown(20.0, "number"), shown(3.4, "number")
-    ('unknown', '12 %', '0.12', '20', '3.4')
+    >>> shown(None, "share"), shown(0.125, "share"), shown(0.125, "index")
+    ('unknown', '12 %', '0.12')
+    >>> shown(2000.0, "number"), shown(3.4, "number")
+    ('2,000', '3.4')
     """
     if value is None:
         return "unknown"
     if unit == "share":
         return percent(value, 0)
-    return f"{value:.2f}" if unit == "index" else f"{value:.4g}" if float(value).is_integer() else f"{value:.1f}"
+    return f"{value:.2f}" if unit == "index" else f"{value:,.0f}" if float(value).is_integer() else f"{value:.1f}"
