@@ -66,12 +66,13 @@ test-fast: $(DEV)  ## Tests that start no processes and take a third of a second
 test-long: $(DEV)  ## Tests that take long: kills, faults, every method on every engine.
 	$(PYTEST) -n $(CORES) -m long
 
-check: $(DEV)  ## Format, lint, types, import rules, counts of what is hard to read.
+check: $(DEV)  ## Format, lint, types, import rules, counts of what is hard to read, and of words.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py
+	$(BIN)/python tools/words.py
 
 accessibility: $(DEV) demo docs  ## Report, status page and site against WCAG 2.2 AA, in both themes: needs npm and Chromium.
 	npm install --silent --no-save --prefix build/axe axe-core@4

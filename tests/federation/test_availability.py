@@ -147,6 +147,17 @@ def test_traces_in_seconds_with_errors(tmp_path, line, problem):
         fs.Trace(file=trace(tmp_path, f"client,first,last\n{line}\n"), round_seconds=1)
 
 
+def test_a_trace_beside_the_spec_is_found_from_another_folder(tmp_path, monkeypatch):
+    trace(tmp_path, "client,first,last\n0,1,3\n")
+    (tmp_path / "one.toml").write_text('[availability]\nname = "trace"\nfile = "trace.csv"\n')
+    (tmp_path / "two.toml").write_text('[[availability]]\nname = "trace"\nfile = "trace.csv"\n' * 2)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for name in ("one.toml", "two.toml"):
+        model = fs.Experiment.from_toml(tmp_path / name).availability
+        assert model.online(np.array([0, 1]), 1, 0).tolist() == [True, False]
+
+
 # Several models.
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from fedstrata.evaluation.history import History
 from fedstrata.reporting.runs import Run, keep_order
@@ -46,6 +49,16 @@ def test_the_line_about_the_setting(tmp_path: Path) -> None:
         "5 or 25 rounds · mlp (hidden 64, 32) · 3 seeds (0, 1, 2) · fedstrata 0.1.0"
     )
     assert line({"a": [Run("a", History([]), tmp_path, [], "")]}) == ""
+
+
+@pytest.mark.parametrize(
+    ("availability", "text"), [("always", "100 % of the invited clients are online"), ("markov", "markov availability")]
+)
+def test_the_line_names_availability_without_a_probability(tmp_path: Path, availability: str, text: str) -> None:
+    run_folder = run(tmp_path)
+    spec = SPEC.replace('name = "bernoulli"\np = 0.6', f'name = "{availability}"')
+    described = line({"a": [replace(run_folder, spec=spec.format(method="fedavg", seed=0, rounds=5, more=""))]})
+    assert f" · {text} · " in described
 
 
 def test_runs_are_counted(tmp_path: Path) -> None:

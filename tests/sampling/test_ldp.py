@@ -72,7 +72,7 @@ def test_clipping_biases_it_to_what_the_bound_leaves():
 
 @pytest.mark.slow
 def test_a_mean_estimate_that_is_right_keeps_too_many_samples():
-    """The figures of docs/methods/samplers.md: ε = 3, M = 100, ten clients of 600 samples, a tenth of them wanted."""
+    """The figures of docs/methods/samplers-strata.md: ε = 3, M = 100, ten clients of 600 samples, a tenth wanted."""
     alpha = truth_probability(3.0, 100)
     found = estimates(np.full(10, 600), bound=100, alpha=alpha, times=4000)
     assert found.mean() == pytest.approx(1002, rel=0.05)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.cli import main
@@ -119,6 +120,16 @@ def test_a_policy_that_refuses_the_kits_job_is_a_problem_and_the_site_may_start(
     assert f"warning  {said}" in capsys.readouterr().out
     (fed / "a" / "local" / "spec.toml").write_text("[training]\nrounds = 0\n")
     assert "local/spec.toml: training.rounds = 0" in problems(fed / "a", server=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_a_problem(fed: Path) -> None:
+    """It was found when the job began."""
+    (fed / "a" / "local" / "policy.toml").write_text('jobs = "within-policy"\n')
+    spec = fed / "a" / "local" / "spec.toml"
+    assert problems(fed / "a", server=False) == ""
+    spec.write_text(spec.read_text().replace('device = "cpu"', 'device = "cuda"'))
+    assert "training.device = 'cuda': PyTorch finds 0 CUDA devices" in problems(fed / "a", server=False)
 
 
 def at(days: float) -> datetime:

@@ -44,7 +44,7 @@ class Intervals(Remembering):
 
     Args:
         cutoff: Longest interval between two replies, in rounds (K). A smaller value limits the weight of clients that
-            reply rarely, but makes ω_k underestimate 1 / p_k.
+            reply rarely.
     """
 
     cutoff: PositiveInt = 50
@@ -180,10 +180,9 @@ class Echoes(Remembering):
     size.
 
     Args:
-        clip: Largest norm of the mean of (t − τ_k) Δ_k. A longer mean is scaled down to this norm. The default is the
-            value of the authors' experiments; their algorithm as published has no limit.
-        memory_gb: The largest memory for the models of clients, in GB. The server and each checkpoint store at most one
-            model per client, and at most one per round.
+        clip: Largest norm of the mean of (t − τ_k) Δ_k. A longer mean is scaled down to this norm. The published
+            algorithm does not have this limit.
+        memory_gb: Largest memory for the stored models, in GB: at most one model per client, and at most one per round.
     """
 
     own_starts = True

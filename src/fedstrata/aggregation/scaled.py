@@ -80,7 +80,7 @@ class Extrapolated(Mean):
     parameters, without BatchNorm's buffers. The average of the last two models is evaluated and saved.
 
     Args:
-        eps: Constant ε that limits η if Δ̄ is short. The authors' program uses 0.001 or 0.1, depending on the data set.
+        eps: Constant ε that limits η if Δ̄ is short. The authors' program uses 0.001 or 0.1.
     """
 
     eps: PositiveFloat = 1e-3

@@ -45,22 +45,20 @@ class Column(Setting):
 
     Args:
         type: ``number``, ``boolean`` or ``category``. Each value of a category becomes a feature that is 0 or 1.
-            Default: the type that other keys of this column imply, such as ``categories``. If no key implies a type,
-            simulations guess the type from the cells, and real sites use ``number``.
+            Default: the type that other keys of this column imply, such as ``categories``. Otherwise, simulations guess
+            the type from the cells, and real sites use ``number``.
         unit: Unit of the numbers, such as ``mm``, for messages only.
         range: Smallest and largest allowed number.
         categories: Allowed categories. Default: all categories in the table.
-        missing: Cell texts that mean a missing value in this column, in addition to the schema's key ``missing``.
-        impute: Replacement of missing values. ``mean``, ``median`` or ``most-frequent``: the replacement is this
-            statistic of the training rows. If two values are in the middle, the median is the lower value. If several
-            values are most frequent, the smallest number or the first category is used. ``constant``: the replacement
-            is ``value``. ``separate-category``: missing values become a category of their own. Default: a missing value
-            is an error.
-        step: Rounding unit. Each number is rounded to a multiple of ``step`` before ``median`` or ``most-frequent`` is
-            computed. Real sites need ``step`` for these two rules, because sites send how often each rounded number
-            occurs.
+        missing: Cell texts that mean a missing value in this column, in addition to the schema's ``missing``.
+        impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) or
+            ``most-frequent`` (the smallest or first of equally frequent values): this statistic of the training rows.
+            ``constant``: the key ``value``. ``separate-category``: missing values become a category of their own.
+            Default: a missing value is an error.
+        step: Rounding unit of numbers for ``median`` and ``most-frequent``. Real sites need it for these two rules,
+            because sites send how often each rounded number occurs.
         value: Replacement of missing values if ``impute`` is ``constant``.
-        indicator: Whether to add a feature that is 1 if the value of this column is missing, and 0 otherwise.
+        indicator: Whether to add a feature that is 1 if the value of this column is missing.
     """
 
     type: Literal["number", "category", "boolean"] | None = None
@@ -209,16 +207,14 @@ class Schema(Setting):
         label: Column with the label.
         client: Column with the client of each row, for the partition ``natural``.
         features: Feature columns. Default: all columns without another role; at real sites, the keys of ``columns``.
-        columns: TOML table with the type, or the settings, of each feature column. The table may also describe a label
-            that is a number. If ``columns`` does not contain a feature, fedstrata guesses its type from the cells. At
-            real sites, the table must contain every feature.
+        columns: Type, or table of settings, of each feature column and of a label that is a number. fedstrata guesses
+            the types of other columns from the cells. At real sites, the table must contain every feature.
         classes: All possible labels, in the order of the model's outputs. Default: the sorted labels of the table.
         missing: Cell texts that mean a missing value, in addition to empty cells.
         ignore: Columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Choice of the test rows. A number is the fraction of each client's rows that is held out for testing,
-            stratified by label if labels are classes. A client with two or more rows holds out at least one row. A text
-            is the name of a column that marks each row as ``test`` or ``train``, or as ``true`` (test) or ``false``
-            (train).
+        test: Fraction of each client's rows that is held out for testing (at least one of two or more rows), stratified
+            by label if labels are classes. Alternatively, the name of a column that marks each row as ``test`` or
+            ``train``, or as ``true`` (test) or ``false`` (train).
         delimiter: Character between the cells of a CSV file.
     """
 

@@ -56,17 +56,14 @@ with warnings.catch_warnings():
         """The data set and its preparation.
 
         Args:
-            name: Name or path of the data set. ``fedstrata datasets`` lists the known names. Any other NAME stands for
-                the file NAME.npz in ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``. A path is a ``.npz``, ``.csv`` or
-                ``.parquet`` file, or a folder of ``.npy`` files with ``/`` at the end. Inputs in a folder may be larger
-                than the memory. ``"hub:owner/name"`` or ``"hub:owner/name:configuration"`` is a data set of the Hugging
-                Face hub.
-            normalize: Scaling of each channel or feature. ``standard``: values are scaled to mean 0 and standard
-                deviation 1 over the training samples. ``unit``: values are scaled so that the training samples range
-                from 0 to 1. ``none``: values are only converted to float32. ``keep``: whole numbers stay whole numbers,
-                as token models require.
-            limit: Number of training samples to use. The samples are drawn at random, from each class in proportion to
-                its size. Default: all samples.
+            name: Name or path of the data set. ``fedstrata datasets`` lists the names. A path is a ``.npz``, ``.csv``
+                or ``.parquet`` file, or a folder of ``.npy`` files with ``/`` at the end. ``"hub:owner/name"`` or
+                ``"hub:owner/name:configuration"`` is a data set of the Hugging Face hub.
+            normalize: Scaling of each channel or feature. ``standard``: to mean 0 and standard deviation 1 over the
+                training samples. ``unit``: to the range from 0 to 1 over the training samples. ``none``: only
+                conversion to float32. ``keep``: whole numbers stay whole numbers, as token models require.
+            limit: Number of training samples to use, drawn at random from each class in proportion to its size.
+                Default: all.
             client: Column of a Hugging Face data set that contains the client of each sample, for the partition
                 ``natural``.
             schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file, or the name of the label column.
@@ -75,13 +72,12 @@ with warnings.catch_warnings():
                 ``classes``.
             classes: Number C of classes in an array file. The labels in the file must be 0 … C−1.
             range: Smallest and largest value that an array file may contain.
-            shift: Numbers that are subtracted from the channels or features, one per channel or feature. Default:
-                computed from the training samples according to ``normalize``.
-            scale: Factors by which the channels or features are multiplied after ``shift`` is subtracted, one per
-                channel or feature. Set both ``shift`` and ``scale``, or neither.
-            augment: Random change of the samples of each training batch: ``crop-flip`` for images, or a function of
-                your own, ``"module:function"``. Evaluation and statistics use the unchanged samples.
-            custom: Description of the arrays that a Python program passed. fedstrata sets this key itself.
+            shift: Number that is subtracted from each channel or feature. Default: computed according to ``normalize``.
+            scale: Factor by which each channel or feature is multiplied afterwards. Set both ``shift`` and ``scale``,
+                or neither.
+            augment: Random change of the samples of each training batch: ``crop-flip`` for images, or your own
+                ``"module:function"``.
+            custom: Description of the arrays that a Python program passed. Only fedstrata sets this key.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

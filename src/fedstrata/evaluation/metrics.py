@@ -328,7 +328,7 @@ class AUROC(_ByClient):
     contains an upper bound of its error.
 
     Args:
-        bins: Number of bins in each class's histogram of scores. Real sites send these histograms instead of scores.
+        bins: Number of bins of each class in the histograms that real sites send instead of scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400

@@ -29,8 +29,8 @@ class Attack(Setting):
     """Base class of attacks, which chooses the clients that attack.
 
     Args:
-        share: Fraction of the clients that are attackers, rounded to whole clients. The seed decides which clients
-            attack, and they attack in every round. Default: 0.2.
+        share: Fraction of the clients that attack in every round, rounded to whole clients. The seed decides which
+            clients attack. Default: 0.2.
         clients: Ids of the clients that attack. Set either ``clients`` or ``share``.
     """
 
@@ -182,8 +182,7 @@ class LittleIsEnough(Attack):
     updates.
 
     Args:
-        deviations: Number z of standard deviations that are added to the mean. The paper derives a maximum of z from
-            the number of clients.
+        deviations: Number z of standard deviations that are added to the mean.
     """
 
     deviations: PositiveFloat = 1.5

@@ -61,12 +61,10 @@ class Availability(Setting):
     """A model of which clients are online, and of the time that they need to answer.
 
     Args:
-        announced: Whether the server knows which clients are online, and invites only online clients. If false, invited
-            clients that are offline do not reply.
+        announced: Whether the server knows which clients are online, and invites only online clients.
         deadline: Simulated seconds that the server waits for replies in a round. Default: no deadline.
         seconds_per_sample: Simulated seconds that a client of median speed needs for the gradient of one sample.
         speed_spread: Standard deviation of the logarithm of the clients' speeds, which stay the same in all rounds.
-            With 0, all clients are equally fast.
         bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: unlimited.
         bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: unlimited.
         latency: Additional simulated seconds per message, in each direction.
@@ -204,7 +202,7 @@ class Grouped(Availability):
 
     Args:
         groups: The groups in the order of the client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p =
-            0.2}]``. The sizes of the groups must add up to the number of clients.
+            0.2}]``.
     """
 
     groups: list[AvailabilityGroup] = Field(min_length=1)

@@ -19,12 +19,11 @@ class Correlated(Availability):
     """Base class of models in which a client's probability of being online depends on its samples.
 
     Args:
-        mean: Probability that a client is online in a round, averaged over all clients. Each probability is afterwards
+        mean: Probability that a client is online in a round, averaged over all clients, before each probability is
             limited to the range from ``least`` to 1.
         least: Lower limit of each client's probability of being online in a round.
         pattern: Change of a client's availability over the rounds. ``independent``: a new draw in each round.
-            ``markov``: clients alternate between spells online and offline of random lengths. ``cyclic``: clients are
-            online for a fixed fraction of each period.
+            ``markov`` and ``cyclic``: as in the models of these names.
         offline_rounds: Mean number of rounds that a client stays offline; only for ``markov``.
         period: Length of a period, in rounds; only for ``cyclic``.
     """
@@ -70,8 +69,8 @@ class LabelCorrelated(Correlated):
     ``mean`` if labels are balanced.
 
     Args:
-        concentration: Concentration of the symmetric Dirichlet distribution from which the weight of each label is
-            drawn. With a smaller value, fewer labels have almost all of the weight.
+        concentration: Concentration of the Dirichlet distribution from which the weights of the labels are drawn. With
+            a smaller value, fewer labels have almost all of the weight.
     """
 
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)
@@ -96,7 +95,7 @@ class SizeCorrelated(Correlated):
 
     Args:
         exponent: Exponent e. The probability that a client is online is proportional to n^e, where n is its number of
-            samples. With a negative exponent, clients with many samples are online less often.
+            samples.
     """
 
     exponent: float = Field(default=1.0, ge=-10, le=10)

@@ -58,8 +58,7 @@ class Diurnal(Availability):
         lowest: Smallest probability of being online within a day.
         highest: Largest probability of being online within a day.
         period: Length of a day, in rounds.
-        spread: Fraction of a day over which the clients' time zones are spread at random. With 0, all clients are in
-            the same time zone.
+        spread: Fraction of a day over which the clients' time zones are spread at random.
     """
 
     lowest: float = Field(default=0.1, ge=0, le=1)

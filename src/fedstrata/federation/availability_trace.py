@@ -17,12 +17,11 @@ class Trace(Availability):
     """Each client is online in the rounds that a file lists.
 
     Args:
-        file: Path of a CSV file with the columns ``client,first,last``: the client is online from round ``first``
-            (counted from 1) to round ``last``. A client may have several lines. A client without a line is never
-            online.
-        round_seconds: Seconds from the start of a round to the start of the next round. If set, ``first`` and ``last``
-            are seconds since the start of round 1. A client is then online in a round if it is online when the round
-            starts. Default: ``first`` and ``last`` are rounds.
+        file: Path of a CSV file, relative to the spec or the working directory. Its columns are ``client,first,last``:
+            the client is online from round ``first`` (counted from 1) to round ``last``. A client may have several
+            lines, and is never online without a line.
+        round_seconds: Seconds between the starts of two rounds. If set, ``first`` and ``last`` are seconds since the
+            start of round 1, and a client's state at the start of a round counts.
     """
 
     file: str

@@ -86,8 +86,7 @@ class AdamW(LocalOptimizer):
 
     Args:
         betas: Decay rates β₁ and β₂ of the running means of the gradient and of the squared gradient.
-        eps: Small number that is added to the denominator of each step, to avoid a division by zero. The denominator is
-            the square root of the running mean of squared gradients.
+        eps: Small number that is added to the denominator of each step, to avoid a division by zero.
     """
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)

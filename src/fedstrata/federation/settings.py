@@ -84,13 +84,13 @@ class Privacy(Setting):
         sums: The server's view of clients' updates. ``plain``: every update. ``secure``: only the sum over the clients
             of a round (Bonawitz et al. 2017); only for fedavg, and only in simulations so far. It needs the extra
             ``secure``.
-        simulate_masks: Whether clients of a simulation really mask their updates. The results are the same without
-            masks, and the run is faster. With masks, all clients run in one process.
+        simulate_masks: Whether clients of a simulation really mask their updates. Without masks, the results are the
+            same, and the run is faster.
         range: Largest absolute value of an element of an update in a secure sum. An update with a larger value is
-            scaled down as a whole, and the metric ``scaled`` counts such updates.
+            scaled down, and counted in the metric ``scaled``.
         largest: Largest number of samples of a client in secure sums. A client with more samples does not answer.
             Default: the size of the largest client.
-        parties: Smallest number of clients in a secure sum, at least 3.
+        parties: Smallest number of clients in a secure sum.
     """
 
     min_samples: PositiveInt = 1
@@ -125,13 +125,12 @@ class Training(Setting):
         local_epochs: Number of epochs for which a client trains per round. Default: 5.
         local_steps: Number of mini-batch steps that a client takes per round. Set either ``local_steps`` or
             ``local_epochs``.
-        batch_size: Number of samples in a mini-batch. A client with fewer samples puts all its samples into each
+        batch_size: Number of samples in a mini-batch. A client with fewer samples uses all its samples in each
             mini-batch.
         accumulate: Number of mini-batches per step of a client. A step uses the mean gradient over ``batch_size`` ×
-            ``accumulate`` samples, but needs only the memory for ``batch_size`` samples. BatchNorm uses the statistics
-            of each mini-batch.
-        optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch. A
-            table may also contain the optimiser's settings. SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
+            ``accumulate`` samples, but needs only the memory for ``batch_size`` samples.
+        optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch.
+            SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
         optimizer_state: State (such as momentum) with which a client's optimiser starts each round. ``reset``: an empty
             state. ``keep``: the state after the latest round in which the client trained; with ``adamw``, each client
             then stores twice the size of the model. Fine-tuning for evaluation always starts with an empty state.
@@ -141,22 +140,21 @@ class Training(Setting):
             is not.
         schedule: Learning rate in round t = 0, 1, …. ``constant``: η. ``inverse``: η / (1 + t). ``cosine``: from η to
             zero along half a cosine wave.
-        warmup: Number W of rounds at the beginning in which the learning rate rises. In round t = 1, …, W, the rate of
+        warmup: Number W of rounds at the beginning in which the learning rate rises. In round t ≤ W, the rate of
             ``schedule`` is multiplied by t / (W + 1).
-        clip: Largest norm of a gradient. A gradient with a larger norm is scaled down to this norm. Default: no limit.
-        batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages the clients' statistics.
-            ``local``: each client keeps its own statistics, and evaluations of the global model use the statistics of
-            the test batches. Stratify, SFL and FedTAN require ``average``.
-        execution: Way in which engines compute sums over clients. ``fused``: an engine may compute the sum over several
-            clients in one pass, which is faster. ``per-client``: engines compute each client's term separately. All
-            engines then give exactly equal results, but Stratify is several times slower.
+        clip: Largest norm of a gradient. A longer gradient is scaled down to this norm. Default: no limit.
+        batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages them. ``local``: each
+            client keeps its own, and evaluations of the global model use the statistics of the test batches. Stratify,
+            SFL and FedTAN require ``average``.
+        execution: Way in which engines compute sums over clients. ``fused``: an engine may sum over several clients in
+            one pass, which is faster. ``per-client``: all engines give exactly equal results, but Stratify is several
+            times slower.
         threads: Number of threads per operation of PyTorch. A change of this number may change the last bits of
             results.
         workers: Number of processes that train clients on this machine. The number does not change results. Default:
             one per core if this is faster, otherwise one.
-        precision: Number format of local training. ``float32``: all operations use float32. ``bf16``: the operations
-            that PyTorch's autocast considers safe use bfloat16. Parameters and updates, and all training of Stratify
-            and FedTAN, stay float32.
+        precision: Number format of local training. ``bf16``: the operations that PyTorch's autocast considers safe use
+            bfloat16. Parameters and updates, and all training of Stratify and FedTAN, stay float32.
         device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if there is one).
             The last bits of results depend on the device.
     """

@@ -44,8 +44,8 @@ class CCVR(Recipe, HeadTuning):
 
     Args:
         per_class: Number of virtual features of each class.
-        every: Number of rounds between two calibrations. Default: the server calibrates only after the last round. The
-            model is evaluated without calibration after all other rounds.
+        every: Number of rounds between two calibrations. Other rounds are evaluated without calibration. Default: the
+            server calibrates only after the last round.
         steps: Number of gradient steps of a calibration, each on all virtual features.
         lr: Learning rate of a calibration.
     """

@@ -20,8 +20,7 @@ class FedBABU(Recipe):
     ``evaluation.fine_tune``.
 
     Args:
-        fine_tune: Settings for training the head on the server, such as ``{ per_class = 10 }``. The method
-            ``fedavg-ft`` has the same keys and defaults. Default: the head is not trained.
+        fine_tune: Settings for training the head on the server, as in ``fedavg-ft``. Default: the head is not trained.
     """
 
     paper = "Oh, Kim and Yun 2022, FedBABU: Toward Enhanced Representation (ICLR)"

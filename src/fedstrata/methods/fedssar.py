@@ -22,9 +22,8 @@ class FedSSAR(Recipe):
 
     Args:
         alpha: Strength of the proximal term, α.
-        aggregation: ``horvitz-thompson``: weights 1 / (N π_k), where π_k is the probability that client k is drawn.
-            This gives an unbiased mean over all clients. Default: the mean of the models, weighted by sample counts, as
-            in the paper, which is biased.
+        aggregation: ``horvitz-thompson``: unbiased weights 1 / (N π_k), where π_k is the probability that client k is
+            drawn. Default: weights in proportion to sample counts, as in the paper, which are biased.
     """
 
     paper = "Lu et al. 2023, Federated learning based on stratified sampling and regularization (Complex Intell. Syst.)"

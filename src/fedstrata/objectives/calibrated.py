@@ -113,8 +113,7 @@ class LogitMargins(Calibrated):
     (``idle_clients``).
 
     Args:
-        tau: Factor τ of the margin τ n_k(c)^(−1/4) that is subtracted from the logit of class c. With 0, logits are
-            unchanged.
+        tau: Factor τ of the margin. With 0, logits are unchanged.
         missing: Treatment of classes that the client lacks. ``excluded`` leaves these classes out of the softmax.
             ``one`` gives these classes the margin τ, as if the client had one sample of each.
     """

@@ -90,8 +90,7 @@ class PersonalModel(CrossEntropy):
     does not depend on personal models.
 
     Args:
-        strength: Strength λ with which personal models are pulled towards the global model. With 0, each client trains
-            its personal model only on its own data.
+        strength: Strength λ with which personal models are pulled towards the global model.
     """
 
     strength: NonNegativeFloat = 0.1

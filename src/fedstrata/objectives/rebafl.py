@@ -51,10 +51,9 @@ class Rebalanced(PerSample):
     Args:
         epsilon: Smoothing ε of the prior. With 0, the prior of a class is the class's share of the client's samples
             (balanced softmax). With 1, the prior is uniform (plain softmax).
-        mu: Weight μ of the augmented loss. The paper uses 0.1. The published code uses 0.5, with ``training.momentum =
-            0.5``.
-        transfer: Factor λ of the deviation h − P[y] of a sample's features from its prototype. The deviation is added
-            to another class's prototype to make an augmented feature.
+        mu: Weight μ of the augmented loss. The published code uses 0.5, with ``training.momentum = 0.5``.
+        transfer: Factor λ of the deviation h − P[y] of a sample's features from its prototype, which is added to
+            another class's prototype.
         relaxed: Whether both losses use the prior. If false, both losses are plain cross-entropy (an ablation of the
             paper).
         keep_prototypes: Whether a client stores the prototypes that it sent most recently, which ``fedstrata audit

@@ -40,8 +40,10 @@ def setting_line(runs: Mapping[str, Sequence[Run]]) -> list[Part]:
     online = _values(specs, "availability.p", 100)
     if online:
         parts.append((f"{online} %", " of the invited clients are online"))
-    elif _named(specs, "availability") == "always":
+    elif (model := _named(specs, "availability")) == "always":
         parts.append(("100 %", " of the invited clients are online"))
+    elif model:
+        parts.append((model, " availability"))
     if invited := _values(specs, "training.clients_per_round"):
         parts.append((invited, " clients invited per round"))
     if rounds := _values(specs, "training.rounds"):

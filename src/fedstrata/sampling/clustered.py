@@ -80,8 +80,8 @@ class Clustered(ClientSampler):
     """Unbiased sampling that draws each client of a round from a different group of similar clients.
 
     Args:
-        algorithm: How clients are grouped. ``1`` groups clients by number of samples. ``2`` groups clients by the
-            direction of their last updates, with Ward's method. Clients that never took part form their own group.
+        algorithm: How clients are grouped. ``1``: by number of samples. ``2``: by the direction of their last updates,
+            with Ward's method. Clients that never took part form their own group.
         coordinates: Length to which a random projection shortens each client's stored update. With 0, the whole update
             is stored.
     """

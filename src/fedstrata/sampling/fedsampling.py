@@ -61,7 +61,7 @@ class FedSamplingData(DataSampler):
         bound: Public upper bound M for reported numbers of samples if ``epsilon`` is set. Larger numbers are reported
             as M − 1.
         reuse: Whether each client reports its number of samples only once, which spends ε once. If false, participants
-            report in every round. The errors then average out, but T rounds spend T times ε.
+            report in every round: the errors average out, but T rounds spend T times ε.
     """
 
     samples: PositiveInt = 1000

@@ -52,14 +52,12 @@ class FedSSARSampler(ClientSampler):
         min_samples: Number of clients, including the client itself, that must be near a client to make it a core point
             (``min_samples`` of OPTICS).
         xi: Relative drop of the reachability distance at which a cluster begins (``xi`` of OPTICS).
-        features: Features by which clients are compared. ``parameters`` compares the parameters of their models, as in
-            the paper. ``updates`` compares their model updates, which stay comparable if clients took part in different
-            rounds.
-        coordinates: Length to which a random projection reduces the stored parameters of each client. With 0, all
+        features: Features by which clients are compared. ``parameters``: the parameters of their models, as in the
+            paper. ``updates``: their updates, which stay comparable if clients took part in different rounds.
+        coordinates: Length to which a random projection shortens the stored parameters of each client. With 0, all
             parameters are stored.
-        optics_max: Largest number of clients that OPTICS clusters. The time of OPTICS grows with the square of this
-            number. If there are more clients, OPTICS clusters a random subset, and each other client joins the nearest
-            cluster.
+        optics_max: Largest number of clients that OPTICS clusters, in a time that grows with the square of this number.
+            If there are more clients, OPTICS clusters a random subset, and each other client joins the nearest cluster.
     """
 
     min_samples: int = Field(default=2, ge=2)

@@ -56,9 +56,8 @@ class Graph(ClientSampler):
         alpha: Weight α of the distance. With 0, the clients that were chosen least often are chosen.
         epsilon: Similarity ε above which two clients are joined by an edge.
         sigma: Constant σ² in the length exp(−V² / σ²) of the edge between clients of similarity V.
-        counted: When a client is counted. ``invited`` counts each invitation, as in the paper. ``returned`` counts only
-            replies that the server used, so that clients that are nearly always absent are invited in nearly every
-            round.
+        counted: When a client is counted. ``invited``: at each invitation, as in the paper. ``returned``: at each reply
+            that the server used, so that clients that are often absent are invited more often.
     """
 
     tells_sizes = True

@@ -23,8 +23,8 @@ class PowerOfChoice(ClientSampler):
     clients.
 
     Args:
-        candidates: Number d of candidates. A larger value means a stronger preference for clients with a large loss.
-            Default: twice the number of clients per round, or all clients if there are fewer.
+        candidates: Number d of candidates. A larger value prefers clients with a large loss more. Default: twice the
+            number of clients per round, or all clients if there are fewer.
     """
 
     tells_sizes = True

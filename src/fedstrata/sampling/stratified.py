@@ -101,33 +101,32 @@ class Stratified(ClientSampler):
     Args:
         strata: Number of strata.
         centres: Number d' of different values in a compressed gradient. A larger value means less compression.
-        coordinates: Length to which a random projection reduces each gradient before compression (our reading of
-            K_desired in the paper). With 0, gradients are not projected.
+        coordinates: Length to which a random projection shortens each gradient (our reading of K_desired in the paper).
+            With 0, gradients are not projected.
         refresh: Clients that send a new compressed gradient in each round. ``all`` means all clients, as in the paper
             (default up to 1,000 clients). ``participants`` means the clients that take part in the round.
-        gradients: Source of the gradients. With ``asked``, each client computes the gradient of its loss at the global
-            model, in one pass over its data. With ``refresh = "participants"``, each round then also asks clients that
-            have not sent a gradient yet, up to the number of clients per round. With ``updates``, a client's gradient
-            is its last update, divided by the learning rate times the number of steps. Clients that never took part
-            then form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
-        compared: Features by which clients are compared. ``restored`` compares whole compressed gradients, as in the
-            paper. ``centroids`` compares only the d' different values of a compressed gradient, as in FedSTaS's code.
-            ``centroids`` requires ``gradients = "asked"``.
-        start: Initial centres of k-means. ``random`` starts at the gradients of random clients, as in the paper.
-            ``k-means++`` (default) starts at gradients that lie far apart.
+        gradients: Source of the gradients. ``asked``: each client computes the gradient of its loss at the global
+            model, in one pass over its data. With ``refresh = "participants"``, each round then also asks clients
+            without a gradient, up to the number of clients per round. ``updates``: a client's gradient is its last
+            update, divided by the learning rate times the number of steps. Clients that never took part form one
+            stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+        compared: Features by which clients are compared. ``restored``: whole compressed gradients, as in the paper.
+            ``centroids``: only the d' different values of a compressed gradient, as in FedSTaS's code; requires
+            ``gradients = "asked"``.
+        start: Initial centres of k-means. ``random``: gradients of random clients, as in the paper. ``k-means++``
+            (default): gradients that lie far apart.
         replacement: Whether a client may be drawn more than once from its stratum.
-        draws: How clients are drawn without replacement. ``sequential`` draws one client after another, in proportion
-            to the norms of their gradients, as in the paper. Their inclusion probabilities are then unknown, so
-            Horvitz-Thompson weights would be biased. ``systematic`` gives client k of stratum h the inclusion
-            probability min(1, c_h ‖Z_k‖), where c_h makes the sum of these probabilities m_h (Madow 1949).
-        allocation: Rule for the number of draws from each stratum. ``neyman`` allocates draws in proportion to the
-            stratum's size times its spread, rounded by largest remainder. A stratum may then get no draw, which biases
-            the result. ``neyman-random`` is like ``neyman``, but rounds at random, which is unbiased. The expected
-            number of draws from a stratum is then at least half of an equal allocation, or 1 if that is less.
-            ``neyman-at-least-one`` is like ``neyman``, but with at least one draw per stratum. ``proportional``
-            allocates draws in proportion to the stratum's size, but at least one draw. Default: ``neyman-random`` with
-            replacement or systematic draws. Otherwise, the default is ``neyman`` if ``refresh`` is ``all``, and
-            ``neyman-at-least-one`` if not.
+        draws: How clients are drawn without replacement. ``sequential``: one client after another, in proportion to the
+            norms of their gradients, as in the paper. The inclusion probabilities are then unknown. ``systematic``:
+            client k of stratum h has the inclusion probability min(1, c_h ‖Z_k‖), where c_h makes the sum of these
+            probabilities m_h (Madow 1949).
+        allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to the stratum's size
+            times its spread, rounded by largest remainder. A stratum may then get no draw, which biases the result.
+            ``neyman-random``: as ``neyman``, but rounded at random, which is unbiased. The expected number of draws
+            from a stratum is then at least half of an equal allocation, or 1 if that is less. ``neyman-at-least-one``:
+            as ``neyman``, but at least one draw per stratum. ``proportional``: in proportion to the stratum's size, but
+            at least one draw. Default: ``neyman-random`` with replacement or systematic draws. Otherwise, the default
+            is ``neyman`` if ``refresh`` is ``all``, and ``neyman-at-least-one`` if not.
     """
 
     strata: PositiveInt = 10

@@ -23,8 +23,8 @@ class Weighted(ClientSampler):
 
     Args:
         replacement: Whether a client may be drawn more than once per round. If false, clients with more than 1/m of all
-            samples are always drawn, where m is the number of draws. All other clients are drawn by systematic sampling
-            (Madow 1949).
+            samples are always drawn, where m is the number of draws, and the others by systematic sampling (Madow
+            1949).
     """
 
     tells_sizes = True

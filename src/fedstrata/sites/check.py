@@ -107,8 +107,10 @@ def _policy(kit: Path) -> str:
 
 
 def _job(kit: Path) -> str:
-    """Check whether the site accepts the job for which ``fedstrata deploy`` made the site's folder."""
+    """Check whether the site accepts the job for which its folder was made, and has the device for it."""
+    from fedstrata.clients.training.devices import device_of
     from fedstrata.sites.guard import declared
+    from fedstrata.spec.experiment import Experiment
 
     settings, text = SiteSettings.read(kit), (kit / SPEC).read_text(encoding="utf-8")
     clients = json.loads((kit / PART).read_text(encoding="utf-8"))["clients"]
@@ -116,6 +118,7 @@ def _job(kit: Path) -> str:
         with only_from(settings.packages):
             asked = declared(text, settings, clients=clients, own_data=True)
             Policy.read(kit).check(asked)
+            device_of(Experiment.from_toml(kit / SPEC).training.device)
     except RuleError as error:
         raise FedstrataError(f"job of {SPEC}: {str(error).rstrip('.')}. The policy of this site is {POLICY}.") from None
     except (SpecError, ValueError) as error:

@@ -186,8 +186,7 @@ class Experiment(Setting):
 def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read the tables of a spec file and apply overrides to them.
 
-    A file that the partition names is first looked for in the spec's folder, because a run folder contains copies of
-    both.
+    A file that the partition or the availability names is first looked for in the spec's folder.
 
     Args:
         path: The spec file; None to apply the overrides to empty tables.
@@ -199,14 +198,21 @@ def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[s
     table = {} if path is None else read_toml(Path(path), "spec")
     compared = table.get(COMPARE)
     for sections in (table, *(compared.values() if isinstance(compared, dict) else ())):
-        partition = sections.get("partition") if isinstance(sections, dict) else None
-        if isinstance(partition, dict) and isinstance(file := partition.get("file"), str):
-            with suppress(OSError):  # is_file raises this error if the name is too long
-                if (local := Path(path or "").parent / file).is_file():
-                    partition["file"] = str(local)
+        for key in ("partition", "availability") if isinstance(sections, dict) else ():
+            given = sections.get(key)
+            for section in given if isinstance(given, list) else [given]:
+                _prefer_file_in(Path(path or "").parent, section)
     for override in overrides:
         apply_override(table, override)
     return table
+
+
+def _prefer_file_in(folder: Path, section: Any) -> None:
+    """Change ``file`` in a section of a spec to the path of the file in ``folder``, if the file exists there."""
+    if isinstance(section, dict) and isinstance(file := section.get("file"), str):
+        with suppress(OSError):  # is_file raises this error if the name is too long
+            if (local := folder / file).is_file():
+                section["file"] = str(local)
 
 
 def read_toml(path: Path, key: str) -> dict[str, Any]:

@@ -161,11 +161,12 @@ def _paragraphs(section: str) -> Iterator[str]:
     for name, cls in kinds(section):
         if name:
             yield f"### `{name}`"
-        yield _plain(summary(cls))
-        if links := _links(cls):
-            yield links
-        elsewhere = _of_choices(cls)
+        elsewhere, links = _of_choices(cls), _links(cls)
         own = [row for row in specific(section, cls) if row[0] not in elsewhere]
+        if own or not links:
+            yield _plain(summary(cls))
+        if links:
+            yield links
         described = [row for row in own if row in owners]
         for owner in dict.fromkeys(owners[row] for row in described):
             keys = ", ".join(f"`{row[0]}`" for row in described if owners[row] == owner)
@@ -195,7 +196,7 @@ def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
 
 
 def _links(cls: type[Setting]) -> str:
-    """Return a sentence with links to a method's choices, and the names of their settings."""
+    """Return a sentence with links to a method's choices, which are described there, and their settings' names."""
     recipe, belongs = _default_recipe(cls), _of_choices(cls)
     choices = [key for key, (_, name) in belongs.items() if not name]
     if recipe is None or not choices:
@@ -204,15 +205,16 @@ def _links(cls: type[Setting]) -> str:
     for choice in choices:
         part = getattr(recipe, choice).name
         settings = [
-            f"`{key}`" if key == name else f"`{key}` (there `{name}`)"
+            f"`{key}`" if key == name else f"`{key}`, there `{name}`"
             for key, (of, name) in belongs.items()
             if name and of == choice
         ]
         texts.append(
             f"{choice.replace('_', ' ')} [`{part}`]({choice.replace('_', '-')}.md#{part})"
-            + (f" with its {', '.join(settings)}" if settings else "")
+            + (f" ({', '.join(settings)})" if settings else "")
         )
-    return f"Choices: {'; '.join(texts)}."
+    parts = [text for text in (", the ".join(texts[:-1]), texts[-1]) if text]
+    return f"Uses the {' and the '.join(parts)}."
 
 
 def _items(rows: Iterable[Row]) -> str:

@@ -151,8 +151,7 @@ class MLflow(Tracker):
     Needs the extra ``tracking``.
 
     Args:
-        uri: Address of the tracking server or store, such as ``http://localhost:5000`` or ``sqlite:///mlflow.db``.
-            Default: the address that MLflow uses (``MLFLOW_TRACKING_URI``).
+        uri: Address of the tracking server or store, such as ``sqlite:///mlflow.db``. Default: ``MLFLOW_TRACKING_URI``.
         experiment: Name of the experiment in MLflow, created if it does not exist.
         run: Name of the run in MLflow. Default: the run's method, data and seed.
         tags: Additional tags of the run: a table from each name to its value.

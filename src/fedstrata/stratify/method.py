@@ -57,30 +57,28 @@ class Stratify(Method):
 
     Args:
         mode: How clients train. ``batch``: many clients compute the gradient of a batch together. ``single``: the model
-            travels from client to client, with one step per sample. ``hybrid``: the first rounds use batch mode, and
-            later rounds use single-sample mode on data that were not available before.
-        schedule: Number of samples of each label in an epoch. ``uncapped`` uses all samples. ``capped`` uses all
-            samples, but at most ``cap`` per label. ``uniform`` uses the mean number of samples per label for every
-            label.
+            travels from client to client, with one step per sample. ``hybrid``: first ``batch``, and later ``single``
+            on data that were not available before.
+        schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: all samples, but
+            at most ``cap`` per label. ``uniform``: for every label, the mean number of samples per label.
         cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median of the
             labels' numbers of samples.
-        selection: How a client is drawn from the clients with samples of a label. ``uniform``: all these clients have
-            the same probability. ``weighted``: the probability is proportional to the client's number of samples of the
-            label.
-        batch_size: Number of samples in a batch, over all clients. A larger value means fewer exchanges with clients,
-            but also fewer steps. Default: ``training.batch_size``.
+        selection: How a client is drawn from the clients with samples of a label. ``uniform``: with equal probability.
+            ``weighted``: in proportion to their numbers of samples of the label.
+        batch_size: Number of samples in a batch, over all clients. A larger value means fewer exchanges, but also fewer
+            steps. Default: ``training.batch_size``.
         lr_rule: Factor of the learning rate if ``batch_size`` is r times ``training.batch_size``. The factor is 1 with
             ``none``, r with ``linear``, and √r with ``sqrt``.
         local_steps: Number of steps that a client takes on its samples of a batch; only in batch mode. With 1, a batch
-            equals one step of centralised SGD. With more steps, the clients' models drift apart.
+            equals one step of centralised SGD.
         server: Optimiser of the server; only in batch mode. The optimiser's ``lr`` (default 1) is multiplied by
             ``training.lr``. Default: SGD with the momentum and the weight decay of ``training``.
-        chunk_size: Number of consecutive labels in a *chunk* of the schedule; only in single-sample mode. In each
-            chunk, the server chooses clients that can train as many consecutive labels as possible. A larger value
-            means fewer transfers of the model.
-        retain: Of the clients that have samples of a label, the fraction that may train on this label in a chunk; only
-            in single-sample mode. The server draws these clients at random for each chunk. A larger value means fewer
-            transfers, but favours clients with many labels.
+        chunk_size: Number of consecutive labels in a *chunk*, for which the server chooses clients that can train as
+            many of these labels as possible; only in single-sample mode. A larger value means fewer transfers of the
+            model.
+        retain: Of the clients that have samples of a label, the fraction that may train on this label in a chunk, drawn
+            at random for each chunk; only in single-sample mode. A larger value means fewer transfers, but favours
+            clients with many labels.
         pretraining: Number of rounds in batch mode, which come first; only in hybrid mode. Default: half of all rounds.
         stream: Fraction of each client's samples that arrive during the rounds in single-sample mode; only in hybrid
             mode.

@@ -63,8 +63,8 @@ class Groups(Partition):
     2, 2, 3, 3 and 5 classes.
 
     Args:
-        groups: The groups, each with a number of clients and a number of classes per client, such as ``{clients = 4,
-            classes = 2}``. The key ``clients`` is the sum over the groups.
+        groups: The groups, each with a number of clients and a number of classes per client. The key ``clients`` of the
+            partition is the sum over the groups.
         size: Number of samples of each client, divided equally (±1) among its classes. Default: all samples are used.
     """
 

@@ -40,14 +40,13 @@ class Dirichlet(Partition):
     Args:
         alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; with 1e6, the partition is
             nearly IID.
-        balance: Meaning of a Dirichlet draw. ``class``: one draw per class divides the samples of this class among the
-            clients, so clients also differ in size (Yurochkin et al. 2019; Li et al. 2022). Clients below ``min_size``
-            then get samples from the largest client. ``client``: one draw per client gives its class probabilities, and
-            all clients have the same size (±1). When a class has no samples left, clients draw from the other classes.
-        prior: Parameters of the Dirichlet draws with ``balance = "client"``. ``shares``: the parameter of a class is α
-            times the class's fraction of all samples (Hsu et al. 2019). ``flat``: the parameter of every class is α, as
-            in the published code of FedSTaS. With ten equally frequent classes, ``flat`` with α = 0.001 equals
-            ``shares`` with α = 0.01.
+        balance: Meaning of a Dirichlet draw. ``class``: one draw per class divides its samples among the clients, so
+            clients also differ in size (Yurochkin et al. 2019; Li et al. 2022). Clients below ``min_size`` get samples
+            from the largest client. ``client``: one draw per client gives its class probabilities, and all clients have
+            the same size (±1). When a class has no samples left, clients draw from the other classes.
+        prior: Parameters of the Dirichlet draws with ``balance = "client"``. ``shares``: α times the class's fraction
+            of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the published code of FedSTaS. With ten
+            equally frequent classes, ``flat`` with α = 0.001 equals ``shares`` with α = 0.01.
     """
 
     by_label = True
@@ -138,10 +137,9 @@ class Given(Partition):
     Args:
         indices: One list per client with the indices of its samples in the training set. The number of lists is the
             number of clients.
-        file: Path of a ``.npz`` file that contains the lists, relative to the spec or the working directory. Set either
-            ``file`` or ``indices``. In the file, the array ``indices`` lists the samples, client after client. The
-            array ``offsets``, (N + 1,), contains the position in ``indices`` where each client begins, and then the end
-            of the last client.
+        file: Path of a ``.npz`` file with the lists, relative to the spec or the working directory, instead of
+            ``indices``. Its array ``indices`` lists the samples, client after client. Its array ``offsets``, (N + 1,),
+            gives the position in ``indices`` where each client begins, and the end of the last client.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

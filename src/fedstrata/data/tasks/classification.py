@@ -23,8 +23,7 @@ class Classification(Task):
 
     Args:
         class_weights: Weight of each class in the loss, in the order of the classes. The weights are scaled to the mean
-            1. The sum of the weighted losses is divided by the number of samples, and not by the sum of the weights as
-            in PyTorch. Default: 1 for each class.
+            1. Default: 1 for each class.
         label_smoothing: Fraction of the target probability that is spread evenly over all classes.
     """
 

@@ -30,15 +30,14 @@ class Regression(Task):
     targets.
 
     Args:
-        loss: Loss of a standardised target. ``mse``: squared error. ``mae``: absolute error. ``huber``: Huber loss,
-            which is quadratic up to an error of 1 and linear beyond. With several targets, the loss is the mean over
-            the targets.
-        bins: Number of strata, for Stratify and for partitions by label. Each stratum is a range of the first target,
-            and all ranges contain equally many training samples. Default: no strata.
+        loss: Loss of a standardised target, averaged over the targets. ``mse``: squared error. ``mae``: absolute error.
+            ``huber``: quadratic up to an error of 1 and linear beyond.
+        bins: Number of strata, for Stratify and for partitions by label. Each stratum is a range of the first target
+            with equally many training samples. Default: no strata.
         edges: Boundaries between neighbouring strata, in ascending order and in the unit of the target. Set either
             ``edges`` or ``bins``.
-        step: Rounding unit. Each target is rounded down to a multiple of ``step`` before ``bins`` are computed. Real
-            sites need ``step`` for ``bins``, because sites send how often each rounded target occurs.
+        step: Unit to which targets are rounded down before ``bins`` are computed. Real sites need it for ``bins``,
+            because sites send how often each rounded target occurs.
         mean: Mean of each target. Default: computed from the training samples.
         deviation: Standard deviation of each target. Default: computed from the training samples.
     """

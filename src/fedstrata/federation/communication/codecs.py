@@ -539,8 +539,8 @@ class Communication(Setting):
 
     Args:
         up: Codec of the updates that clients send.
-        down: Codec of the model that clients receive. ``none``: clients receive the whole model. Other codecs: clients
-            receive the encoded changes since their latest version, or the whole model if it takes fewer bytes.
+        down: Codec of the model that clients receive. With a codec, clients receive the encoded changes since their
+            latest version, or the whole model if it takes fewer bytes.
     """
 
     up: AnyCodec = Uncompressed()

@@ -175,7 +175,10 @@ def _reasons(measured: Properties) -> dict[str, list[Reason]]:
 def _result(difference: Difference, column: Column) -> Reason:
     """Return a result of the board as a reason."""
     n, order = difference.n, difference.order()
-    verdicts = {"not significant": " No order is shown.", "too few seeds": " Too few seeds to show an order."}
+    verdicts = {
+        "not significant": " The difference is not significant.",
+        "too few seeds": " Too few seeds to show an order.",
+    }
     seeds = "" if difference.interval is None else f", {n} seeds"
     text = f"Accuracy minus the accuracy of FedAvg in the nearest column: {difference_text(difference)} points{seeds}."
     text += verdicts.get(order, "")

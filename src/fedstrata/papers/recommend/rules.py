@@ -49,7 +49,7 @@ RULES = (
                 "Computed features replace missing classes. On Fashion-MNIST with dropouts, ReBaFL is 2.3 points "
                 "[1.4, 3.2] more accurate than FedAvg (5 seeds). With absences of 20 rounds, ReBaFL is 2.0 points less "
                 "accurate (1 seed).",
-                "docs/methods/objectives.md",
+                "docs/methods/class-imbalance.md",
             ),
             "feddyn": Claim(
                 "On Fashion-MNIST with dropouts, FedDyn is 4.1 points [1.8, 6.5] more accurate than FedAvg (5 seeds).",
@@ -63,8 +63,8 @@ RULES = (
         {
             "fedgs": Claim(
                 "FedGS invites clients with different labels. On the digits without dropouts, FedGS is 3.2 points "
-                "[0.2, 6.1] more accurate than FedAvg (5 seeds). With dropouts, no order is shown.",
-                "docs/methods/samplers.md",
+                "[0.2, 6.1] more accurate than FedAvg (5 seeds). With dropouts, the difference is not significant.",
+                "docs/methods/samplers-labels.md",
             ),
         },
     ),
