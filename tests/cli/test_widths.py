@@ -10,6 +10,7 @@ import pytest
 
 from fedstrata.cli.main import main
 from fedstrata.methods.base import METHODS
+from fedstrata.papers.recommend.properties import SHOWN
 
 pytestmark = pytest.mark.slow
 WIDTHS = (60, 80, 100, 160)
@@ -31,6 +32,7 @@ NAMES = {
     "table with all columns": (["table", "cmp", "--columns", "all"], LABELS),
     "sweep": (SWEEP, ["0.1", "0.01"]),
     "methods": (["methods"], list(METHODS)),
+    "recommend": (["recommend", "s.toml"], [each.label for each in SHOWN.values()]),
     "partition": (["partition", "s.toml"], [*map(str, range(12)), "min", "mean", "max"]),
 }
 """The commands, and the names in the first column of their tables."""

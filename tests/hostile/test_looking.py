@@ -29,6 +29,7 @@ LOOK = {
     "new": ["new", "spec", "new.toml"],
     "partition": ["partition", "job.toml"],
     "predict": ["predict", "result", "rows.csv"],
+    "recommend": ["recommend", "job.toml"],
     "renew": ["renew", "kit", "kit/x.crt"],
     "report": ["report", "result"],
     "revoke": ["revoke", "kit", "site"],

@@ -154,6 +154,9 @@ certificates = _of("sites/certificates.py", "sites/test_check.py")
 predictor = _of("runs/predictor.py", "runs/test_predictor.py")
 statistics = _of("reporting/statistics.py", "reporting/test_statistics.py", "papers/test_judging.py")
 judging = _of("papers/judging.py", "papers/test_judging.py")
+recommended = _of("papers/recommend/properties.py", "papers/recommend/test_properties.py")
+rounds = _of("papers/recommend/rounds.py", "papers/recommend/test_properties.py")
+advice = _of("papers/recommend/advice.py", "papers/recommend/test_advice.py")
 tables = _of("reporting/tables.py", "reporting/test_tables.py")
 fedssar = _of("sampling/fedssar.py", "sampling/test_fedssar.py", "methods/test_fedssar.py")
 sketches = _of(
@@ -1164,4 +1167,13 @@ MUTANTS = [
     client_checks("colluding attackers", "spec.attack is not None and spec.attack.alters_replies", "False"),
     client_checks("PowerSGD mixes updates", "isinstance(spec.communication.up, PowerSGD)", "False"),
     client_checks("single updates at the server", 'if not is_plain(objective, "server_update"):', "if False:"),
+    recommended("all invited clients reply", "run.online & run.invited)", "run.invited)"),
+    recommended("an absence has no last round", "(current + 1) * row", "current + row"),
+    recommended("offline spells are counted by round", "(before & ~online).sum()", "(~online).sum()"),
+    rounds(
+        "clients are invited by the seed of the partition", "replace(prepared.config, seed=seed)", "prepared.config"
+    ),
+    rounds("a sampler that needs models is used", "method.client_sampler.learns(config)", "False"),
+    advice("results of every column decide", "if columns and columns[0].alike else", "if columns else"),
+    advice("methods that are behind are advised", "and name not in behind]", "]"),
 ]

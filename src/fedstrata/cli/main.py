@@ -39,7 +39,7 @@ them.
 Deploy to real sites"""
 GROUPS = {
     "Start": ("new", "explain", "completion"),
-    "Run experiments": ("run", "compare", "sweep"),
+    "Run experiments": ("recommend", "run", "compare", "sweep"),
     "Evaluate results": ("table", "report", "predict", "strata", "audit", "reproduce"),
     "Look up": ("methods", "datasets", "settings", "partition"),
     REAL_SITES: (

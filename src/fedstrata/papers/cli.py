@@ -1,4 +1,7 @@
-"""The command ``fedstrata reproduce``, which runs the tables of four papers, judges their claims, and writes pages."""
+"""The command ``fedstrata reproduce``, which runs the tables of four papers, judges their claims, and writes pages.
+
+``COMMANDS`` lists the commands of the whole package.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 from fedstrata.base.errors import FedstrataError
 from fedstrata.cli import common
 from fedstrata.cli.layout import say
+from fedstrata.papers.recommend.command import add_recommend
 
 
 def add_reproduce(commands: common.Commands) -> None:
@@ -83,4 +87,4 @@ def _show(options: argparse.Namespace) -> Callable[[str], None]:
     return partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
 
 
-COMMANDS = (add_reproduce,)
+COMMANDS = (add_reproduce, add_recommend)

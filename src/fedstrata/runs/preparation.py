@@ -201,7 +201,23 @@ def assemble(
     if spec.attack is not None:
         if not sizes_known:
             refuse_attack(spec)
-        dataset = _attacked(spec.attack, spec.method, dataset, assignment, spec.seed)
+        dataset = _attacked(spec.attack, dataset, assignment, spec.seed)
+    check_method(spec, config, dataset, held)
+    return Prepared(spec, dataset, assignment, config, held)
+
+
+def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, held: HeldOut) -> None:
+    """Raise ``SpecError`` if the method of the spec does not fit the federation, the data or other settings.
+
+    Args:
+        spec: The experiment.
+        config: The settings that server and clients share.
+        dataset: The data set.
+        held: The samples that are held out of training.
+    """
+    if spec.attack is not None and spec.attack.alters_replies and not isinstance(spec.method, Recipe):
+        problem = f"changes updates of local training, which clients of {spec.method.name!r} do not send. "
+        raise SpecError("attack", f"{problem}Use 'label-flip', or a method such as fedavg.", spec.attack.name)
     if spec.privacy.sums == "secure":
         check_secure_sums(spec, config, held)
     _check_optimizer(spec.method, config)
@@ -221,7 +237,6 @@ def assemble(
         )
         problem += "Remove this section."
         raise SpecError("communication", problem, spec.method.name)
-    return Prepared(spec, dataset, assignment, config, held)
 
 
 def refuse_attack(spec: Experiment) -> None:
@@ -235,16 +250,13 @@ def refuse_attack(spec: Experiment) -> None:
         raise SpecError("attack", problem, spec.attack.name)
 
 
-def _attacked(attack: Attack, method: Method, dataset: Dataset, assignment: Assignment, seed: int) -> Dataset:
+def _attacked(attack: Attack, dataset: Dataset, assignment: Assignment, seed: int) -> Dataset:
     """Check an attack, and return the data set with the attackers' training labels.
 
     The labels of samples that are held out of training do not change.
     """
     attackers = attack.attackers(len(assignment), seed)
     if attack.alters_replies:
-        if not isinstance(method, Recipe):
-            problem = f"changes updates of local training, which clients of {method.name!r} do not send. "
-            raise SpecError("attack", f"{problem}Use 'label-flip', or a method such as fedavg.", attack.name)
         return dataset
     if dataset.task.name != "classification":
         problem = (

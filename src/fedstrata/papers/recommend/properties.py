@@ -1,0 +1,278 @@
+"""Properties of a partition and an availability that are measured without training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedstrata.base.arrays import Bools, Floats, Ints
+from fedstrata.papers.recommend.rounds import Simulated, simulate
+from fedstrata.runs.preparation import Prepared
+
+SEEDS = 5
+"""The number of seeds of the simulation: the spec's seed and the seeds that follow it."""
+
+
+@dataclass(frozen=True)
+class Properties:
+    """The measured properties of a spec, as numbers. A property of classes is None if the task has no classes.
+
+    Properties of a partition are exact. Other properties are means over ``SEEDS`` simulations of all rounds, without
+    training, deadlines and failures.
+
+    Args:
+        clients: Number of clients, N.
+        invited: Number of clients that a round invites, divided by N.
+        size_imbalance: Gini coefficient of the clients' numbers of samples; 0 if they are equal.
+        step_imbalance: Gini coefficient of the clients' numbers of local steps per round.
+        online: Share of the clients that are online in a round.
+        offline_rounds: Mean number of successive rounds that a client is offline; 0 if all clients are always online.
+            Absences are cut at the first and last round.
+        size_correlation: Pearson's correlation between a client's number of samples and its share of rounds online; 0
+            if one of the two is the same for all clients.
+        classes: Number of classes of which clients have samples, C.
+        classes_per_client: Mean number of classes of a client, divided by C.
+        label_skew: Mean over clients of the total variation distance between the client's class shares and the class
+            shares of all samples.
+        class_imbalance: Total variation distance between the class shares of all samples and equal shares.
+        online_skew: Total variation distance between the class shares of all samples and the class shares of the
+            samples whose clients are online, added up over all rounds.
+        absent_online: Share of rounds in which none of the clients with samples of a class is online, averaged over
+            classes.
+        absent_uninvited: Share of rounds in which clients with samples of a class are online, but none of them is
+            invited, averaged over classes.
+        absent_replies: Share of rounds in which none of the clients with samples of a class is both invited and online,
+            averaged over classes.
+        longest_absence: Largest number of successive rounds in which none of the clients with samples of a class is
+            both invited and online, for the class that is absent longest.
+    """
+
+    clients: float
+    invited: float
+    size_imbalance: float
+    step_imbalance: float
+    online: float
+    offline_rounds: float
+    size_correlation: float
+    classes: float | None = None
+    classes_per_client: float | None = None
+    label_skew: float | None = None
+    class_imbalance: float | None = None
+    online_skew: float | None = None
+    absent_online: float | None = None
+    absent_uninvited: float | None = None
+    absent_replies: float | None = None
+    longest_absence: float | None = None
+
+
+def measure(prepared: Prepared) -> Properties:
+    """Measure the properties of a spec without training.
+
+    Args:
+        prepared: The experiment.
+
+    Raises:
+        SpecError: The availability does not fit the federation with one of the seeds.
+    """
+    seed, assignment, data = prepared.spec.seed, prepared.assignment, prepared.data
+    sizes, training = assignment.sizes, prepared.spec.training
+    steps = np.ceil(sizes / training.samples_per_step) * training.epochs
+    if training.local_steps is not None:
+        steps = np.full(len(sizes), training.local_steps)
+    counts = assignment.counts(*data.strata_or_one) if data.task.has_classes else None
+    return mean([properties(sizes, steps, counts, simulate(prepared, seed + more)) for more in range(SEEDS)])
+
+
+def mean(several: Sequence[Properties]) -> Properties:
+    """Return the mean of each property."""
+    values = zip(*map(astuple, several), strict=True)
+    means: list[Any] = [None if None in each else fmean(each) for each in values]
+    return Properties(*means)
+
+
+def properties(sizes: Ints, steps: Floats, counts: Ints | None, run: Simulated) -> Properties:
+    """Compute the properties of a partition and of simulated rounds.
+
+    Args:
+        sizes: Number of samples of each client, (N,).
+        steps: Number of local steps of each client per round, (N,).
+        counts: Number of samples of each class at each client, (N, C); None if the task has no classes.
+        run: The simulated rounds.
+    """
+    rates = run.online.mean(axis=0)
+    general = Properties(
+        clients=len(sizes),
+        invited=float(run.invited.mean()),
+        size_imbalance=gini(sizes),
+        step_imbalance=gini(steps),
+        online=float(rates.mean()),
+        offline_rounds=spell(run.online),
+        size_correlation=correlation(sizes, rates),
+    )
+    if counts is None:
+        return general
+    counts = counts[:, counts.sum(axis=0) > 0]
+    holds, total, filled = counts > 0, counts.sum(axis=0), counts[sizes > 0]
+    online, replies = without_holder(holds, run.online), without_holder(holds, run.online & run.invited)
+    differences = filled / filled.sum(axis=1, keepdims=True) - total / total.sum()
+    return replace(
+        general,
+        classes=counts.shape[1],
+        classes_per_client=float(holds.mean()),
+        label_skew=float(np.abs(differences).sum(axis=1).mean() / 2),
+        class_imbalance=distance(total, np.ones_like(total)),
+        online_skew=distance(rates @ counts, total),
+        absent_online=float(online.mean()),
+        absent_uninvited=float(replies.mean() - online.mean()),
+        absent_replies=float(replies.mean()),
+        longest_absence=longest(replies),
+    )
+
+
+def gini(values: Ints | Floats) -> float:
+    """Return the Gini coefficient of numbers of at least 0: 0 if all are equal, near 1 if one has almost everything.
+
+    >>> gini(np.array([1, 1, 1])), round(gini(np.array([0, 0, 3])), 3)
+    (0.0, 0.667)
+    """
+    n, total = len(values), values.sum()
+    ranks = 2 * np.arange(1, n + 1) - n - 1
+    return float(ranks @ np.sort(values) / (n * total)) if total else 0.0
+
+
+def distance(counts: Ints | Floats, others: Ints | Floats) -> float:
+    """Return the total variation distance between two distributions, which are given as counts.
+
+    >>> distance(np.array([1, 0]), np.array([2, 2])), distance(np.array([0, 0]), np.array([2, 2]))
+    (0.5, 0.0)
+    """
+    if not counts.sum() or not others.sum():
+        return 0.0
+    return float(np.abs(counts / counts.sum() - others / others.sum()).sum() / 2)
+
+
+def correlation(values: Ints, rates: Floats) -> float:
+    """Return Pearson's correlation; 0 if all values or all rates are equal.
+
+    >>> correlation(np.array([1, 2]), np.array([0.5, 0.5])), round(correlation(np.array([1, 2]), np.array([0, 1.0])), 6)
+    (0.0, 1.0)
+    """
+    if np.ptp(values) == 0 or np.ptp(rates) == 0:
+        return 0.0
+    return float(np.corrcoef(values, rates)[0, 1])
+
+
+def spell(online: Bools) -> float:
+    """Return the mean number of successive rounds that a client is offline; 0 if no client is ever offline.
+
+    Args:
+        online: Whether each client is online in each round, (rounds, N).
+
+    >>> spell(np.array([[True, False], [False, False], [True, False]]))
+    2.0
+    """
+    before = np.vstack([np.ones_like(online[:1]), online[:-1]])
+    begins = int((before & ~online).sum())
+    return float((~online).sum() / begins) if begins else 0.0
+
+
+def without_holder(holds: Bools, takes_part: Bools) -> Bools:
+    """Return for each round and class whether none of the clients that take part has samples of the class.
+
+    Args:
+        holds: Whether each client has samples of each class, (N, C).
+        takes_part: Whether each client takes part in each round, (rounds, N).
+
+    Returns:
+        The values, (rounds, C).
+    """
+    return np.array([~holds[row].any(axis=0) for row in takes_part])
+
+
+def longest(absent: Bools) -> int:
+    """Return the largest number of successive rounds in which a class is absent, over all classes.
+
+    Args:
+        absent: Whether each class is absent in each round, (rounds, C).
+
+    >>> longest(np.array([[True, False], [False, False], [True, True], [True, True]]))
+    2
+    """
+    current, most = np.zeros(absent.shape[1], dtype=np.int64), 0
+    for row in absent:
+        current = (current + 1) * row
+        most = max(most, int(current.max()))
+    return most
+
+
+class Shown(NamedTuple):
+    """The presentation of a property.
+
+    Args:
+        label: A short name.
+        about: A noun phrase that defines the property.
+        unit: ``share`` (shown in percent), ``number`` or ``index`` (a number from 0 or -1 to 1).
+    """
+
+    label: str
+    about: str
+    unit: str
+
+
+SHOWN = {
+    "clients": Shown("clients", "number of clients", "number"),
+    "invited": Shown("invited", "share of the clients that a round invites", "share"),
+    "classes": Shown("classes", "number of classes", "number"),
+    "classes_per_client": Shown("classes per client", "share of the classes that a client has, on average", "share"),
+    "label_skew": Shown("label skew", "distance of a client's class shares from the shares of all samples", "index"),
+    "class_imbalance": Shown(
+        "class imbalance", "distance of the class shares of all samples from equal shares", "index"
+    ),
+    "size_imbalance": Shown("size imbalance", "Gini coefficient of the clients' numbers of samples", "index"),
+    "step_imbalance": Shown("step imbalance", "Gini coefficient of the clients' numbers of local steps", "index"),
+    "online": Shown("online", "share of the clients that are online in a round", "share"),
+    "offline_rounds": Shown("rounds offline", "number of successive rounds that a client is offline", "number"),
+    "online_skew": Shown(
+        "online and labels", "distance of the class shares of online clients from the shares of all samples", "index"
+    ),
+    "size_correlation": Shown("online and sizes", "correlation of the time online with the number of samples", "index"),
+    "absent_online": Shown("absent online", "share of rounds in which a class has no client online", "share"),
+    "absent_uninvited": Shown(
+        "absent uninvited", "share of rounds in which clients with a class are online, but none is invited", "share"
+    ),
+    "absent_replies": Shown(
+        "absent in replies", "share of rounds in which a class has no invited client online", "share"
+    ),
+    "longest_absence": Shown(
+        "longest absence", "number of successive rounds in which a class has no invited client online", "number"
+    ),
+}
+"""The presentation of each property, in the order in which properties are shown."""
+
+FACTOR = 1000.0
+"""Two numbers with this ratio have the distance 1, the largest distance of two shares."""
+
+
+def apart(key: str, mine: Properties, other: Properties) -> float | None:
+    """Return how far a property of two specs is apart, from 0 (equal) to 1; None if neither spec has the property.
+
+    Shares and indices are compared by their difference, and the correlation by half its difference. Numbers are
+    compared by the logarithm of their ratio, relative to the logarithm of ``FACTOR``. If only one spec has the
+    property, the result is 1.
+
+    Args:
+        key: The name of the property.
+        mine: The properties of a spec.
+        other: The properties of another spec.
+    """
+    a, b = getattr(mine, key), getattr(other, key)
+    if a is None or b is None:
+        return None if a is b else 1.0
+    if SHOWN[key].unit == "number":
+        return min(1.0, abs(math.log((1 + a) / (1 + b))) / math.log(FACTOR))
+    return float(abs(a - b)) / (2 if key == "size_correlation" else 1)

@@ -1,0 +1,73 @@
+"""Simulated rounds without training: which clients are online, and which clients are invited."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from fedstrata.base.arrays import Bools
+from fedstrata.base.config import under
+from fedstrata.clients.store import StateStore
+from fedstrata.engines.local import LocalEngine
+from fedstrata.federation.availability import Population
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Weights
+from fedstrata.methods.base import Recipe
+from fedstrata.runs.preparation import Prepared
+from fedstrata.runs.simulation import make_context
+from fedstrata.sampling.base import ClientSampler, Uniform
+
+
+class Simulated(NamedTuple):
+    """The clients that one seed simulates.
+
+    Args:
+        online: Whether each client is online in each round, (rounds, N).
+        invited: Whether each client is invited in each round, (rounds, N).
+    """
+
+    online: Bools
+    invited: Bools
+
+
+def simulate(prepared: Prepared, seed: int) -> Simulated:
+    """Simulate in all rounds which clients are online and which clients are invited.
+
+    Clients are invited by the spec's client sampler or, if this sampler needs results of training, by ``Uniform``.
+
+    Args:
+        prepared: The experiment.
+        seed: The seed, which replaces the spec's seed after the partition.
+    """
+    spec, config = prepared.spec, replace(prepared.config, seed=seed)
+    clients, weights = np.arange(config.clients), Weights(config.model.params(), config.model.buffers())
+    availability = spec.availability.model_copy()
+    population = Population(config.clients, config.strata, prepared.assignment, prepared.data.strata, seed)
+    under("availability", lambda: availability.check(population))
+    sampler = sampler_of(prepared)
+    engine = LocalEngine(make_context(replace(prepared, config=config)), StateStore())
+    federation = Federation(engine, config, availability, spec.method.name)
+    federation.begin(0)
+    state = sampler.init(federation)
+    shape = spec.training.rounds, config.clients
+    simulated = Simulated(np.ones(shape, dtype=bool), np.zeros(shape, dtype=bool))
+    for row in range(spec.training.rounds):
+        federation.begin(row + 1)
+        if not availability.always_online:
+            simulated.online[row] = availability.online(clients, row + 1, seed)
+        selection, state = sampler.select(federation, state, weights)
+        simulated.invited[row, selection.clients] = True
+    return simulated
+
+
+def sampler_of(prepared: Prepared) -> ClientSampler:
+    """Return the client sampler of a spec; ``Uniform`` if this sampler needs clients' replies in the rounds."""
+    method, config = prepared.spec.method, prepared.config
+    if not isinstance(method, Recipe) or method.client_sampler.learns(config):
+        return Uniform()
+    requests = method.client_sampler.allowed(config)
+    if requests is None or any(each.rule.phase != "enrolment" for each in requests):
+        return Uniform()
+    return method.client_sampler

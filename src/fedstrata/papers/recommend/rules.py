@@ -1,0 +1,110 @@
+"""Rules that give a reason to compare a method: a measured property, a limit, and a source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from fedstrata.papers.recommend.properties import Properties
+
+
+class Claim(NamedTuple):
+    """A claim about a method.
+
+    Args:
+        text: The claim, as sentences.
+        source: A paper, or a page of this documentation with a result of our own.
+    """
+
+    text: str
+    source: str
+
+
+class Rule(NamedTuple):
+    """A rule: if a property is at least ``least``, the property is a reason to compare the methods.
+
+    Args:
+        key: The name of the property in ``Properties``.
+        least: The limit. The limits are conventions: we have not measured from which value on a method helps.
+            However, a rule holds in the setting of each result of our own that it cites.
+        methods: The claim about each method.
+    """
+
+    key: str
+    least: float
+    methods: Mapping[str, Claim]
+
+    def holds(self, measured: Properties) -> bool:
+        """Return True if the property is known and reaches the limit."""
+        value = getattr(measured, self.key)
+        return value is not None and value >= self.least
+
+
+RULES = (
+    Rule(
+        "absent_replies",
+        0.03,
+        {
+            "rebafl": Claim(
+                "Computed features replace missing classes. On Fashion-MNIST with dropouts, ReBaFL is 2.3 points "
+                "[1.4, 3.2] more accurate than FedAvg (5 seeds). With absences of 20 rounds, ReBaFL is 2.0 points less "
+                "accurate (1 seed).",
+                "docs/methods/class-imbalance.md",
+            ),
+            "feddyn": Claim(
+                "On Fashion-MNIST with dropouts, FedDyn is 4.1 points [1.8, 6.5] more accurate than FedAvg (5 seeds).",
+                "docs/results/rebafl.md",
+            ),
+        },
+    ),
+    Rule(
+        "absent_uninvited",
+        0.05,
+        {
+            "fedgs": Claim(
+                "FedGS invites clients with different labels. On the digits without dropouts, FedGS is 3.2 points "
+                "[0.2, 6.1] more accurate than FedAvg (5 seeds). With dropouts, the difference is not significant.",
+                "docs/methods/samplers-labels.md",
+            ),
+        },
+    ),
+    Rule(
+        "online_skew",
+        0.1,
+        {
+            "fedau": Claim("FedAU weights an update by the client's mean time between replies.", "arXiv:2306.03401"),
+            "fedawe": Claim("FedAWE counts an update once for each round of the client's absence.", "arXiv:2409.17446"),
+        },
+    ),
+    Rule(
+        "offline_rounds",
+        10,
+        {
+            "mifa": Claim(
+                "MIFA uses the latest update of an absent client. The server stores an update of each client.",
+                "arXiv:2106.04159",
+            ),
+        },
+    ),
+    Rule(
+        "step_imbalance",
+        0.2,
+        {"fednova": Claim("FedNova divides each update by the client's number of steps.", "arXiv:2007.07481")},
+    ),
+    Rule(
+        "label_skew",
+        0.5,
+        {
+            "stratify": Claim(
+                "On MNIST with Dirichlet 0.01, Stratify reaches 98.3 ± 0.1 % and FedAvg 64.3 ± 9.0 % (3 seeds), but "
+                "Stratify sends 2,300 times as many bytes.",
+                "docs/methods/index.md",
+            ),
+            "fedntd": Claim(
+                "Distillation keeps what the global model knows about classes that a client does not have.",
+                "arXiv:2106.03097",
+            ),
+        },
+    ),
+)
+"""All rules. The order of rules and methods is not a ranking."""
