@@ -36,7 +36,8 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
     up, down = (summary[key] * 1e-6 for key in ("bytes_up", "bytes_down"))
     lines.append(("sent", f"{up:,.1f} MB by clients, {down:,.1f} MB to clients"))
     if history and (epsilon := history[-1].get("epsilon")) is not None:
-        lines.append(("privacy", f"ε = {epsilon:.2f} per sample, but anyone who knows the seed can remove the noise"))
+        meaning = f"; {history.privacy}" if history.privacy else ""
+        lines.append(("privacy", f"ε = {epsilon:.2f} per sample{meaning}"))
     if history.path is not None:
         lines.append(("folder", str(history.path)))
     return lines

@@ -148,6 +148,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         engine = NVFlareEngine(
             prepared.config, messenger, self._sums, spec=text, run=run_of(text), direct=direct, log_heads=heads
         )
+        engine.secret = not settings.simulated
         before = read_jsonl(folder / METRICS) if resume and (folder / METRICS).exists() else []
         history = History(before, **about(spec))
         path = None if settings.simulated else Path(collab.workspace.get_root_dir()) / STATUS
