@@ -15,7 +15,8 @@ OUTSIDE = {
 }
 """The values that depend on clients' samples and have no noise, each with its name in ``policy.outside_dp``."""
 
-SEEDED, AT_SITES = "no privacy: seeded, so anyone who knows the seed can remove the noise", "protects against everyone outside the site, also the server"
+SEEDED = "no privacy: seeded, so anyone who knows the seed can remove the noise"
+AT_SITES = "protects against everyone outside the site, also the server"
 """The two statements about whom the noise protects against: in a simulation and at real sites."""
 
 

@@ -32,6 +32,7 @@ from fedstrata.sites.members import Members
 from fedstrata.sites.messenger import Messenger
 from fedstrata.sites.nvflare_workarounds import JobEnd, bound_growth, survive_kill
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.privacy_budget import PrivacyBudget
 from fedstrata.sites.progress import FEDSTRATA, STATUS, Progress, SiteProgress, about_run
 from fedstrata.sites.settings import JobSpec, SiteSettings, run_of
 from fedstrata.sites.site_server import SiteServer
@@ -244,14 +245,16 @@ class Site:
             # twice.
             return retry(fetch, data, settings.patience, beside=False)
 
+        policy = None if settings.simulated else Policy.read(root)
         return SiteServer(
             collab.site_name,
             (settings.states or root / "fedstrata") / collab.site_name,
             send,
             settings,
             keys=keys,
-            policy=None if settings.simulated else Policy.read(root),
+            policy=policy,
             ledger=None if settings.simulated else Ledger(root / PLACE),
+            budget=None if policy is None else PrivacyBudget(root / PLACE, policy),
         )
 
     @collab.publish  # type: ignore[untyped-decorator]

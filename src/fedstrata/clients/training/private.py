@@ -57,7 +57,8 @@ def noise_of(client: Client, round: int) -> Noise:
     """
     if client.context.secret:
         return secret_noise
-    return partial(torch.randn, generator=torch.Generator().manual_seed(int(client.rng("noise", round).integers(2**63))))
+    seed = int(client.rng("noise", round).integers(2**63))
+    return partial(torch.randn, generator=torch.Generator().manual_seed(seed))
 
 
 def secret_noise(shape: torch.Size) -> Tensor:
