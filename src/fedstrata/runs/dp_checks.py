@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from fedstrata.federation.messages import Fit
 from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import Batch, Context, is_plain
+from fedstrata.runs.accountant import Accountant
 
 USE = "Use a method such as fedavg, fedprox or scaffold."
 
@@ -53,6 +55,12 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
     if any(each.innermost.where.get("keep") != 1 for each in asked or ()):
         refuse(f"the method {method.name!r} lets clients train on a part of their samples. {USE}")
     _try_gradient(method, config, data)
+    if dp.budget is not None and config.sizes is not None:
+        epsilon = Accountant(dp, training, config.sizes).largest(np.ones_like(config.sizes))
+        if epsilon > dp.budget:
+            problem = f"is too small, because the first round could spend ε = {epsilon:.3g}. "
+            problem += "Use a larger budget, more noise, or fewer local steps."
+            raise SpecError("privacy.dp.budget", problem, dp.budget)
 
 
 def _two_zeros(tensor: Tensor) -> Tensor:

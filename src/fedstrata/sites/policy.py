@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import textwrap
 from collections.abc import Collection, Iterable
@@ -20,6 +19,9 @@ from fedstrata.runs.dp_record import OUTSIDE
 from fedstrata.sites.disclosure import UNDECLARED, Declaration
 from fedstrata.sites.settings import read_setting
 from fedstrata.spec.experiment import line_of
+
+_EXAMPLES = {"methods": "[]", "budget": "8.0"}
+"""For each key without a default, the value in the comment of a new file."""
 
 FILE = Path("local") / "policy.toml"
 """The policy's file in a site's folder; it is never part of a job."""
@@ -71,7 +73,7 @@ class Policy(Setting):
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether numbers of samples may leave the site only with local differential privacy.
         dp: The smallest noise (``privacy.dp.noise``) of a job. 0: jobs do not need differential privacy, except if
-            ``budget`` is finite.
+            ``budget`` is set.
         outside_dp: Names of the values without noise that a job with differential privacy may compute from the site's
             samples: ``sizes``, ``normalization``, ``imputation``, ``labels`` and ``evaluation``. The list has an effect
             if the site requires differential privacy.
@@ -96,7 +98,7 @@ class Policy(Setting):
     ldp: bool = False
     dp: NonNegativeFloat = 0.0
     outside_dp: list[Literal["sizes", "normalization", "imputation", "labels", "evaluation"]] = ["sizes"]
-    budget: PositiveFloat = math.inf
+    budget: PositiveFloat | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     relay: Literal["direct", "server"] = "direct"
 
@@ -150,7 +152,7 @@ class Policy(Setting):
     @property
     def requires_dp(self) -> bool:
         """Whether the site accepts only jobs with differential privacy of samples (``privacy.dp``)."""
-        return self.dp > 0 or math.isfinite(self.budget)
+        return self.dp > 0 or self.budget is not None
 
     def _check_dp(self, asked: Declaration) -> None:
         """Refuse a job without differential privacy, with too little noise, or with other values from the samples."""
@@ -239,7 +241,7 @@ class Policy(Setting):
         lines = ["# The limits of this site on jobs. The site may change any line; the file is read when a job begins."]
         for key, value in self.model_dump().items():
             comment = textwrap.fill(meanings[key], 100, initial_indent="# ", subsequent_indent="# ")
-            setting = f"# {key} = []" if value is None else tomli_w.dumps({key: value}).strip()
+            setting = f"# {key} = {_EXAMPLES[key]}" if value is None else tomli_w.dumps({key: value}).strip()
             lines.append(f"{comment}\n{setting}")
         return "\n\n".join(lines) + "\n"
 

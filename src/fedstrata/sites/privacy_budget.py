@@ -89,11 +89,11 @@ class PrivacyBudget:
             ExtraMissingError: The extra ``dp`` is not installed.
         """
         with self._changing() as spent:
-            if spent.order is None and math.isfinite(self._most):
-                spent.order = self._order(spent, divergences(noise, rate))
+            if spent.order is None and self._most is not None:
+                spent.order = self._order(spent, divergences(noise, rate), self._most)
             key = job, client, noise, rate
             spent.steps[key] = spent.steps.get(key, 0) + steps
-            if math.isfinite(self._most) and self._epsilon(spent) > self._most:
+            if self._most is not None and self._epsilon(spent) > self._most:
                 problem = "another round would exceed the site's privacy budget over all jobs"
                 accepted = f"ε = {self._most:g} at δ = {self._delta:g}. Only the site can raise policy.budget"
                 raise RuleError("policy.budget", f"{problem}, {accepted}")
@@ -117,8 +117,13 @@ class PrivacyBudget:
             }
             for job in spent.by_job()
         ]
-        limits = {"budget": self._most if math.isfinite(self._most) else None, "delta": self._delta}
-        return {"epsilon": self._epsilon(spent), **limits, "order": spent.order, "jobs": jobs}
+        return {
+            "epsilon": self._epsilon(spent),
+            "budget": self._most,
+            "delta": self._delta,
+            "order": spent.order,
+            "jobs": jobs,
+        }
 
     @contextmanager
     def _changing(self) -> Iterator[Spent]:
@@ -136,17 +141,18 @@ class PrivacyBudget:
         table = json.loads(self._path.read_text(encoding="utf-8"))
         return Spent(table["order"], {(job, client, *kind): count for job, client, *kind, count in table["steps"]})
 
-    def _order(self, spent: Spent, step: NDArray[np.float64]) -> int:
+    def _order(self, spent: Spent, step: NDArray[np.float64], most: float) -> int:
         """Return the order with which the budget lasts for the most steps.
 
         Args:
             spent: The steps so far, which were taken before the site had a budget.
             step: The divergence of one step for each of ``ORDERS``.
+            most: The largest ε.
         """
         orders = np.array(ORDERS)
         # The ε of a divergence d of order α is d + log(1 − 1/α) − (log δ + log α) / (α − 1): Canonne et al. 2020.
         added = np.log1p(-1 / orders) - (math.log(self._delta) + np.log(orders)) / (orders - 1)
-        return int(orders[np.argmax((self._most - added - spent.total()) / step)])
+        return int(orders[np.argmax((most - added - spent.total()) / step)])
 
     def _epsilon(self, spent: Spent) -> float:
         """Return the ε of all jobs: of the fixed order or, without a budget, of the order that gives the smallest."""
