@@ -57,7 +57,7 @@ SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "train
         ({"masking": True}, {"method": "rebafl"}, "policy.masking", "Fit discloses labels"),
         ({"ldp": True}, {}, "policy.ldp", "Fit discloses sizes, which this site does not allow. Use a method that"),
         ({"ldp": True}, {"method": "weighted-of"}, "policy.ldp", "SizeReport discloses sizes"),
-        ({"dp": 0.5}, {}, "policy.dp", "requires differential privacy of samples. Set privacy.dp with a noise of at le"),
+        ({"dp": 0.5}, {}, "policy.dp", "requires differential privacy of samples. Set privacy.dp with a noise of"),
         ({"budget": 3.0}, {}, "policy.dp", "this site requires differential privacy of samples. Set privacy.dp."),
         ({"dp": 2.0}, NOISY, "policy.dp", "privacy.dp.noise = 1 is too small for this site. Set privacy.dp with a noi"),
         ({"dp": 1.0, "outside_dp": ["sizes"]}, NOISY, "policy.outside_dp", "('normalization'), but this site allows"),

@@ -29,7 +29,6 @@ from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.federation import Sites
 from fedstrata.sites.local_deployment import try_out
 from fedstrata.sites.policy import Policy
-from fedstrata.sites.privacy_budget import FILE, PrivacyBudget
 from fedstrata.sites.site_server import SERVER
 from fedstrata.sites.sums import Sums
 
@@ -39,6 +38,14 @@ PRIVATE: dict[str, Any] = {
     "training": {"batch_size": 8},
 }
 WITHIN = Policy(jobs="within-policy", min_samples=1, dp=1.0)
+
+
+def epsilons_of(spec: fs.Experiment, samples: int) -> list[float]:
+    """The ε of a client after each round, if it trains in every round."""
+    dp = spec.privacy.dp
+    assert dp is not None
+    accountant = Accountant(dp, spec.training, np.array([samples]))
+    return [accountant.largest(np.array([rounds])) for rounds in range(1, spec.training.rounds + 1)]
 
 
 def trained(folder: Path, **settings: Any) -> FitReply:
@@ -142,14 +149,8 @@ def test_a_round_beyond_the_budget_is_refused_also_after_a_restart(tmp_path: Pat
 def test_a_run_whose_site_has_spent_its_budget_goes_on_with_events(tmp_path: Path, up: str) -> None:
     table = PRIVATE | {"communication": {"up": up}, "model": {"name": "mlp", "hidden": [8]}}
     site = Site(tmp_path / "site", table, policy=WITHIN)
-    budget = PrivacyBudget(tmp_path, Policy(budget=100.0))
-    for _ in range(2):
-        budget.spend("a", 0, noise=2.0, rate=8 / 30, steps=2)
-    site.policy = WITHIN.model_copy(update={"budget": 1.0001 * budget.report()["epsilon"]})
+    site.policy = WITHIN.model_copy(update={"budget": 1.01 * epsilons_of(site.spec, 30)[1]})
     site.start()
-    (site.folder / FILE).parent.mkdir(exist_ok=True)
-    order = {"order": budget.report()["order"], "steps": []}
-    (site.folder / FILE).write_text(json.dumps(order))
 
     class Transport:
         def is_reachable(self, site: str) -> bool:
@@ -196,14 +197,12 @@ def test_two_real_sites_train_with_noise_until_their_budgets_are_spent(
         ages = generator.integers(20, 90, size=60)
         rows = [f"{age},{'yes' if age > 55 else 'no'}" for age in ages]
         (tmp_path / f"{name}.csv").write_text("\n".join(["age,ill", *rows]) + "\n")
-    budget = PrivacyBudget(tmp_path / "by hand", Policy(budget=100.0))
-    for _ in range(2):
-        budget.spend("a", 0, noise=1.0, rate=16 / 48, steps=3)
-    most = 1.05 * budget.report()["epsilon"]
+    spec, fed = fs.Experiment.from_table(table), tmp_path / "fed"
+    epsilons = epsilons_of(spec, 48)
+    most = 1.01 * epsilons[1]
     policy = {"budget": most, "outside_dp": ["sizes", "normalization", "evaluation"]}
     sites = {"own_data": True, "server": {"port": free_port()}, "policy": policy}
     sites |= {"site": {name: {"data": f"{name}.csv"} for name in "ab"}}
-    spec, fed = fs.Experiment.from_table(table), tmp_path / "fed"
     result = try_out(spec, Sites.model_validate(sites), fed, base_dir=tmp_path)
 
     history = fs.History.load(result)
@@ -213,10 +212,7 @@ def test_two_real_sites_train_with_noise_until_their_budgets_are_spent(
     privacy = json.loads((result / RUN).read_text())["privacy"]
     assert privacy["noise"] == "the operating system of each site"
     assert list(privacy["outside"]) == ["sizes", "normalization", "evaluation"]
-    dp = spec.privacy.dp
-    assert dp is not None
-    accountant = Accountant(dp, spec.training, np.array([48, 48]))
-    assert [record["epsilon"] for record in history[:2]] == [accountant.largest(np.array([n, n])) for n in (1, 2)]
+    assert [record["epsilon"] for record in history[:2]] == epsilons[:2]
     reasons = [event["reason"] for event in read_jsonl(result / "events.jsonl") if event["kind"] == "refused"]
     assert len(reasons) == 2
     assert all("refused by the rule 'policy.budget'" in reason for reason in reasons)
