@@ -27,9 +27,11 @@ from fedstrata.runs.dp_record import AT_SITES, SEEDED
 from fedstrata.runs.run_folder import RUN
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.federation import Sites
-from fedstrata.sites.local_deployment import try_out
+from fedstrata.sites.local_deployment import Processes
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.provision import ADMIN, provision
 from fedstrata.sites.site_server import SERVER
+from fedstrata.sites.submit import submit
 from fedstrata.sites.sums import Sums
 
 PRIVATE: dict[str, Any] = {
@@ -203,7 +205,11 @@ def test_two_real_sites_train_with_noise_until_their_budgets_are_spent(
     policy = {"budget": most, "outside_dp": ["sizes", "normalization", "evaluation"]}
     sites = {"own_data": True, "server": {"port": free_port()}, "policy": policy}
     sites |= {"site": {name: {"data": f"{name}.csv"} for name in "ab"}}
-    result = try_out(spec, Sites.model_validate(sites), fed, base_dir=tmp_path)
+    provision(spec, Sites.model_validate(sites), fed, base_dir=tmp_path)
+    with Processes(fed) as processes:
+        for name in (SERVER, "a", "b"):
+            processes.start(name)
+        result = submit(fed / ADMIN, fed / "result", sites=2, wait=240.0, lost=240.0)
 
     history = fs.History.load(result)
     assert [record["clients_returned"] for record in history] == [2, 2, 0]

@@ -20,7 +20,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from fedstrata.base.jsonl import replace_file
+from fedstrata.base.jsonl import replace_file, sync_folder
 from fedstrata.base.locking import LOCK
 from fedstrata.federation.messages import ClientId
 from fedstrata.runs.accountant import ORDERS, divergences, dp_accounting
@@ -33,7 +33,7 @@ Steps = tuple[str, ClientId, float, float]
 
 
 @dataclass
-class Spent:
+class Spending:
     """The content of the file.
 
     Args:
@@ -88,12 +88,12 @@ class PrivacyBudget:
             RuleError: The round would exceed the budget. Nothing is written.
             ExtraMissingError: The extra ``dp`` is not installed.
         """
-        with self._changing() as spent:
-            if spent.order is None and self._most is not None:
-                spent.order = self._order(spent, divergences(noise, rate), self._most)
+        with self._changing() as spending:
+            if spending.order is None and self._most is not None:
+                spending.order = self._order(spending, divergences(noise, rate), self._most)
             key = job, client, noise, rate
-            spent.steps[key] = spent.steps.get(key, 0) + steps
-            if self._most is not None and self._epsilon(spent) > self._most:
+            spending.steps[key] = spending.steps.get(key, 0) + steps
+            if self._most is not None and self._epsilon(spending) > self._most:
                 problem = "another round would exceed the site's privacy budget over all jobs"
                 accepted = f"ε = {self._most:g} at δ = {self._delta:g}. Only the site can raise policy.budget"
                 raise RuleError("policy.budget", f"{problem}, {accepted}")
@@ -106,65 +106,66 @@ class PrivacyBudget:
         Raises:
             ExtraMissingError: The extra ``dp`` is not installed.
         """
-        spent = self._read()
-        if not spent.steps:
+        spending = self._read()
+        if not spending.steps:
             return {}
         jobs = [
             {
                 "job": job,
-                "steps": sum(count for key, count in spent.steps.items() if key[0] == job),
-                "epsilon": self._epsilon_of_job(spent, job),
+                "steps": sum(count for key, count in spending.steps.items() if key[0] == job),
+                "epsilon": self._epsilon_of_job(spending, job),
             }
-            for job in spent.by_job()
+            for job in spending.by_job()
         ]
         return {
-            "epsilon": self._epsilon(spent),
+            "epsilon": self._epsilon(spending),
             "budget": self._most,
             "delta": self._delta,
-            "order": spent.order,
+            "order": spending.order,
             "jobs": jobs,
         }
 
     @contextmanager
-    def _changing(self) -> Iterator[Spent]:
+    def _changing(self) -> Iterator[Spending]:
         """Read the file before the ``with`` block, and replace it after the block, if the block raises no error."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self._path.with_suffix(LOCK)):
-            spent = self._read()
-            yield spent
-            rows = [[*key, count] for key, count in spent.steps.items()]
-            replace_file(self._path, json.dumps({"order": spent.order, "steps": rows}).encode(), mode=0o600)
+            spending = self._read()
+            yield spending
+            rows = [[*key, count] for key, count in spending.steps.items()]
+            replace_file(self._path, json.dumps({"order": spending.order, "steps": rows}).encode(), mode=0o600)
+            sync_folder(self._path.parent)
 
-    def _read(self) -> Spent:
+    def _read(self) -> Spending:
         if not self._path.exists():
-            return Spent()
+            return Spending()
         table = json.loads(self._path.read_text(encoding="utf-8"))
-        return Spent(table["order"], {(job, client, *kind): count for job, client, *kind, count in table["steps"]})
+        return Spending(table["order"], {(job, client, *kind): count for job, client, *kind, count in table["steps"]})
 
-    def _order(self, spent: Spent, step: NDArray[np.float64], most: float) -> int:
+    def _order(self, spending: Spending, step: NDArray[np.float64], most: float) -> int:
         """Return the order with which the budget lasts for the most steps.
 
         Args:
-            spent: The steps so far, which were taken before the site had a budget.
+            spending: The steps so far, which were taken before the site had a budget.
             step: The divergence of one step for each of ``ORDERS``.
             most: The largest ε.
         """
         orders = np.array(ORDERS)
         # The ε of a divergence d of order α is d + log(1 − 1/α) − (log δ + log α) / (α − 1): Canonne et al. 2020.
         added = np.log1p(-1 / orders) - (math.log(self._delta) + np.log(orders)) / (orders - 1)
-        return int(orders[np.argmax((most - added - spent.total()) / step)])
+        return int(orders[np.argmax((most - added - spending.total()) / step)])
 
-    def _epsilon(self, spent: Spent) -> float:
+    def _epsilon(self, spending: Spending) -> float:
         """Return the ε of all jobs: of the fixed order or, without a budget, of the order that gives the smallest."""
-        orders = ORDERS if spent.order is None else [spent.order]
-        divergence = spent.total()[[ORDERS.index(order) for order in orders]]
+        orders = ORDERS if spending.order is None else [spending.order]
+        divergence = spending.total()[[ORDERS.index(order) for order in orders]]
         epsilon, _ = dp_accounting().rdp.compute_epsilon(orders, divergence, self._delta)
         return float(epsilon)
 
-    def _epsilon_of_job(self, spent: Spent, job: str) -> float:
+    def _epsilon_of_job(self, spending: Spending, job: str) -> float:
         """Return the largest ε of the clients of a job, by privacy loss distributions."""
         library, clients = dp_accounting(), defaultdict[ClientId, list[Any]](list)
-        for (name, client, noise, rate), count in spent.steps.items():
+        for (name, client, noise, rate), count in spending.steps.items():
             if name == job:
                 step = library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(noise))
                 clients[client].append(library.SelfComposedDpEvent(step, count))
