@@ -212,7 +212,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names of a folder's files are on the disk, so that a power cut does not restore a replaced file."""
+    """Wait until the names of a folder's files are on the disk, so that a power cut does not undo ``replace_file``."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

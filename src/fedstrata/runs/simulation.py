@@ -207,7 +207,7 @@ class Simulation:
 
     @property
     def privacy(self) -> dict[str, Any]:
-        """What the run's ε means and leaves out; empty without ``privacy.dp``. See ``privacy_record``."""
+        """A description of the run's ε and of the values without noise; empty without ``privacy.dp``. See ``privacy_record``."""
         return privacy_record(self.spec, secret=self.engine.secret, evaluates=bool(self.prepared.held))
 
     @property
