@@ -109,7 +109,7 @@ class History(Sequence[Record]):
         self.warning = ""
         """A reason why the results say nothing about the method, such as unusable replies; usually empty."""
         self.privacy = ""
-        """A statement about the protection by the noise of ``privacy.dp``; empty without noise, and before the run ends."""
+        """A statement about the protection by noise (``privacy.dp``); empty without noise, and before the run ends."""
         self.confusion: dict[str, Confusion] = {}
         """The confusion matrices of the last evaluation (key ``last``) and of the best evaluation (key ``best``)."""
         self.clients: list[Record] = []

@@ -207,7 +207,7 @@ class Simulation:
 
     @property
     def privacy(self) -> dict[str, Any]:
-        """A description of the run's ε and of the values without noise; empty without ``privacy.dp``. See ``privacy_record``."""
+        """The description of the run's ε (see ``privacy_record``); empty without ``privacy.dp``."""
         return privacy_record(self.spec, secret=self.engine.secret, evaluates=bool(self.prepared.held))
 
     @property
