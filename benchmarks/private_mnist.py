@@ -85,17 +85,22 @@ def results() -> dict[str, Any]:
 
 
 def table(page: Path | None) -> None:
-    """Write the settings whose seeds are all finished as a table."""
+    """Write the settings with at least one finished seed as a table."""
     cells = results()
-    lines = ["| noise, epochs | clip | learning rate | ε | accuracy | Opacus |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| noise, epochs | clip | learning rate | ε | accuracy | seeds | Opacus |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, setting in SETTINGS.items():
         found = [cells[key] for seed in SEEDS if (key := f"{name}, seed {seed}") in cells]
-        if len(found) < len(SEEDS):
+        if not found:
             continue
         accuracies = [100 * cell["accuracy"] for cell in found]
-        spread = f"{statistics.mean(accuracies):.1f} % ± {statistics.stdev(accuracies):.1f}"
+        spread = f" ± {statistics.stdev(accuracies):.1f}" if len(found) > 1 else ""
         columns = f"{setting['noise']:g}, {setting['epochs']:g} | {setting['clip']:g} | {setting['lr']:g}"
-        lines.append(f"| {columns} | {found[0]['epsilon']:.2f} | {spread} | {setting['opacus']:.1f} % |")
+        accuracy = f"{statistics.mean(accuracies):.1f}{spread} %"
+        columns = f"{columns} | {found[0]['epsilon']:.2f} | {accuracy} | {len(found)} of {len(SEEDS)}"
+        lines.append(f"| {columns} | {setting['opacus']:.1f} % |")
     if page is None:
         print("\n".join(lines))
     else:
