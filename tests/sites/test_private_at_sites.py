@@ -12,7 +12,7 @@ import torch
 from asked import Site, fit
 from scipy.stats import norm
 from site_engine import make_site_engine
-from waiting import free_port
+from waiting import free_port, until
 
 import fedstrata as fs
 from fedstrata.base.jsonl import read_jsonl
@@ -209,6 +209,7 @@ def test_two_real_sites_train_with_noise_until_their_budgets_are_spent(
     with Processes(fed) as processes:
         for name in (SERVER, "a", "b"):
             processes.start(name)
+        until("the server to start", lambda: "Server started" in (fed / SERVER / "console.txt").read_text())
         result = submit(fed / ADMIN, fed / "result", sites=2, wait=240.0, lost=240.0)
 
     history = fs.History.load(result)
