@@ -79,7 +79,7 @@ class Accountant:
 
         def listen(round: int, replies: Mapping[ClientId, Any]) -> None:
             for client, reply in replies.items():
-                self.sizes[client] = reply.samples
+                self.sizes[client] = min(reply.samples, np.iinfo(np.int64).max)  # a site may send any number
             if listener is not None:
                 listener(round, replies)
 
